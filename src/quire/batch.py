@@ -1,0 +1,59 @@
+"""Batch: what one forward pass knows, and how layers reach it.
+
+Models never see it: they get (token_ids, positions). Attention calls `current_batch()`.
+
+Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a row, S sampled places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step, as tensors. Row b owns tokens query_start_B1[b] : query_start_B1[b + 1]."""
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    rows_B: Tensor  # int64: the worker's row of each request
+    query_start_B1: Tensor  # int32
+    lengths_B: Tensor  # int32: context of each row, this step's tokens included
+    block_tables: list[Tensor]  # by cache group, int32 [B, M]
+    slots: list[Tensor]  # by cache group, int64 [T]: block * block_size + offset of each token
+    sample_at_S: Tensor  # int64: which of the T places want logits
+    max_query: int  # the most tokens a row has in this step (known to the host)
+    max_length: int  # the longest context (known to the host)
+    num_tokens: int  # before padding
+    num_rows: int  # before padding
+    query_lens: list[int] = field(default_factory=list)  # host copies of the above, by row
+    lengths: list[int] = field(default_factory=list)
+    meta: dict[int, Any] = field(default_factory=dict)  # the attention backend's plan, by cache group
+
+
+_running: Batch | None = None
+
+
+@contextmanager
+def running(batch: Batch) -> Iterator[None]:
+    """Make `batch` the one that layers see. Forward passes do not nest."""
+    global _running
+    if _running is not None:
+        raise RuntimeError("a forward pass is already running")
+    _running = batch
+    try:
+        yield
+    finally:
+        _running = None
+
+
+def current_batch() -> Batch:
+    if _running is None:
+        raise RuntimeError("no forward pass is running")
+    return _running

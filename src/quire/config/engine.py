@@ -1,0 +1,74 @@
+"""EngineConfig: the tree of all sections, made from flat keywords; Resolved: the same with no "auto" left.
+
+`LLM(max_num_seqs=4)` and `--max-num-seqs 4` both end in `EngineConfig.from_keywords(max_num_seqs=4)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.config.cache import CacheConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.observe import ObserveConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.config.server import ServerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything that was asked for."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> EngineConfig:
+        """Flat keywords -> sections.
+
+        Raises:
+            TypeError: a keyword that no section has (old names are translated before: `compat.py`).
+        """
+        sections = {}
+        for section in fields(cls):
+            kind = section.default_factory
+            own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+            sections[section.name] = kind(**{k: keywords.pop(k) for k in list(keywords) if k in own})  # type: ignore[misc,operator]
+        if keywords:
+            raise TypeError(f"unknown keyword: {', '.join(sorted(keywords))}")
+        return cls(**sections)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What the rooms are built from: every automatic choice made, every conflict checked (`resolve.py`)."""
+
+    asked: EngineConfig
+    path: str
+    """Local directory of the checkpoint."""
+    hf_config: dict[str, Any]
+    """config.json after overrides: of the text model, if it was nested in a wrapper."""
+    architecture: str
+    dtype: str
+    """float32, bfloat16 or float16."""
+    device: str
+    """cpu, cuda."""
+    max_model_len: int
+    """Upper bound before memory is known; `auto` is settled by the memory plan (engine/memory.py)."""
+    auto_max_model_len: bool
+    """The memory plan may lower max_model_len to what fits."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    depth: int
+    executor: str
+    """uni or mp."""

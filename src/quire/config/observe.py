@@ -1,0 +1,19 @@
+"""What is logged and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserveConfig:
+    """Logs and metrics."""
+
+    disable_log_stats: bool = False
+    """No statistics line every ten seconds (LLM() sets it)."""
+    enable_log_requests: bool = False
+    """Log each request's id and parameters."""
+    max_log_len: int | None = None
+    """The most characters or token ids of a prompt in a log line; unset: all."""
+    log_stats_interval: float = 10.0
+    """Seconds between statistics lines."""

@@ -1,0 +1,45 @@
+"""The errors that cross a room's border. Each says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class QuireError(Exception):
+    """Base of all of ours."""
+
+
+class ValidationError(QuireError, ValueError):
+    """A request, or one of its parameters, cannot be served as it is. HTTP 400."""
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None):
+        super().__init__(message)
+        self.parameter, self.value = parameter, value
+
+
+class Unsupported(QuireError, NotImplementedError, ValueError):
+    """A feature that exists by name and is not here yet (or not on this platform). HTTP 501."""
+
+    def __init__(self, feature: str, remedy: str = ""):
+        super().__init__(f"{feature} is not supported yet{': ' + remedy if remedy else '.'}")
+        self.feature = feature
+
+
+class ConfigError(QuireError, ValueError):
+    """What was asked for at start does not fit together. The message names the flag to change."""
+
+
+class NotEnoughMemory(ConfigError):
+    """The memory plan does not work out; the message has the numbers and the one flag to change."""
+
+
+class ModelNotFound(ConfigError):
+    """No checkpoint where we looked; the message says where that was."""
+
+
+class EngineDeadError(QuireError, RuntimeError):
+    """The engine cannot answer any more; the message says why."""
+
+
+class QueueFull(QuireError, RuntimeError):
+    """Too many requests wait. HTTP 503 with Retry-After."""

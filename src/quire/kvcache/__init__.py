@@ -1,0 +1,1 @@
+"""Which block holds what. Pure Python, no torch."""

@@ -1,0 +1,96 @@
+"""Wire 1, up: what is new about a request, and what the engine says of itself.
+
+Knows token ids, log-probabilities and numbers. Does not know text or HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Logprobs(Struct, array_like=True, omit_defaults=True, gc=False):
+    """For each of P positions the chosen token first, then the most likely ones, best first.
+
+    `token_ids[p][0]` is the token that stands at `start + p`; entries 1.. are the top-k (the chosen
+    one may occur there again). `ranks[p]` is the chosen token's rank, from 1. Positions count from
+    the first token of the prompt, so a consumer that sees one twice (after a preemption) can tell.
+    """
+
+    start: int
+    token_ids: list[list[int]]
+    values: list[list[float]]
+    ranks: list[int]
+
+
+class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="output"):
+    """What is new about one request since its last EngineOutput."""
+
+    id: str
+    tokens: list[int]
+    finish: FinishReason | None = None
+    stopped_by: int | str | None = None  # the stop token (None: the model's own end of text)
+    error: str | None = None  # why, when finish is "error"
+    logprobs: Logprobs | None = None  # one position a token of `tokens`
+    prompt_logprobs: Logprobs | None = None
+    cached: int = 0  # prompt tokens whose KV was found: they cost nothing
+    preemptions: int = 0
+    queued: float = 0.0  # seconds it waited before its first step
+    client: int = 0
+    extras: dict[str, Any] = {}
+
+
+class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):
+    """The answer to a `Call`: a value, or an error text."""
+
+    id: int
+    value: Any = None
+    error: str | None = None
+    client: int = 0
+
+
+class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="stats"):
+    """A snapshot of the middle room, for /metrics, the log line and `LLM.get_metrics()`. Counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0..1
+    num_blocks: int = 0
+    block_size: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = {}  # by FinishReason
+    steps: int = 0
+
+
+class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
+    """The one message that ends an engine's start-up."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    dtype: str
+    device: str
+    architecture: str
+    model_impl: str  # "native", or "transformers (packed)", "transformers (per request)"
+    depth: int
+    startup: list[tuple[str, float]] = []  # stage, seconds
+    pid: int = 0
+    version: str = ""
+
+
+class Died(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
+    """The engine could not start, or cannot go on: what happened, and what to do about it."""
+
+    error: str
+    traceback: str = ""
+
+
+FromEngine = EngineOutput | Reply | EngineStats | Ready | Died
