@@ -34,7 +34,9 @@ class Batch:
     num_rows: int  # before padding
     query_lens: list[int] = field(default_factory=list)  # host copies of the above, by row
     lengths: list[int] = field(default_factory=list)
-    meta: dict[int, Any] = field(default_factory=dict)  # the attention backend's plan, by cache group
+    meta: dict[int, Any] = field(
+        default_factory=dict
+    )  # the attention backend's plan, by cache group
 
 
 _running: Batch | None = None

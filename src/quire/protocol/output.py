@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
 
 class Logprobs(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -34,6 +35,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     finish: FinishReason | None = None
     stopped_by: int | str | None = None  # the stop token (None: the model's own end of text)
     error: str | None = None  # why, when finish is "error"
+    error_kind: ErrorKind = "internal"
     logprobs: Logprobs | None = None  # one position a token of `tokens`
     prompt_logprobs: Logprobs | None = None
     cached: int = 0  # prompt tokens whose KV was found: they cost nothing

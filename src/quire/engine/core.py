@@ -1,0 +1,127 @@
+"""EngineCore: the loop. Receive, plan, launch, commit, publish.
+
+Knows a scheduler, an executor, an inbox, and how far the host may run ahead of the device. Does not know
+what a request is for, nor which features are on. Keep it so.
+
+    depth 1    plan 1, run 1, commit 1, plan 2, ...
+    depth 2    host   plan 1 | plan 2   | commit 1, plan 3 | commit 2, plan 4 | ...
+               device        | step 1   | step 2           | step 3           | ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from quire.logging import get_logger
+from quire.protocol.output import EngineOutput, EngineStats, Reply
+from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
+from quire.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor, Pending
+
+log = get_logger(__name__)
+
+Inbox = SimpleQueue[ToEngine | None]  # None wakes the loop and means nothing else
+Outbox = list[EngineOutput | Reply]
+
+
+class EngineCore:
+    """One loop with a depth. depth 1 is synchronous, 2 overlaps host and device, n fills n stages."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, depth: int, check_when_idle: bool = True
+    ):
+        self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.check_when_idle = check_when_idle
+        self.inbox: Inbox = SimpleQueue()
+        self.in_flight: deque[tuple[int, Pending]] = deque()
+        self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
+        self.idle = True
+
+    # -- the loop -------------------------------------------------------------------------------
+    def turn(self) -> Outbox:
+        """Receive what came, take one step; block for a message when there is nothing to do."""
+        outputs = self.receive(block=self.idle)
+        outputs += self.step()
+        return outputs
+
+    def receive(self, block: bool) -> Outbox:
+        """Take in every message that is there; with `block`, wait until there is one."""
+        outputs: Outbox = []
+        try:
+            message = self.inbox.get(block=block)
+            while True:
+                self._take_in(message, outputs)
+                message = self.inbox.get_nowait()
+        except Empty:
+            return outputs
+
+    def step(self) -> Outbox:
+        """Launch a step if one can be planned and is due; commit the oldest one when enough are in flight."""
+        self.idle = False
+        if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
+            self.in_flight.append((plan.step, self.executor.launch(plan)))
+            if len(self.in_flight) < self.depth:
+                return []
+        if not self.in_flight:
+            self._rest()
+            return []
+        step, pending = self.in_flight.popleft()
+        try:
+            result = pending.result()
+        except self.executor.recoverable as error:
+            log.exception("step %d failed; its requests end with an error", step)
+            return list(self.scheduler.fail_step(step, f"the step failed: {type(error).__name__}"))
+        return list(self.scheduler.commit(result))
+
+    def _rest(self) -> None:
+        self.idle = True
+        if self.check_when_idle and not self.scheduler.has_requests:
+            self.scheduler.check()
+
+    # -- messages -------------------------------------------------------------------------------
+    def _take_in(self, message: ToEngine | None, outputs: Outbox) -> None:
+        match message:
+            case EngineRequest():
+                if (refused := self.scheduler.add(message)) is not None:
+                    outputs.append(refused)
+            case Abort(ids=ids):
+                outputs += [out for id in ids if (out := self.scheduler.abort(id)) is not None]
+            case Call():
+                outputs.append(self._answer(message))
+
+    def _answer(self, call: Call) -> Reply:
+        """Run a named function; its failure is the caller's, not ours."""
+        if (function := self.functions.get(call.name)) is None:
+            known = ", ".join(sorted(self.functions))
+            return Reply(
+                call.id,
+                error=f"the engine has no function {call.name!r}; it has {known}",
+                client=call.client,
+            )
+        try:
+            return Reply(call.id, function(*call.args), client=call.client)
+        except Exception as error:
+            log.exception("engine function %s failed", call.name)
+            return Reply(call.id, error=f"{type(error).__name__}: {error}", client=call.client)
+
+    def stats(self) -> EngineStats:
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_usage=kv.usage,
+            num_blocks=kv.pool.usable,
+            block_size=kv.block_size,
+            preemptions=scheduler.count.preemptions,
+            prefix_queries=scheduler.count.prefix_queries,
+            prefix_hits=scheduler.count.prefix_hits,
+            prompt_tokens=scheduler.count.prompt_tokens,
+            generation_tokens=scheduler.count.generation_tokens,
+            finished=dict(scheduler.finished),
+            steps=scheduler.steps,
+        )

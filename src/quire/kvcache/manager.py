@@ -1,0 +1,207 @@
+"""KVManager: which request holds which blocks, over groups of layers that remember differently.
+
+Knows requests, groups and blocks. Does not know rows, budgets or who runs next.
+
+A request's blocks, in one group with a window (`.` is the null block, given back already):
+
+    blocks    [ .  .  .  7  4  9  5 ]        index i holds tokens i*block_size ... (i+1)*block_size - 1
+                        ^first needed ^capacity
+    tokens    |-- published --|-- computed --|-- room --|
+
+All groups of a request have lists of the same length, so one number, `capacity`, says how many tokens fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.kvcache.hashing import Hasher
+from quire.kvcache.pool import NULL_BLOCK, BlockPool
+from quire.kvcache.specs import CacheGroup, WindowSpec
+from quire.protocol.request import MediaItem
+
+
+class Holder(Protocol):
+    """What the manager needs of a request."""
+
+    tokens: list[int]
+    computed: int
+    blocks: list[list[int]]
+    capacity: int
+    hashes: list[bytes]
+    root: bytes
+    media: Sequence[MediaItem]
+    published: int
+    cached: int
+
+
+Prefix = list[list[int]]  # by group: blocks that already hold a prefix (null: outside the window)
+
+
+class KVManager:
+    """Blocks for requests: match a prefix, grow, publish, release."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        *,
+        caching: bool = True,
+        hasher: Hasher | None = None,
+    ):
+        self.pool, self.groups, self.block_size, self.caching = (
+            pool,
+            list(groups),
+            block_size,
+            caching,
+        )
+        self.hasher = hasher or Hasher(block_size)
+        self.windows = [
+            (g, group.spec) for g, group in enumerate(groups) if isinstance(group.spec, WindowSpec)
+        ]
+        self.unbounded = [
+            g for g, group in enumerate(groups) if not isinstance(group.spec, WindowSpec)
+        ]
+
+    # -- how much -------------------------------------------------------------------------------
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self.pool.free) / max(self.pool.usable, 1)
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """How many blocks a request of num_tokens may hold at once, over all groups."""
+        size = self.block_size
+        whole = -(-num_tokens // size)
+        total = whole * len(self.unbounded)
+        for _, spec in self.windows:
+            total += min(whole, -(-(spec.window + max_step_tokens) // size) + 1)
+        return total
+
+    # -- prefixes -------------------------------------------------------------------------------
+    def match(self, request: Holder) -> tuple[int, Prefix]:
+        """(tokens, blocks by group) of the longest known prefix; never the whole request.
+
+        One token at least is left to compute, since its logits are what the request is here for.
+        """
+        nothing: Prefix = [[] for _ in self.groups]
+        if not self.caching:
+            return 0, nothing
+        self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
+        most = (len(request.tokens) - 1) // self.block_size
+        hashes = request.hashes[:most]
+        found = [self._found(g, hashes) for g in range(len(self.groups))]
+        count = self._agree(found, most)
+        if not count:
+            return 0, nothing
+        blocks = [column[:count] for column in found]
+        for g, spec in self.windows:
+            first = spec.first_needed(count * self.block_size) // self.block_size
+            blocks[g][:first] = [NULL_BLOCK] * first
+        return count * self.block_size, blocks
+
+    def _found(self, group: int, hashes: list[bytes]) -> list[int]:
+        """The block of each hash, or the null block; an unbounded group ends at the first gap."""
+        known = [self.pool.by_hash[group].get(hash, NULL_BLOCK) for hash in hashes]
+        if group in self.unbounded and NULL_BLOCK in known:
+            return known[: known.index(NULL_BLOCK)]
+        return known
+
+    def _agree(self, found: list[list[int]], most: int) -> int:
+        """The most blocks of prefix that every group can serve."""
+        count = min([most, *(len(found[g]) for g in self.unbounded)])
+        while count:
+            gaps = [self._last_gap(found[g], spec, count) for g, spec in self.windows]
+            if all(gap < 0 for gap in gaps):
+                return count
+            count = min(gap for gap in gaps if gap >= 0)  # a prefix that ends before the gap
+        return 0
+
+    def _last_gap(self, known: list[int], spec: WindowSpec, count: int) -> int:
+        """The last missing block that token count * block_size would look at; -1 if none is."""
+        first = spec.first_needed(count * self.block_size) // self.block_size
+        for index in range(count - 1, first - 1, -1):
+            if known[index] == NULL_BLOCK:
+                return index
+        return -1
+
+    # -- growing --------------------------------------------------------------------------------
+    def admit(self, request: Holder, prefix: Prefix, hit: int, num_tokens: int) -> bool:
+        """Share `prefix` and add room for num_tokens behind it; False (and no change) if it does not fit."""
+        shared = [block for column in prefix for block in column if block != NULL_BLOCK]
+        idle = sum(self.pool.refs[block] == 0 for block in shared)
+        need = -(-(hit + num_tokens) // self.block_size) - len(prefix[0])
+        if need * len(self.groups) > len(self.pool.free) - idle:
+            return False
+        for block in shared:
+            self.pool.share(block)
+        request.blocks = [column + [self.pool.take() for _ in range(need)] for column in prefix]
+        request.capacity = len(request.blocks[0]) * self.block_size
+        request.published = request.cached = hit // self.block_size
+        return True
+
+    def grow(self, request: Holder, num_tokens: int) -> list[list[int]] | None:
+        """Blocks to add, by group, so that num_tokens more fit; None if they do not.
+
+        Blocks that fell out of a window are given back first, and stay given back.
+        """
+        need = -(-(request.computed + num_tokens - request.capacity) // self.block_size)
+        if need <= 0:
+            return []
+        if self.windows:
+            self._leave_windows(request)
+        if need * len(self.groups) > len(self.pool.free):
+            return None
+        added = [[self.pool.take() for _ in range(need)] for _ in self.groups]
+        for column, new in zip(request.blocks, added, strict=True):
+            column += new
+        request.capacity += need * self.block_size
+        return added
+
+    def _leave_windows(self, request: Holder) -> None:
+        # Tokens in flight may yet be taken back, so the window stands where the known tokens end.
+        position = min(request.computed, len(request.tokens) - 1)
+        for g, spec in self.windows:
+            column = request.blocks[g]
+            for index in range(spec.first_needed(position) // self.block_size - 1, -1, -1):
+                if column[index] == NULL_BLOCK:
+                    break
+                self.pool.release((column[index],))
+                column[index] = NULL_BLOCK
+
+    # -- sharing --------------------------------------------------------------------------------
+    def publish(self, request: Holder) -> None:
+        """Let others share the blocks whose tokens are known and whose KV is written or sure to be."""
+        full = min(request.computed, len(request.tokens)) // self.block_size
+        if full <= request.published or not self.caching:
+            return
+        self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
+        for index in range(request.published, full):
+            for g, column in enumerate(request.blocks):
+                if column[index] != NULL_BLOCK:
+                    self.pool.publish(g, column[index], request.hashes[index])
+        request.published = full
+
+    def retract(self, request: Holder) -> set[int]:
+        """Take back what this request published: its KV turned out to be wrong. Those blocks."""
+        wrong = {b for column in request.blocks for b in column[request.cached : request.published]}
+        for block in wrong:
+            self.pool.forget(block)
+        return wrong - {NULL_BLOCK}
+
+    def release(self, request: Holder) -> None:
+        """Give all blocks back; the end of the request first, since its beginning is likelier to be shared."""
+        for column in request.blocks:
+            self.pool.release(reversed(column))
+        request.blocks = [[] for _ in self.groups]
+        request.capacity = request.published = request.cached = 0
+
+    def reset(self) -> bool:
+        """Forget all content that nobody uses now; False if some is in use (and stays)."""
+        if len(self.pool.free) == self.pool.usable:
+            self.pool.forget_all()
+            return True
+        for block in list(self.pool.free):
+            self.pool.forget(block)
+        return False

@@ -1,0 +1,91 @@
+"""BlockPool: which blocks are in use, which are free, and what the free ones still hold.
+
+Knows references and content hashes. Does not know requests, tokens or layers.
+
+    in use    refs > 0
+    free      refs = 0, in the order in which they will be taken again (least recently freed first);
+              a free block keeps its content, and can be shared again, until it is taken
+
+Block 0 is the null block: nobody owns it, and nothing that is written there is ever read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """`num_blocks` counts the null block, so num_blocks - 1 can be used.
+
+    A hash is looked up within a group, because the same tokens have other keys and values in other layers.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1):
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.hash_of: dict[int, tuple[int, bytes]] = {}
+
+    @property
+    def usable(self) -> int:
+        return self.num_blocks - 1
+
+    def take(self) -> int:
+        """The least recently freed block; what it held is forgotten."""
+        block, _ = self.free.popitem(last=False)
+        self.forget(block)
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more owner of a block that holds what the caller wants."""
+        if self.refs[block] == 0:
+            del self.free[block]
+        self.refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less of each; null blocks are passed over."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.free[block] = None
+
+    def find(self, group: int, hash: bytes) -> int | None:
+        return self.by_hash[group].get(hash)
+
+    def publish(self, group: int, block: int, hash: bytes) -> bool:
+        """Let others find this block. Content that is already known elsewhere is not listed twice."""
+        if block in self.hash_of or hash in self.by_hash[group]:
+            return False
+        self.by_hash[group][hash] = block
+        self.hash_of[block] = (group, hash)
+        return True
+
+    def forget(self, block: int) -> None:
+        """Nobody shall find this block's content any more."""
+        if (known := self.hash_of.pop(block, None)) is not None:
+            group, hash = known
+            del self.by_hash[group][hash]
+
+    def forget_all(self) -> None:
+        self.hash_of.clear()
+        for table in self.by_hash:
+            table.clear()
+
+    def check(self) -> None:
+        """Every block is either free or owned, and both tables of hashes agree."""
+        owned = sum(refs > 0 for refs in self.refs)
+        if min(self.refs) < 0 or self.refs[NULL_BLOCK] or owned + len(self.free) != self.usable:
+            raise RuntimeError(
+                f"block pool: {owned} owned + {len(self.free)} free != {self.usable}"
+            )
+        if any(self.refs[block] for block in self.free):
+            raise RuntimeError("block pool: a free block is owned")
+        if sum(map(len, self.by_hash)) != len(self.hash_of):
+            raise RuntimeError("block pool: a content hash has no block")

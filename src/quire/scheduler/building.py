@@ -1,0 +1,52 @@
+"""PlanBuilder: one plan while it is being made, and what it counts on.
+
+Knows work items and how to take one back. Does not know blocks or who should run.
+"""
+
+from __future__ import annotations
+
+from quire.protocol.plan import Entered, StepPlan, Work
+from quire.scheduler.request import Request
+
+Counted = tuple[Request, int]  # and how many output tokens this step may add
+
+
+class PlanBuilder:
+    """Work is taken while `budget` tokens last; a preempted request's work is undone."""
+
+    __slots__ = ("budget", "counted", "entered", "preempted", "work")
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.preempted = False
+        self.work: list[Work] = []
+        self.entered: list[Entered] = []
+        self.counted: list[Counted] = []
+
+    def take(self, request: Request, num_tokens: int, added: list[list[int]], drafts: bool) -> None:
+        """Give `request` num_tokens of this step. What lies beyond its length are guesses to be checked."""
+        length = len(request.tokens) + request.pending
+        request.computed = computed = request.computed + num_tokens
+        if computed < length:
+            request.drafted = False
+            self.work.append(Work(request.row, num_tokens, added, 0, False))
+            self.counted.append((request, 0))
+        else:
+            guesses = computed - length
+            request.pending += 1 + guesses
+            request.drafted = drafts
+            self.work.append(Work(request.row, num_tokens, added, guesses))
+            self.counted.append((request, 1 + guesses))
+        self.budget -= num_tokens
+
+    def undo(self, request: Request) -> None:
+        """Forget what this plan gave to `request`, if anything; its own counts are reset by the caller."""
+        for index, (other, counted) in enumerate(self.counted):
+            if other is request:
+                self.budget += self.work[index].num_tokens
+                request.pending -= counted
+                del self.work[index], self.counted[index]
+                return
+
+    def finish(self, step: int, left: list[int]) -> StepPlan:
+        return StepPlan(step, self.entered, self.work, left)

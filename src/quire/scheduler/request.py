@@ -1,0 +1,83 @@
+"""Request: one generation, as the scheduler sees it.
+
+Knows tokens, counts and blocks. None of its fields belongs to a feature: a feature that must remember
+something about a request keeps a dict by request id, in its own room.
+
+    tokens     |------- prompt -------|--- output, known ---|- pending -|
+    computed   |--------- KV written or in flight ----------------|          always <= length
+
+`length` is tokens + pending; a step moves `computed` towards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.protocol.output import FinishReason
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest, MediaItem
+
+NO_ROW = -1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Made from an EngineRequest by `Request.of`."""
+
+    # what it is
+    id: str
+    client: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    order: tuple[int, int]  # (priority, number of arrival): lower is served first
+    adapter: str | None
+    media: Sequence[MediaItem]
+    root: bytes  # what its first block's hash starts from
+    limit: int  # tokens it may have, prompt included
+    stops: frozenset[int]  # tokens that end it
+    min_length: int  # tokens it must have before they do
+    arrived: float
+
+    # where it stands
+    row: int = NO_ROW
+    computed: int = 0  # tokens whose KV is written or in flight (upper bound)
+    pending: int = 0  # output tokens in flight (upper bound)
+    drafted: bool = False  # the worker holds guesses that continue it
+    blocks: list[list[int]] = field(default_factory=list)  # by cache group
+    capacity: int = 0  # tokens that fit in them
+    hashes: list[bytes] = field(default_factory=list)
+    published: int = 0  # leading blocks that others may share
+    cached: int = 0  # leading blocks that it found when it entered
+
+    # how it ends, and what is reported of it
+    finish: FinishReason | None = None
+    preemptions: int = 0
+    hit: int = 0  # prompt tokens that cost nothing
+    queued: float = -1.0  # seconds before its first step; -1: not yet
+
+    @classmethod
+    def of(cls, asked: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
+        """`number` counts arrivals. params.max_tokens must be set (frontend/inputs.py sees to it)."""
+        params = asked.params
+        ends = () if params.ignore_eos else params.eos_token_ids
+        return cls(
+            id=asked.id,
+            client=asked.client,
+            tokens=list(asked.tokens),
+            num_prompt=len(asked.tokens),
+            params=params,
+            order=(asked.priority if by_priority else 0, number),
+            adapter=asked.adapter,
+            media=asked.media,
+            root=root,
+            limit=len(asked.tokens) + (params.max_tokens or 0),
+            stops=frozenset((*ends, *(params.stop_token_ids or ()))),
+            min_length=len(asked.tokens) + params.min_tokens,
+            arrived=asked.arrived,
+        )
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.pending

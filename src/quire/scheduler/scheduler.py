@@ -1,0 +1,381 @@
+"""Who runs next, and what a step's result changes.
+
+Knows requests, budgets, gates and blocks. Does not know devices, text, or the name of any feature:
+a feature that needs a say is a Gate. Keep it so; this file is meant to stay on two screens.
+
+There is no prefill phase and no decode phase. A request has `length` tokens and `computed` of them are
+done; a step moves `computed` towards `length`. Chunked prefill, prefix hits, recomputation after
+preemption and drafts are all that same motion. What keeps it right when results come late:
+
+ 1. a late result of a preempted request still adds its tokens: they are right;
+ 2. a request with `pending` tokens is not re-admitted until they are known, so that no result of an
+    earlier life reaches a later one;
+ 3. a block is published only when its tokens are known and the step that writes it is sure to run,
+    that is after the last place in a plan that may preempt;
+ 4. a block that is taken forgets what it held, and a block's hash includes the adapter and the salt;
+ 5. a prefix match leaves at least one token to compute;
+ 6. a request runs ahead only while what is in flight cannot already reach its limit.
+
+tests/engine/test_random_workloads.py catches the removal of each (tests/engine/mutations.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.logging import get_logger
+
+from quire.kvcache.manager import KVManager, Prefix
+from quire.protocol.output import EngineOutput, ErrorKind, FinishReason
+from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.protocol.request import EngineRequest
+from quire.scheduler.building import Counted, PlanBuilder
+from quire.scheduler.gate import Gate
+from quire.scheduler.queues import WaitingQueue
+from quire.scheduler.request import NO_ROW, Request
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a step and the scheduler may hold."""
+
+    max_rows: int
+    max_step_tokens: int
+    max_length: int  # prompt plus output of one request
+    chunked: bool = True  # False: a prompt runs whole or waits
+    max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's budget
+    drafts: int = 0  # guesses a row may carry beyond its next token
+    run_ahead: bool = True  # False: a row's next token must be known before it is planned again
+    by_priority: bool = False
+    max_waiting: int = 0  # the most requests that may wait; 0: no limit
+    max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
+
+
+@dataclass(slots=True)
+class Counters:
+    """They never fall."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Scheduler:
+    """plan() says what the next step does; commit() applies what a step did."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        gates: Sequence[Gate] = (),
+        clock: Callable[[], float] = time.time,
+    ):
+        self.kv, self.limits, self.gates, self.clock = kv, limits, list(gates), clock
+        self.requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self.left: list[int] = []  # rows given back since the last plan
+        self.in_flight: dict[int, list[Counted]] = {}  # by step
+        self.steps = 0
+        self.arrivals = 0
+        self.count = Counters()
+        self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+    # -- coming and going -----------------------------------------------------------------------
+    def add(self, asked: EngineRequest) -> EngineOutput | None:
+        """Queue a request, or say at once why it can never run (or not now)."""
+        kind: ErrorKind = "invalid"
+        if (reason := self._impossible(asked)) is None:
+            kind, reason = "overloaded", self._overloaded(asked)
+        if reason is not None:
+            self.finished["error"] += 1
+            return EngineOutput(
+                asked.id, [], "error", error=reason, error_kind=kind, client=asked.client
+            )
+        self.arrivals += 1
+        root = self.kv.hasher.root(asked.salt, asked.adapter)
+        request = Request.of(asked, self.arrivals, root, self.limits.by_priority)
+        self.requests[request.id] = request
+        self.waiting.add(request)
+        return None
+
+    def _impossible(self, asked: EngineRequest) -> str | None:
+        prompt, most = len(asked.tokens), asked.params.max_tokens
+        if asked.id in self.requests:
+            return f"request id {asked.id!r} is already in use"
+        if not prompt or not most:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        asks = f"the prompt has {prompt} tokens and max_tokens is {most}"
+        if prompt + most > self.limits.max_length:
+            return f"{asks}: together they exceed max_model_len={self.limits.max_length}"
+        step = min(self.limits.max_step_tokens, self.limits.max_length)
+        need = self.kv.most_blocks(prompt + most + self.limits.drafts, step)
+        if need > self.kv.pool.usable:
+            return (
+                f"{asks}: that needs {need} KV blocks of {self.kv.block_size} tokens and there are"
+                f" {self.kv.pool.usable}; lower max_tokens, or raise gpu_memory_utilization or"
+                " kv_cache_memory_bytes"
+            )
+        return None
+
+    def _overloaded(self, asked: EngineRequest) -> str | None:
+        if 0 < self.limits.max_waiting <= len(self.waiting):
+            return f"{len(self.waiting)} requests wait already (max_num_queued_reqs)"
+        if 0 < self.limits.max_waiting_tokens < self.waiting.num_tokens + len(asked.tokens):
+            return f"{self.waiting.num_tokens} prompt tokens wait already (max_num_queued_tokens)"
+        return None
+
+    def abort(
+        self, id: str, finish: FinishReason = "abort", error: str | None = None
+    ) -> EngineOutput | None:
+        """End a request wherever it stands; None if it is not here (any more)."""
+        if (request := self.requests.get(id)) is None:
+            return None
+        self._end(request, finish)
+        return EngineOutput(id, [], finish, error=error, client=request.client)
+
+    # -- plan -----------------------------------------------------------------------------------
+    def plan(self) -> StepPlan | None:
+        """Give every running request its next tokens, then admit waiting ones, within the budget."""
+        building = PlanBuilder(self.limits.max_step_tokens)
+        for request in self._decoding_first():
+            if request.row == NO_ROW or not (
+                n := self._wanted(request, building.budget, request.computed)
+            ):
+                continue
+            while (added := self.kv.grow(request, n)) is None:
+                victim = max(self.running, key=lambda r: r.order)
+                self._preempt(victim, building)
+                if victim is request:
+                    break
+            else:
+                building.take(request, n, added, self.limits.drafts > 0)
+        for request, _ in building.counted:  # only now is this work sure to run
+            self.kv.publish(request)
+        if not building.preempted:
+            self._admit(building)
+        if not building.work:
+            return None
+        self.steps += 1
+        self.in_flight[self.steps] = building.counted
+        left, self.left = self.left, []
+        plan = building.finish(self.steps, left)
+        for gate in self.gates:
+            if (extra := gate.extra(plan)) is not None:
+                plan.extras[gate.name] = extra
+        return plan
+
+    def _decoding_first(self) -> list[Request]:
+        """Those with one token to go before those with a prompt to go, each in order of admission."""
+        few = 1 + self.limits.drafts
+        near: list[Request] = []
+        far: list[Request] = []
+        for request in self.running:
+            togo = len(request.tokens) + request.pending - request.computed
+            (near if togo <= few else far).append(request)
+        return near + far if far else near
+
+    def _wanted(self, request: Request, budget: int, computed: int) -> int:
+        """How many tokens this request takes in this step, `computed` of it being done."""
+        length = len(request.tokens) + request.pending
+        if request.pending and (length >= request.limit or not self.limits.run_ahead):
+            return 0  # what is in flight may already end it
+        n = length - computed
+        if n > budget and not self.limits.chunked:
+            return 0
+        if request.drafted:
+            n += max(min(self.limits.drafts, request.limit - length - 1), 0)
+        if self.limits.max_chunk and n > self.limits.max_chunk:
+            n = self.limits.max_chunk
+        n = min(n, budget)
+        for gate in self.gates:
+            n = gate.allow(request, n) if n else 0
+        return n
+
+    def _waiting_and_ready(self) -> Iterator[Request]:
+        for request in self.waiting:
+            if all(gate.ready(request) for gate in self.gates):
+                yield request  # the others are skipped: they do not hold up those behind
+
+    def _admit(self, building: PlanBuilder) -> None:
+        """Seat waiting requests while rows, budget and blocks last. Never preempts, never overtakes."""
+        seated: list[Request] = []
+        for request in self._waiting_and_ready():
+            if not building.budget or len(seated) == len(self.free_rows) or request.pending:
+                break
+            hit, prefix = self._match(request)
+            n = self._wanted(request, building.budget, hit)
+            if not n or not self.kv.admit(request, prefix, hit, n):
+                break
+            self._enter(request, hit, n, building, self.free_rows[-1 - len(seated)])
+            seated.append(request)
+        for request in seated:
+            self.free_rows.pop()
+            self.waiting.remove(request)
+            self.running.append(request)
+
+    def _match(self, request: Request) -> tuple[int, Prefix]:
+        if request.params.skip_reading_prefix_cache:
+            return 0, [[] for _ in self.kv.groups]
+        return self.kv.match(request)
+
+    def _enter(self, request: Request, hit: int, n: int, building: PlanBuilder, row: int) -> None:
+        request.row, request.computed = row, hit
+        if not request.preemptions:
+            request.hit = hit
+            request.queued = max(self.clock() - request.arrived, 0.0)
+            self.count.prefix_queries += request.num_prompt
+            self.count.prefix_hits += hit
+            self.count.prompt_tokens += request.num_prompt
+        for gate in self.gates:
+            gate.enter(request)
+        building.entered.append(
+            Entered(
+                row, request.id, list(request.tokens), request.num_prompt, hit,
+                [list(column) for column in request.blocks], request.params, request.adapter,
+            )
+        )  # fmt: skip
+        building.take(request, n, [], self.limits.drafts > 0)
+        self.kv.publish(request)
+
+    def _preempt(self, request: Request, building: PlanBuilder) -> None:
+        """Take back row, blocks and this plan's work; what it has is computed again later."""
+        building.preempted = True
+        building.undo(request)
+        self._leave(request)
+        request.computed, request.drafted = 0, False
+        request.preemptions += 1
+        self.waiting.add(request)
+        self.count.preemptions += 1
+        log.warning_every(
+            "preemption", 5.0,
+            "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
+            " space: its %d tokens will be computed again, which costs time. Raise gpu_memory_utilization"
+            " or tensor_parallel_size for more KV space, or lower max_num_seqs or max_num_batched_tokens."
+            " total_cumulative_preemption_cnt=%d",
+            request.id, len(request.tokens), self.count.preemptions,
+        )  # fmt: skip
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.release(request)
+        self.free_rows.append(request.row)
+        self.left.append(request.row)
+        request.row = NO_ROW
+        for gate in self.gates:
+            gate.leave(request)
+
+    def _end(self, request: Request, finish: FinishReason) -> None:
+        request.finish = finish
+        self.finished[finish] += 1
+        del self.requests[request.id]
+        if request.row != NO_ROW:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+
+    # -- commit ---------------------------------------------------------------------------------
+    def commit(self, result: StepResult) -> list[EngineOutput]:
+        """Apply what a step produced. Its requests may have ended or been preempted since."""
+        outputs: list[EngineOutput] = []
+        for index, (counted, tokens) in enumerate(
+            zip(self.in_flight.pop(result.step), result.tokens, strict=True)
+        ):
+            request, most = counted
+            request.pending -= most
+            if request.finish is not None:
+                continue
+            if result.errors and (error := result.errors.get(index)) is not None:
+                outputs.append(self._fail(request, error))
+                continue
+            if most:
+                if request.row != NO_ROW:
+                    request.computed -= most - len(tokens)  # rejected guesses were never computed
+                tokens = self._extend(request, tokens)
+            if tokens or index in result.prompt_logprobs:
+                outputs.append(self._output(request, tokens, index, result))
+            if request.row != NO_ROW:
+                self.kv.publish(request)
+        for gate in self.gates:
+            if (extra := result.extras.get(gate.name)) is not None:
+                gate.learn(extra)
+        return outputs
+
+    def _extend(self, request: Request, tokens: list[int]) -> list[int]:
+        """Add tokens up to the first that ends the request; those that were added."""
+        known = request.tokens
+        for count, token in enumerate(tokens, 1):
+            known.append(token)
+            if token in request.stops and len(known) > request.min_length:
+                self._end(request, "stop")
+            elif len(known) >= request.limit:
+                self._end(request, "length")
+            else:
+                continue
+            tokens = tokens[:count]
+            break
+        self.count.generation_tokens += len(tokens)
+        return tokens
+
+    def _output(
+        self, request: Request, tokens: list[int], index: int, result: StepResult
+    ) -> EngineOutput:
+        output = EngineOutput(request.id, tokens, request.finish, client=request.client)
+        if request.finish == "stop" and tokens[-1] in (request.params.stop_token_ids or ()):
+            output.stopped_by = tokens[-1]
+        if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
+            output.cached, output.queued, output.preemptions = (
+                request.hit,
+                request.queued,
+                request.preemptions,
+            )
+        if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
+            output.logprobs = logprobs
+        if result.prompt_logprobs and (logprobs := result.prompt_logprobs.get(index)) is not None:
+            output.prompt_logprobs = logprobs
+        return output
+
+    def _fail(self, request: Request, error: str) -> EngineOutput:
+        self.kv.retract(request)
+        self._end(request, "error")
+        return EngineOutput(request.id, [], "error", error=error, client=request.client)
+
+    def fail_step(self, step: int, error: str) -> list[EngineOutput]:
+        """The step could not be run: its requests end with `error`, and so do those that share its KV."""
+        wrong: set[int] = set()
+        guilty: list[Request] = []
+        for request, most in self.in_flight.pop(step):
+            request.pending -= most
+            if request.finish is None:
+                wrong |= self.kv.retract(request)
+                guilty.append(request)
+        if wrong:
+            others = (r for r in self.running if r not in guilty)
+            guilty += [r for r in others if any(wrong & set(column) for column in r.blocks)]
+        return [self._fail(request, error) for request in guilty]
+
+    # -- at rest --------------------------------------------------------------------------------
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def check(self) -> None:
+        """With nothing here, every row and block must be free.
+
+        Raises:
+            RuntimeError: something leaked.
+        """
+        self.kv.pool.check()
+        if self.requests or self.in_flight:
+            return
+        if len(self.free_rows) != self.limits.max_rows or self.running or len(self.waiting):
+            raise RuntimeError(f"{self.limits.max_rows - len(self.free_rows)} rows leaked")
+        if len(self.kv.pool.free) != self.kv.pool.usable:
+            raise RuntimeError(f"{self.kv.pool.usable - len(self.kv.pool.free)} blocks leaked")

@@ -1,0 +1,191 @@
+"""A toy device: rows, a memory of blocks, and a next token that depends on the last seven and the adapter.
+
+It runs plans in order and as late as it may, and checks every read of its memory against what must stand
+there. It shares no code with the worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.kvcache.specs import CacheGroup, WindowSpec
+from quire.protocol.plan import Entered, StepPlan, StepResult
+
+VOCAB = 97
+POISON = "poison"
+
+
+def next_token(history: list[int], adapter: str | None) -> int:
+    value = 17 if adapter is None else 31 * len(adapter) + ord(adapter[0])
+    for token in history[-7:]:
+        value = (value * 131 + token + 7) % 1_000_003
+    return value % VOCAB
+
+
+@dataclass
+class ToyRow:
+    id: str
+    kin: tuple  # what KV depends on besides the tokens: adapter and salt
+    tokens: list[int]
+    computed: int
+    blocks: list[list[int]]
+    entered: int  # step
+    drafts: list[int] = field(default_factory=list)
+    spoilt: bool = False
+
+
+class StepFailed(Exception):
+    """The device could not run a step at all."""
+
+
+class ToyDevice:
+    """An Executor. `kin` says what the KV of a request id depends on; `faults` are ids whose row fails."""
+
+    recoverable = (StepFailed,)
+
+    def __init__(
+        self,
+        groups: list[CacheGroup],
+        num_blocks: int,
+        block_size: int,
+        drafts: int,
+        rng: random.Random,
+    ):
+        self.groups, self.bs, self.drafts, self.rng = groups, block_size, drafts, rng
+        self.memory: list = [None] * (num_blocks * block_size)
+        self.rows: dict[int, ToyRow] = {}
+        self.queue: deque[bytes] = deque()
+        self.done: dict[int, StepResult | StepFailed] = {}
+        self.kin: dict[str, tuple] = {}
+        self.faults: dict[str, int] = {}  # id -> the step work that fails: counts down
+        self.failing_steps = 0.0  # probability
+        self.spoilt_by_step: dict[int, set[str]] = {}
+        self.entered_at: dict[str, int] = {}
+        self.reads = 0
+
+    def launch(self, plan: StepPlan):
+        self.queue.append(msgspec.msgpack.encode(plan))  # a process boundary
+        return _Late(self, plan.step)
+
+    def call(self, name, *args):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+    def result(self, step: int) -> StepResult:
+        while step not in self.done:
+            self._run(msgspec.msgpack.decode(self.queue.popleft(), type=StepPlan))
+        done = self.done.pop(step)
+        if isinstance(done, StepFailed):
+            raise done
+        return done
+
+    # -- one step -------------------------------------------------------------------------------
+    def _run(self, plan: StepPlan) -> None:
+        for row in plan.left:
+            assert self.rows.pop(row, None) is not None, f"row {row} left twice, or was never there"
+        for new in plan.entered:
+            self._enter(new, plan.step)
+        fails = self.rng.random() < self.failing_steps
+        work = []
+        for item in plan.work:
+            row = self.rows[item.row]
+            for column, new_blocks in zip(row.blocks, item.new_blocks, strict=False):
+                column += new_blocks
+            sequence = row.tokens + row.drafts[: item.drafts]
+            start, end = row.computed, row.computed + item.num_tokens
+            assert start < end <= len(sequence), f"row {item.row}: no such tokens"
+            row.spoilt |= self._fails(row) or fails
+            self._write(row, sequence, start, end)  # all rows write before any reads
+            work.append((item, row, sequence, start, end))
+        tokens, errors = [], {}
+        for index, (item, row, sequence, start, end) in enumerate(work):
+            row.spoilt |= self._read(row, sequence, start, end)
+            if row.spoilt:
+                errors[index] = "spoilt"
+                self.spoilt_by_step.setdefault(plan.step, set()).add(row.id)
+            tokens.append(self._decide(item, row, sequence, end))
+        result = StepResult(plan.step, tokens, errors=errors)
+        self.done[plan.step] = (
+            StepFailed()
+            if fails
+            else msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult)
+        )
+
+    def _enter(self, new: Entered, step: int) -> None:
+        assert new.row not in self.rows, f"row {new.row} is taken"
+        blocks = [list(column) for column in new.blocks]
+        kin = self.kin[new.id]
+        assert new.adapter == kin[0]
+        self.rows[new.row] = ToyRow(new.id, kin, list(new.tokens), new.computed, blocks, step)
+        self.entered_at.setdefault(new.id, step)
+
+    def _fails(self, row: ToyRow) -> bool:
+        if row.id not in self.faults:
+            return False
+        self.faults[row.id] -= 1
+        return self.faults[row.id] < 0
+
+    def _write(self, row: ToyRow, sequence: list[int], start: int, end: int) -> None:
+        for g in range(len(self.groups)):
+            for position in range(start, end):
+                at = self._at(row, g, position)
+                assert at >= self.bs, f"group {g}: position {position} is written to the null block"
+                self.memory[at] = POISON if row.spoilt else (g, sequence[position], row.kin)
+
+    def _read(self, row: ToyRow, sequence: list[int], start: int, end: int) -> bool:
+        """Check all that the new positions look at; True if some of it is spoilt."""
+        spoilt = False
+        for g, group in enumerate(self.groups):
+            first = 0
+            if isinstance(group.spec, WindowSpec):
+                first = max(0, start - group.spec.window + 1)
+            for position in range(first, end):
+                self.reads += 1
+                found = self.memory[self._at(row, g, position)]
+                if found == POISON:
+                    spoilt = True
+                elif not row.spoilt:
+                    assert found == (g, sequence[position], row.kin), (
+                        f"{row.id} reads someone else's KV"
+                    )
+        return spoilt
+
+    def _decide(self, item, row: ToyRow, sequence: list[int], end: int) -> list[int]:
+        if not item.samples:
+            row.computed = end
+            return []
+        base = end - 1 - item.drafts
+        decided = []
+        for i in range(item.drafts + 1):
+            decided.append(next_token(sequence[: base + i + 1], row.kin[0]))
+            if i < item.drafts and decided[-1] != sequence[base + i + 1]:
+                break
+        row.tokens = row.tokens + decided
+        row.computed = end - (item.drafts + 1 - len(decided))
+        history, row.drafts = list(row.tokens), []
+        for _ in range(self.drafts):
+            right = self.rng.random() < 0.6
+            row.drafts.append(
+                next_token(history, row.kin[0]) if right else self.rng.randrange(VOCAB)
+            )
+            history.append(row.drafts[-1])
+        return decided
+
+    def _at(self, row: ToyRow, group: int, position: int) -> int:
+        return row.blocks[group][position // self.bs] * self.bs + position % self.bs
+
+
+class _Late:
+    """Runs nothing until it is asked."""
+
+    def __init__(self, device: ToyDevice, step: int):
+        self.device, self.step = device, step
+
+    def result(self) -> StepResult:
+        return self.device.result(self.step)

@@ -1,0 +1,315 @@
+"""Random workloads on the toy device: every output equals a step-by-step reference, and nothing leaks.
+
+`python tests/engine/workload.py 6000` runs many by hand; mutations.py runs it on a broken scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import dataclass, field
+
+from toy import VOCAB, ToyDevice, next_token
+
+from quire.engine.core import EngineCore
+from quire.kvcache.hashing import Hasher
+from quire.kvcache.manager import KVManager
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
+from quire.protocol.output import EngineOutput
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import Abort, EngineRequest
+from quire.scheduler.gate import Gate
+from quire.scheduler.request import NO_ROW
+from quire.scheduler.scheduler import Limits, Scheduler
+
+
+class OneAdapterGate(Gate):
+    """At most one adapter runs at once; who needs another stops those behind."""
+
+    name = "one adapter"
+
+    def __init__(self):
+        self.active: dict[str, int] = {}
+
+    def allow(self, request, num_tokens):
+        fits = request.adapter is None or request.adapter in self.active or not self.active
+        return num_tokens if fits else 0
+
+    def enter(self, request):
+        if request.adapter:
+            self.active[request.adapter] = self.active.get(request.adapter, 0) + 1
+
+    def leave(self, request):
+        if request.adapter:
+            self.active[request.adapter] -= 1
+            if not self.active[request.adapter]:
+                del self.active[request.adapter]
+
+
+class FirstBiteGate(Gate):
+    """Lets only a few tokens of anybody run at once, so that others enter behind an unfinished prompt."""
+
+    name = "first bite"
+
+    def __init__(self, limit: int):
+        self.limit = limit
+
+    def allow(self, request, num_tokens):
+        return min(num_tokens, self.limit)
+
+
+class LateGate(Gate):
+    """Some requests are not ready until a tick of the test's clock: others pass them."""
+
+    name = "late"
+
+    def __init__(self):
+        self.now = 0
+        self.ready_at: dict[str, int] = {}
+        self.entered_early: list[str] = []
+
+    def ready(self, request):
+        return self.now >= self.ready_at.get(request.id, 0)
+
+    def enter(self, request):
+        if not self.ready(request):
+            self.entered_early.append(request.id)
+
+
+class WitnessGate(Gate):
+    """Asserts who may enter and who must leave."""
+
+    name = "witness"
+    scheduler: Scheduler
+
+    def __init__(self, late: LateGate):
+        self.late = late
+
+    def enter(self, request):
+        for other in self.scheduler.waiting:
+            if other.order < request.order and other.row == NO_ROW:
+                assert not self.late.ready(other), f"{request.id} overtakes {other.id}"
+
+    def leave(self, request):
+        if request.finish is None:  # preempted
+            least = max([request, *self.scheduler.running], key=lambda r: r.order)
+            assert least is request, f"{request.id} is preempted before {least.id}"
+
+
+def reference(asked: EngineRequest) -> tuple[list[int], str]:
+    tokens, params = list(asked.tokens), asked.params
+    while True:
+        tokens.append(next_token(tokens, asked.adapter))
+        output = len(tokens) - len(asked.tokens)
+        if output > params.min_tokens and tokens[-1] in (
+            *params.eos_token_ids,
+            *params.stop_token_ids,
+        ):
+            return tokens[len(asked.tokens) :], "stop"
+        if output >= params.max_tokens:
+            return tokens[len(asked.tokens) :], "length"
+
+
+@dataclass
+class Setting:
+    """One drawn configuration: scheduler, device and gates."""
+
+    rng: random.Random
+    core: EngineCore
+    device: ToyDevice
+    pool: BlockPool
+    gate: OneAdapterGate
+    late: LateGate
+    faulty: bool
+    arrivals: list[EngineRequest] = field(default_factory=list)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+
+def draw_groups(rng: random.Random) -> list[CacheGroup]:
+    full = CacheSpec(1, 1, 1, 1)
+    windows = [WindowSpec(1, 1, 1, 1, window=rng.choice([1, 3, 8, 20])) for _ in range(2)]
+    kinds = rng.choice([[full], [full], [full, windows[0]], [windows[0]], [full, *windows]])
+    return [CacheGroup(spec, (i,)) for i, spec in enumerate(kinds)]
+
+
+def draw_setting(seed: int) -> Setting:
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4, 16])
+    drafts = rng.choice([0, 0, 1, 3])
+    depth = rng.choice([1, 2, 3, 4])
+    groups = draw_groups(rng)
+    by_priority = rng.random() < 0.5
+    limits = Limits(
+        max_rows=rng.randint(1, 8),
+        max_step_tokens=rng.randint(drafts + 1, 40),
+        max_length=60,
+        max_chunk=rng.choice([0, 0, 3, 9]),
+        drafts=drafts,
+        run_ahead=depth <= 2 or rng.random() < 0.5,
+        by_priority=by_priority,
+    )
+    if rng.random() < 0.1:  # a prompt runs whole or waits
+        limits = Limits(
+            max_rows=4,
+            max_step_tokens=64,
+            max_length=60,
+            chunked=False,
+            drafts=drafts,
+            by_priority=by_priority,
+        )
+    per_group = -(-(46 + (drafts + 1) * depth) // size) + 1 + (1 if size == 1 else 0)
+    num_blocks = 1 + per_group * len(groups) + rng.choice([0, 1, 3, 40])
+    pool = BlockPool(num_blocks, len(groups))
+    gate, late = OneAdapterGate(), LateGate()
+    witness = WitnessGate(late)
+    gates = [gate, late, witness]
+    if limits.chunked:
+        gates.append(FirstBiteGate(rng.choice([2, 5, 99])))
+    kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=Hasher(size, b"secret"))
+    device = ToyDevice(groups, num_blocks, size, drafts, rng)
+    faulty = rng.random() < 0.15
+    device.failing_steps = 0.02 if faulty and rng.random() < 0.5 else 0.0
+    core = EngineCore(Scheduler(kv, limits, gates, clock=lambda: 0.0), device, depth)
+    witness.scheduler = core.scheduler
+    return Setting(rng, core, device, pool, gate, late, faulty)
+
+
+def draw_requests(s: Setting) -> None:
+    rng = s.rng
+    shared = [rng.randrange(VOCAB) for _ in range(12)]
+    for i in range(rng.randint(1, 18)):
+        prompt = shared[: rng.randint(0, 12)] + [
+            rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))
+        ]
+        if s.arrivals and rng.random() < 0.45:  # the same prompt twice: outputs share blocks too
+            prompt = list(rng.choice(s.arrivals).tokens)
+        most = rng.randint(1, 18) if rng.random() < 0.5 else rng.randint(12, 18)
+        params = SamplingParams(
+            max_tokens=most,
+            min_tokens=rng.choice([0, 0, rng.randint(0, most)]),
+            eos_token_ids=rng.choice([[], [5, 11]]),
+            stop_token_ids=rng.choice([[], [7]]),
+            ignore_eos=rng.random() < 0.2,
+            skip_reading_prefix_cache=rng.random() < 0.1,
+        )
+        if params.ignore_eos:
+            params.eos_token_ids = []
+        asked = EngineRequest(
+            str(i), prompt, params,
+            priority=rng.randint(0, 2),
+            adapter=rng.choice([None, None, "a", "bb"]),
+            salt=rng.choice(["", "", "x"]),
+        )  # fmt: skip
+        s.arrivals.append(asked)
+        s.device.kin[asked.id] = (asked.adapter, asked.salt)
+        if rng.random() < 0.2:
+            s.late.ready_at[asked.id] = rng.randint(0, 60)
+        if s.faulty and rng.random() < 0.2:
+            s.device.faults[asked.id] = rng.randint(0, 6)
+
+
+class Check:
+    """Collects what comes out, and says at the end whether it is right."""
+
+    def __init__(self, s: Setting):
+        self.s = s
+        self.asked = {asked.id: asked for asked in s.arrivals}
+        self.got: dict[str, list[int]] = {id: [] for id in self.asked}
+        self.finish: dict[str, str] = {}
+        self.fouled_at: dict[str, int] = {}  # errors: the last step planned when it was told
+
+    def take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            assert output.id not in self.finish, f"{output.id} speaks after its end"
+            self.got[output.id] += output.tokens
+            if output.finish:
+                self.finish[output.id] = output.finish
+                asked = self.asked[output.id]
+                if output.finish == "stop":
+                    last = self.got[output.id][-1]
+                    assert output.stopped_by == (
+                        last if last in asked.params.stop_token_ids else None
+                    )
+                if output.finish == "error":
+                    assert self.s.faulty, output.error
+                    self.fouled_at[output.id] = self.s.scheduler.steps
+
+    def done(self) -> None:
+        for id, asked in self.asked.items():
+            want, why = reference(asked)
+            got = self.got[id]
+            if self.finish[id] in ("abort", "error"):
+                assert want[: len(got)] == got, f"request {id}: {got} is not how {want} begins"
+            else:
+                assert (got, self.finish[id]) == (want, why), f"request {id}: {got} != {want}"
+        guilty = [at for id, at in self.fouled_at.items() if id in self.s.device.faults]
+        if not self.s.device.failing_steps:
+            for id, at in self.fouled_at.items():  # innocents fall only with what was in flight
+                if id not in self.s.device.faults:
+                    entered = self.s.device.entered_at[id]
+                    assert any(entered <= told for told in guilty), (
+                        f"{id} read what was taken back ({at})"
+                    )
+
+
+def moves(s: Setting, check: Check) -> None:
+    """One turn of the loop; asserts that work that can move does."""
+    core, scheduler = s.core, s.scheduler
+    planned, busy = scheduler.steps, bool(core.in_flight)
+    check.take(core.receive(block=False))
+    check.take(core.step())
+    stuck = not (busy or scheduler.steps > planned)
+    if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
+        raise AssertionError("there is work, and nothing moves")
+    assert all(r.computed < r.limit for r in scheduler.running), "works past the limit"
+
+
+def trial(seed: int) -> tuple[int, int]:
+    """(preemptions, reads) of one random workload that came out right."""
+    s = draw_setting(seed)
+    draw_requests(s)
+    check, rng = Check(s), s.rng
+    to_come, spins = list(s.arrivals), 0
+    while to_come or s.scheduler.has_requests or s.core.in_flight:
+        while to_come and rng.random() < 0.4:
+            s.core.inbox.put(to_come.pop(0))
+        if rng.random() < 0.01:
+            s.core.inbox.put(Abort([rng.choice(s.arrivals).id]))
+        if rng.random() < 0.005:
+            s.scheduler.kv.reset()
+        s.late.now += 1
+        moves(s, check)
+        spins += 1
+        assert spins < 20_000, "no progress"
+    s.core.idle = False
+    check.done()
+    s.scheduler.check()
+    assert len(s.pool.free) == s.pool.usable, "blocks leaked"
+    assert not s.gate.active, "a gate was not told that everybody left"
+    assert len(s.scheduler.free_rows) == s.scheduler.limits.max_rows, "rows leaked"
+    assert not s.late.entered_early, "a gate said not ready, and it entered"
+    return s.scheduler.count.preemptions, s.device.reads
+
+
+def main(trials: int, first: int = 0) -> None:
+    logging.disable(logging.CRITICAL)  # preemptions and failed steps are meant to happen here
+    preemptions = 0
+    for seed in range(first, first + trials):
+        try:
+            preemptions += trial(seed)[0]
+        except BaseException:
+            print(f"seed {seed}", file=sys.stderr)
+            raise
+    print(f"{trials} workloads equal to the reference, {preemptions} preemptions")
+
+
+if __name__ == "__main__":
+    main(
+        int(sys.argv[1]) if len(sys.argv) > 1 else 1500,
+        int(sys.argv[2]) if len(sys.argv) > 2 else 0,
+    )
