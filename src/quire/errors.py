@@ -37,6 +37,14 @@ class ModelNotFound(ConfigError):
     """No checkpoint where we looked; the message says where that was."""
 
 
+class StartupError(QuireError, RuntimeError):
+    """The engine did not come up; the message is its own. `detail` is its traceback, if there is one."""
+
+    def __init__(self, message: str, detail: str = ""):
+        super().__init__(message)
+        self.detail = detail
+
+
 class EngineDeadError(QuireError, RuntimeError):
     """The engine cannot answer any more; the message says why."""
 

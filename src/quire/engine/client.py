@@ -1,16 +1,33 @@
-"""The door of the middle room: submit, abort, call, outputs. InlineClient and ProcessClient behave alike."""
+"""The door of the middle room: submit, abort, call, outputs.
+
+Knows how a caller's thread reaches a core that lives in the same process (`InlineClient`). The one that
+lives in another is `remote.py`'s; both behave alike. Does not know what a request is for.
+"""
 
 from __future__ import annotations
 
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
-from quire.protocol.output import EngineOutput, Ready
-from quire.protocol.request import EngineRequest
+from quire.config.engine import Resolved
+from quire.engine.core import EngineCore, Outbox
+from quire.errors import EngineDeadError, QuireError
+from quire.logging import get_logger
+from quire.protocol.output import EngineOutput, Ready, Reply
+from quire.protocol.request import Abort, Call, EngineRequest
+
+log = get_logger(__name__)
 
 
 class EngineClient(Protocol):
     """What a front room may ask. All methods may be called from any thread."""
 
+    resolved: Resolved
     ready: Ready
 
     def submit(self, request: EngineRequest) -> None:
@@ -20,10 +37,133 @@ class EngineClient(Protocol):
         """End these requests; each still running one answers with finish "abort"."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """A named function of the engine (`engine/admin.py`); blocks for the answer."""
+        """A named function of the engine (`admin.py`); blocks for the answer.
+
+        Raises:
+            QuireError: the function failed, or there is none of this name.
+        """
 
     def outputs(self) -> list[EngineOutput]:
         """Block until something is new. Raises EngineDeadError when nothing will ever be."""
 
     def close(self) -> None:
         """Stop the engine; `outputs` in another thread then raises EngineDeadError."""
+
+
+class InlineClient:
+    """Steps the core in whichever thread asks for outputs."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        resolved: Resolved,
+        ready: Ready,
+        shut: Callable[[], None] = lambda: None,
+    ):
+        self.core, self.resolved, self.ready, self._shut = core, resolved, ready, shut
+        self._stepping = threading.Lock()
+        self._held: list[EngineOutput] = []  # came out while somebody waited for a reply
+        self._replies: dict[int, Reply] = {}
+        self._replied = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._dead: EngineDeadError | None = None
+
+    def submit(self, request: EngineRequest) -> None:
+        self._alive()
+        self.core.inbox.put(request)
+
+    def abort(self, ids: list[str]) -> None:
+        self._alive()
+        self.core.inbox.put(Abort(ids))
+
+    def outputs(self) -> list[EngineOutput]:
+        with self._stepping:
+            while not self._held:
+                self._alive()
+                self._keep(self.core.receive(block=self.core.idle))
+                self._alive()
+                try:
+                    with interrupts_deferred():
+                        self._keep(self.core.step())
+                except KeyboardInterrupt:
+                    raise
+                except Exception as error:
+                    self._dead = EngineDeadError(
+                        f"the engine stopped: {type(error).__name__}: {error}"
+                    )
+                    raise self._dead from error
+            outputs, self._held = self._held, []
+            return outputs
+
+    def call(self, name: str, *args: Any) -> Any:
+        number = next(self._numbers)
+        self._alive()
+        self.core.inbox.put(Call(number, name, list(args)))
+        while True:
+            # Nobody may be stepping: then the message is taken in here, and no step is made.
+            if self._stepping.acquire(blocking=False):
+                try:
+                    self._keep(self.core.receive(block=False))
+                finally:
+                    self._stepping.release()
+            with self._replied:
+                if (reply := self._replies.pop(number, None)) is not None:
+                    return answer(reply)
+                self._alive()
+                self._replied.wait(0.01)
+
+    def close(self) -> None:
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+            self.core.inbox.put(None)  # wakes whoever waits for outputs
+            with self._stepping:
+                self._shut()
+
+    def _alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+
+    def _keep(self, outbox: Outbox) -> None:
+        for message in outbox:
+            if isinstance(message, Reply):
+                with self._replied:
+                    self._replies[message.id] = message
+                    self._replied.notify_all()
+            else:
+                self._held.append(message)
+
+
+def answer(reply: Reply) -> Any:
+    """The value of a reply, or its error raised."""
+    if reply.error is not None:
+        raise QuireError(reply.error)
+    return reply.value
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: half a step would leave core and worker at odds.
+
+    The second one does not wait.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        signal.raise_signal(signal.SIGINT)

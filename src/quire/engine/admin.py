@@ -1,0 +1,31 @@
+"""The named functions of an engine: what `EngineClient.call` may ask for.
+
+Knows the core and its executor. Every function takes and gives builtins, so that it crosses a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.engine.core import EngineCore
+
+
+def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
+    """By name; features add theirs in `assemble.py`."""
+
+    def reset_prefix_cache() -> bool:
+        """Forget cached prefixes that no running request uses; False if some were in use and stay."""
+        return core.scheduler.kv.reset()
+
+    def stats() -> dict[str, Any]:
+        """An EngineStats as builtins."""
+        return dict(msgspec.structs.asdict(core.stats()))
+
+    def collective_rpc(method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a method of every worker; one answer each."""
+        return core.executor.call(method, args, kwargs)
+
+    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc)}

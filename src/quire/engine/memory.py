@@ -1,0 +1,187 @@
+"""The memory plan: arithmetic before anything is loaded.
+
+Knows bytes: of weights, of a step's activations, of a token's KV. Does not know tensors or devices. It
+either fits, and says how much, or it does not, and says which number to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.config.engine import Resolved
+from quire.errors import NotEnoughMemory
+from quire.kvcache.layout import Layout, layout
+from quire.kvcache.specs import CacheSpec, WindowSpec
+
+GIB = 1 << 30
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What goes where, in bytes, and what comes of it."""
+
+    total: int
+    available: int
+    share: float  # gpu_memory_utilization
+    weights: int
+    activations: int
+    layout: Layout
+    num_blocks: int  # that requests can use: the null block comes on top
+    max_model_len: int
+    max_num_seqs: int
+    max_step_tokens: int
+
+    @property
+    def kv(self) -> int:
+        return (self.num_blocks + 1) * self.layout.bytes_per_block
+
+    @property
+    def most_requests(self) -> int:
+        """How many requests of max_model_len fit at once."""
+        return self.num_blocks // self.layout.blocks_for(self.max_model_len, self.max_step_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens fit, if they are long requests' (a window holds only its own)."""
+        per_request = self.layout.blocks_for(self.max_model_len, self.max_step_tokens)
+        return int(self.num_blocks / per_request * self.max_model_len)
+
+    def table(self) -> list[tuple[str, str]]:
+        return [
+            ("memory", f"{size(self.available)} available of {size(self.total)}"),
+            ("used at most", f"{size(int(self.available * self.share))} ({self.share:.0%})"),
+            ("weights", size(self.weights)),
+            ("activations", f"{size(self.activations)} for steps of {self.max_step_tokens} tokens"),
+            ("KV cache", f"{size(self.kv)} = {self.num_blocks} blocks of {self.layout.block_size}"),
+            ("tokens that fit", f"{self.num_tokens:,}"),
+            (
+                "requests that fit",
+                f"{self.most_requests} of max_model_len={self.max_model_len}"
+                f" (max_num_seqs={self.max_num_seqs})",
+            ),
+        ]
+
+
+def size(num_bytes: int) -> str:
+    """1610612736 -> '1.50 GiB'"""
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"
+
+
+def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
+    """What the layers of a config.json will ask for: a forecast, checked again when they are built."""
+    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or heads
+    layers = (
+        config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 1
+    )
+    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    dim = config.get("head_dim") or max(hidden // heads, 1)
+    if isinstance(dim, (list, tuple)) or isinstance(kv_heads, (list, tuple)):
+        dim, kv_heads = max(_many(dim)), max(_many(kv_heads))
+    key_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or dim
+    value_dim = config.get("v_head_dim") or dim
+    full = CacheSpec(kv_heads, key_dim, value_dim, ITEMSIZE[dtype])
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if not window or not kinds:
+        return [full] * layers
+    narrow = WindowSpec(kv_heads, key_dim, value_dim, ITEMSIZE[dtype], window)
+    return [narrow if kind == "sliding_attention" else full for kind in kinds]
+
+
+def _many(value: Any) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def activation_bytes(resolved: Resolved) -> int:
+    """The widest moment of a step: a few hidden states, the MLP's inside, and float32 logits twice."""
+    config = resolved.hf_config
+    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024
+    inner = config.get("intermediate_size") or 4 * hidden
+    inner = max(_many(inner))
+    item = ITEMSIZE[resolved.dtype]
+    step = resolved.max_num_batched_tokens * (8 * hidden + 3 * inner) * item
+    logits = resolved.max_num_seqs * (config.get("vocab_size") or 32_000) * 4 * 2
+    return int(step + logits)
+
+
+def make_plan(
+    resolved: Resolved, weights: int, total: int, available: int, specs: Sequence[CacheSpec]
+) -> MemoryPlan:
+    """Decide the number of blocks, and with `auto` the longest context.
+
+    Raises:
+        NotEnoughMemory: weights and activations leave no room for one request of max_model_len.
+    """
+    cache = resolved.asked.cache
+    cut = layout(specs, resolved.block_size, resolved.max_model_len)
+    plan = MemoryPlan(
+        total=total,
+        available=available,
+        share=cache.gpu_memory_utilization,
+        weights=weights,
+        activations=activation_bytes(resolved),
+        layout=cut,
+        num_blocks=0,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
+    )
+    if cache.num_gpu_blocks_override is not None:
+        return _with_blocks(plan, cache.num_gpu_blocks_override, resolved)
+    room = cache.kv_cache_memory_bytes
+    if room is None:
+        room = int(available * plan.share) - weights - plan.activations
+    blocks = room // cut.bytes_per_block - 1
+    # More than max_num_seqs full-length requests can never be used.
+    one = cut.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    return _with_blocks(plan, min(blocks, resolved.max_num_seqs * one), resolved)
+
+
+def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> MemoryPlan:
+    cut, block = plan.layout, plan.layout.block_size
+    longest = plan.max_model_len
+    if cut.blocks_for(longest, plan.max_step_tokens) > num_blocks:
+        longest = _longest(plan, num_blocks)
+        forced = resolved.asked.cache.num_gpu_blocks_override is not None
+        if longest < block or (not resolved.auto_max_model_len and not forced):
+            raise NotEnoughMemory(_explain(plan, num_blocks, longest))
+        if forced and not resolved.auto_max_model_len:
+            longest = plan.max_model_len  # the scheduler refuses what cannot fit, with the numbers
+    return replace(plan, num_blocks=num_blocks, max_model_len=longest)
+
+
+def _longest(plan: MemoryPlan, num_blocks: int) -> int:
+    """The most tokens that one request may have: a multiple of the block size."""
+    low, high = 0, plan.max_model_len // plan.layout.block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = plan.layout.blocks_for(middle * plan.layout.block_size, plan.max_step_tokens)
+        low, high = (middle, high) if fits <= num_blocks else (low, middle - 1)
+    return low * plan.layout.block_size
+
+
+def _explain(plan: MemoryPlan, num_blocks: int, longest: int) -> str:
+    need = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    cost = size((need + 1) * plan.layout.bytes_per_block)
+    left = size(max(num_blocks + 1, 0) * plan.layout.bytes_per_block)
+    sums = (
+        f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
+        f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
+    )
+    if longest >= plan.layout.block_size:
+        remedy = f"Set max_model_len={longest} or less, or max_model_len=auto"
+    elif plan.weights > plan.available * plan.share:
+        remedy = "The weights alone do not fit: take a smaller model or a smaller dtype"
+    else:
+        remedy = "Lower max_num_batched_tokens, or raise gpu_memory_utilization"
+    return (
+        f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
+        f" and {left} is left ({sums}). {remedy}."
+    )

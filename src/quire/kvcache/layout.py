@@ -1,0 +1,69 @@
+"""From what each layer must remember to groups of layers that share one pool of blocks.
+
+Knows specs, groups and bytes. Does not know tensors: `worker/cache.py` allocates what this says.
+
+A model with one kind of layer is one group. With several kinds (say 22 windows and 4 full), layers of a
+kind are cut into groups of equal size, so that a block id means the same bytes in whichever group takes it:
+
+    storage tensor 0    [blocks]   layer 0 of group A, layer 0 of group B, layer 0 of group C
+    storage tensor 1    [blocks]   layer 1 of group A, layer 1 of group B, ...
+
+A block that group A holds is not used by B, so the memory is never shared by two layers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the KV cache of a model is cut."""
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    bytes_per_block: int
+    """Of one block id: its share of every storage tensor."""
+
+    @property
+    def num_tensors(self) -> int:
+        return max(len(group.layers) for group in self.groups)
+
+    def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The most blocks that one request of num_tokens holds at once."""
+        whole = -(-num_tokens // self.block_size)
+        total = 0
+        for group in self.groups:
+            if isinstance(group.spec, WindowSpec):
+                held = -(-(group.spec.window + max_step_tokens) // self.block_size) + 1
+                total += min(whole, held)
+            else:
+                total += whole
+        return total
+
+
+def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> Layout:
+    """Group layers 0 .. len(specs) - 1. A window that no request can outgrow counts as full attention."""
+    kinds: dict[CacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        kinds.setdefault(_effective(spec, max_model_len), []).append(layer)
+    size = min(len(layers) for layers in kinds.values())
+    groups = []
+    # Full attention first: the groups that serve prefixes without gaps.
+    for spec, layers in sorted(kinds.items(), key=lambda kind: isinstance(kind[0], WindowSpec)):
+        count = -(-len(layers) // size)
+        share = -(-len(layers) // count)  # as even as it goes
+        for first in range(0, len(layers), share):
+            groups.append(CacheGroup(spec, tuple(layers[first : first + share])))
+    tensors = max(len(group.layers) for group in groups)
+    widest = max(spec.bytes_per_token for spec in kinds)
+    return Layout(tuple(groups), block_size, tensors * widest * block_size)
+
+
+def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:
+    if isinstance(spec, WindowSpec) and spec.window >= max_model_len:
+        return CacheSpec(spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.itemsize)
+    return spec
