@@ -1,0 +1,1 @@
+"""Python: what a program imports. Knows LLM, AsyncLLM and their outputs; not HTTP."""

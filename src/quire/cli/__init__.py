@@ -1,0 +1,1 @@
+"""Commands: serve, chat, complete, bench, collect-env."""

@@ -1,0 +1,1 @@
+"""The loop and its door. core, client and process know no torch; assemble puts the rooms together."""

@@ -1,0 +1,1 @@
+"""Text to tokens and back: prompts, templates, detokenizing. No torch in the text path."""

@@ -1,0 +1,1 @@
+"""Building blocks of models. A layer knows the checkpoint names of its own tensors."""

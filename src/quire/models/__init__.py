@@ -1,0 +1,1 @@
+"""Architectures, and how a checkpoint fills them. hf and registry know no torch."""

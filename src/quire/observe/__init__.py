@@ -1,0 +1,1 @@
+"""Seeing: metrics and the statistics line. Pure Python, no torch."""

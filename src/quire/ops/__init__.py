@@ -1,0 +1,1 @@
+"""Functions with kernels: each has a reference body, which is its definition."""

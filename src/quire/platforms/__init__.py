@@ -1,0 +1,1 @@
+"""Devices: what each can do and prefers. facts.py knows no torch."""

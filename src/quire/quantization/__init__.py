@@ -1,0 +1,1 @@
+"""How a linear's weights are stored and multiplied: one scheme a file."""

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI routes and their friends. No torch."""

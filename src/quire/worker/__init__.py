@@ -1,0 +1,1 @@
+"""One device: rows, batches, the forward pass, sampling."""
