@@ -1,0 +1,301 @@
+"""Mode "packed": a Transformers model whose attention is ours.
+
+Knows the attention interface of Transformers and what one forward pass told about each layer (`probe`).
+Does not know blocks, batches or backends: those are `layers/attention.py`'s. Fact: with an attention name
+that has no mask function registered, Transformers makes no mask at all, so a pass over [1, T] may hold
+any number of requests, each continued from wherever it was.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from quire.layers.attention import Attention
+
+ATTENTION = "quire"
+PROBE = "quire-probe"
+HANDLE = "quire_attention"  # on a Transformers attention module: our layer
+PROBE_TOKENS = 6
+
+
+class NotPackable(Exception):
+    """This model cannot run packed; the message is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys a token sees: all before it, or the last `size`, or those of its chunk of `size`."""
+
+    kind: str  # "full", "window", "chunk", "other"
+    size: int = 0
+
+
+@dataclass
+class Call:
+    """What one layer passed to the attention interface."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    num_queries: int
+    num_keys: int
+    mask: MaskRule | None  # None: the layer got no mask
+    options: dict[str, Any]  # the keywords that were not None
+
+
+# ------------------------------------------------------------------------------------------- running
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
+) -> tuple[Tensor, None]:
+    """The interface's function: [1, H, T, D], [1, K, T, D], [1, K, T, E] -> [1, T, H, E] contiguous."""
+    layer: Attention = getattr(module, HANDLE)
+    out_THE = layer(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
+    )
+    return out_THE.reshape(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def attach(calls: list[Call], max_model_len: int) -> list[Attention]:
+    """Make our attention layer for each call and hang it on the module that made the call.
+
+    Raises:
+        NotPackable: a call asks for something that our attention has no word for.
+    """
+    layers = [_layer(call, index, max_model_len) for index, call in enumerate(calls)]
+    for call, layer in zip(calls, layers, strict=True):
+        # Past nn.Module.__setattr__: the layer belongs to us and is registered there.
+        call.module.__dict__[HANDLE] = layer
+    return layers
+
+
+def detach(calls: list[Call]) -> None:
+    for call in calls:
+        call.module.__dict__.pop(HANDLE, None)
+
+
+# ------------------------------------------------------------------------------------------- probing
+
+_calls: list[Call] | None = None
+_masks: list[tuple[Tensor, MaskRule]] = []
+
+
+@contextmanager
+def _recording() -> Iterator[list[Call]]:
+    global _calls
+    if _calls is not None:
+        raise RuntimeError("a probe is already running")
+    _calls = []
+    try:
+        yield _calls
+    finally:
+        _calls = None
+        _masks.clear()
+
+
+def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any], vocab_size: int) -> list[Call]:
+    """One forward pass over a few tokens in which each layer says what it wants.
+
+    Args:
+        forward: called with ids and positions, [1, T] each; must run the decoder without a cache.
+
+    Raises:
+        NotPackable: the layers do not all go through the interface, once each.
+    """
+    register()
+    before = model.config._attn_implementation
+    device = next(model.parameters()).device
+    ids_1T = (torch.arange(PROBE_TOKENS, device=device) % vocab_size)[None]
+    try:
+        _use(model, PROBE)
+        with _recording() as calls:
+            forward(ids_1T, torch.arange(PROBE_TOKENS, device=device)[None])
+    except NotPackable:
+        raise
+    except Exception as error:  # whatever a model does with a mask it did not expect
+        raise NotPackable(f"the probe failed in its code: {type(error).__name__}: {error}") from error
+    finally:
+        _use(model, before)
+    _check_calls(calls, model.config.get_text_config(decoder=True))
+    return calls
+
+
+def register() -> None:
+    """Tell Transformers our two names; doing so again changes nothing."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionInterface.register(PROBE, _record)
+    AttentionMaskInterface.register(PROBE, _record_mask)
+
+
+def use_ours(model: PreTrainedModel) -> None:
+    _use(model, ATTENTION)
+
+
+def _use(model: PreTrainedModel, name: str) -> None:
+    if not model._can_set_attn_implementation():
+        raise NotPackable("its attention does not go through the attention interface of Transformers")
+    model.set_attn_implementation(name)
+
+
+def _check_calls(calls: list[Call], config: Any) -> None:
+    num_layers = int(config.num_hidden_layers)
+    if len({id(call.module) for call in calls}) != len(calls):
+        raise NotPackable("a layer calls attention more than once in a pass")
+    if len(calls) != num_layers:
+        raise NotPackable(
+            f"{len(calls)} of its {num_layers} layers go through the attention interface, "
+            "so the others may see the tokens of other requests"
+        )
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    if _calls is None:
+        raise RuntimeError(f"attention {PROBE!r} is for probing only")
+    if query.shape[0] != 1 or query.ndim != 4 or query.shape[1] % key.shape[1]:
+        raise NotPackable(f"a layer passes queries of shape {tuple(query.shape)}")
+    _calls.append(
+        Call(
+            module=module,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[3],
+            v_head_dim=value.shape[3],
+            num_queries=query.shape[2],
+            num_keys=key.shape[2],
+            mask=_rule_of(attention_mask),
+            options={name: value for name, value in options.items() if value is not None},
+        )
+    )
+    # Any numbers of the right shape will do: each token's own value.
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+
+def _record_mask(*args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any):
+    """A mask as the eager attention would get it, remembered together with its rule."""
+    kwargs["allow_is_causal_skip"] = False  # None would tell nothing
+    mask = eager_mask(*args, mask_function=mask_function, local_size=local_size, **kwargs)
+    _masks.append((mask, _rule(mask_function, local_size)))
+    return mask
+
+
+def _rule_of(mask: Any) -> MaskRule | None:
+    """The rule behind a mask that a layer got; a slice of a mask that we made counts as that mask."""
+    if mask is None:
+        return None
+    if isinstance(mask, Tensor):
+        for made, rule in _masks:
+            if made is mask or (made.shape == mask.shape and torch.equal(made, mask)):
+                return rule
+    return MaskRule("other")
+
+
+def _rule(mask_function: Callable[..., Any], local_size: int | None) -> MaskRule:
+    """Ask the mask function about well chosen places, and see which rule answers the same."""
+    size = local_size or 0
+    places = (
+        sorted({0, 1, size - 1, size, size + 1, 2 * size, 2 * size + size // 2, 3 * size + 1})
+        if size
+        else [0, 1, 2, 7, 40, 1000]
+    )
+    candidates = [MaskRule("window", size), MaskRule("chunk", size)] if size else [MaskRule("full")]
+    zero = torch.tensor(0)
+    for rule in candidates:
+        if all(
+            bool(mask_function(zero, zero, torch.tensor(q), torch.tensor(k))) == _sees(rule, q, k)
+            for q in places
+            for k in sorted({0, 1, max(0, q - size), max(0, q - size + 1), max(0, q - 1), q, q + 1})
+        ):
+            return rule
+    return MaskRule("other")
+
+
+def _sees(rule: MaskRule, query: int, key: int) -> bool:
+    if key > query:
+        return False
+    if rule.kind == "window":
+        return key > query - rule.size
+    if rule.kind == "chunk":
+        return key // rule.size == query // rule.size
+    return True
+
+
+# ------------------------------------------------------------------------------------------- translating
+
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "use_cache",
+    }
+)
+
+
+def _layer(call: Call, index: int, max_model_len: int) -> Attention:
+    options = call.options
+    if call.num_keys != call.num_queries or options.get("is_causal") is False:
+        raise NotPackable("a layer attends to something other than the tokens before it")
+    if strange := sorted(k for k, v in options.items() if k not in _HARMLESS and isinstance(v, Tensor)):
+        raise NotPackable(f"a layer passes {', '.join(strange)} to attention")
+    sinks = options.get("s_aux")
+    if sinks is not None and sinks.numel() != call.num_heads:
+        raise NotPackable(f"a layer passes attention sinks of shape {tuple(sinks.shape)}")
+    return Attention(
+        call.num_heads,
+        call.num_kv_heads,
+        call.head_dim,
+        scale=_scale(call),
+        v_head_dim=call.v_head_dim,
+        window=_window(call, max_model_len),
+        softcap=options.get("softcap"),
+        sinks=sinks,
+        layer_index=index,
+    )
+
+
+def _scale(call: Call) -> float:
+    scale = call.options.get("scaling")
+    return float(call.head_dim**-0.5 if scale is None else scale)
+
+
+def _window(call: Call, max_model_len: int) -> int | None:
+    """Tokens a query sees, itself counted; None: all. The mask is what counts, not the keyword beside it."""
+    rule = call.mask
+    if rule is None:
+        window = call.options.get("sliding_window")
+        rule = MaskRule("window", int(window)) if window else MaskRule("full")
+    if rule.kind == "other":
+        raise NotPackable("it builds its own attention mask")
+    if rule.kind == "full" or rule.size >= max_model_len:
+        return None
+    if rule.kind == "chunk":
+        raise NotPackable(f"it attends within chunks of {rule.size} tokens")
+    return rule.size

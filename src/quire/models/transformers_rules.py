@@ -1,0 +1,114 @@
+"""Which way a Transformers model is run, and why: packed, or one cache per request.
+
+    packed        all requests of a step side by side in one forward pass; keys and values go through our
+                  attention layers into our blocks, so prefix caching and preemption work as for native models.
+    per request   one forward pass a request, with a cache that Transformers keeps; correct for recurrent
+                  layers, alibi and sparse attention, but without paging and without prefix caching.
+
+Knows a config as a dict. Does not know torch or the model: what only the model can tell (does each layer go
+through the attention interface, with which mask?) is found out at build time by `transformers_packed.py` and
+`transformers_check.py`, which may turn "packed" into "per request", never the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from quire.errors import Unsupported
+
+Mode = Literal["packed", "per request"]
+PACKED: Mode = "packed"
+PER_REQUEST: Mode = "per request"
+
+PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layers that see another token only through attention; anything else would see its neighbour's tokens."""
+
+_OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
+_RECURRENT = "it has recurrent layers, which would see the tokens of other requests"
+_SPARSE = "it selects keys by an index of its own"
+_TWICE = "it calls attention more than once a layer"
+_OWN_MASK = "it builds its own attention mask"
+
+PER_REQUEST_TYPES: dict[str, str] = {
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gptj", "mpt", "xglm"), _OWN_ATTENTION),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), _RECURRENT),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"), _RECURRENT),
+    **dict.fromkeys(("zamba", "zamba2", "recurrent_gemma", "minimax", "olmo_hybrid"), _RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "kimi_linear", "qwen3_next"), _RECURRENT),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid"), _RECURRENT),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
+    "diffllama": _TWICE,
+    "doge": _OWN_MASK,
+}
+"""model_type -> why, for those whose config does not say it in `layer_types`."""
+
+UNSUPPORTED_TYPES: dict[str, str] = {
+    "rwkv": "it keeps its state outside the cache classes of Transformers",
+    "reformer": "it keeps its state outside the cache classes of Transformers",
+    "xlnet": "it is not a left-to-right model",
+    "xlm": "it is not a left-to-right model",
+    "blt": "it reads bytes through an encoder of its own",
+}
+"""model_type -> why it cannot run at all; these fail before any weight is read."""
+
+
+def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
+    """Refuse early what neither mode can run.
+
+    Raises:
+        Unsupported: an encoder-decoder, or a model type of `UNSUPPORTED_TYPES`.
+    """
+    kind = str(hf_config.get("model_type", ""))
+    reason = UNSUPPORTED_TYPES.get(kind)
+    if hf_config.get("is_encoder_decoder"):
+        reason = "it is an encoder-decoder"
+    if reason:
+        raise Unsupported(
+            f"{architecture} ({kind}) through the Transformers backend ({reason})",
+            "use a decoder-only checkpoint",
+        )
+
+
+def choose_mode(
+    hf_config: Mapping[str, Any], max_model_len: int | None = None, step_tokens: int = 0
+) -> tuple[Mode, str]:
+    """What the config alone tells: the mode, and one clause that says why.
+
+    Args:
+        hf_config: config.json of the text model, as a dict.
+        max_model_len: the longest request, in tokens; unset: the config's own limit.
+        step_tokens: the most tokens of one step (max_num_batched_tokens).
+    """
+    kind = str(hf_config.get("model_type", ""))
+    if reason := PER_REQUEST_TYPES.get(kind):
+        return PER_REQUEST, reason
+    if others := sorted({str(t) for t in hf_config.get("layer_types") or ()} - PACKED_LAYER_TYPES):
+        return PER_REQUEST, f"it has layers of type {', '.join(others)}"
+    if hf_config.get("alibi"):
+        return PER_REQUEST, "it adds a position bias to attention (alibi)"
+    longest = max_model_len or int(hf_config.get("max_position_embeddings") or 0)
+    chunk = _chunk(hf_config)
+    if chunk and longest > chunk:
+        return PER_REQUEST, (
+            f"it attends within chunks of {chunk} tokens and max_model_len is {longest} "
+            f"(--max-model-len {chunk} makes it packed)"
+        )
+    if (tuning := _tuning(hf_config)) and max(longest, step_tokens) > tuning:
+        return PER_REQUEST, f"it scales queries by their place in the pass beyond {tuning} tokens"
+    return PACKED, "every layer is attention, full or in a window"
+
+
+def _chunk(hf_config: Mapping[str, Any]) -> int:
+    """Tokens a chunk, 0 if no layer attends in chunks (Llama 4)."""
+    types = hf_config.get("layer_types")
+    if types is not None and "chunked_attention" not in types:
+        return 0
+    return int(hf_config.get("attention_chunk_size") or 0)
+
+
+def _tuning(hf_config: Mapping[str, Any]) -> int:
+    """From which token on the place in the pass, not the position, scales queries (Llama 4); 0: nowhere."""
+    if not hf_config.get("attn_temperature_tuning"):
+        return 0
+    return max(1, int(hf_config.get("floor_scale") or 0) - 1)
