@@ -17,3 +17,5 @@ class ObserveConfig:
     """The most characters or token ids of a prompt in a log line; unset: all."""
     log_stats_interval: float = 10.0
     """Seconds between statistics lines."""
+    fail_on_environ_validation: bool = False
+    """An unknown QUIRE_* or VLLM_* environment variable is an error instead of a warning."""

@@ -1,20 +1,43 @@
-"""The HTTP server: where it listens and whom it answers."""
+"""The HTTP server: where it listens, whom it answers, and what its answers carry."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Address, keys and limits."""
+    """Address, keys, limits and the shape of answers."""
 
     host: str | None = None
     """Where to listen; unset: loopback, or all interfaces when an API key is set or in a container."""
     port: int = 8000
     """TCP port."""
+    uds: str | None = None
+    """Path of a unix socket to listen on instead of host and port."""
+    root_path: str | None = None
+    """Path prefix that a proxy in front of the server takes off."""
     api_key: list[str] | str | None = None
-    """Keys that a request must bring one of, as `Authorization: Bearer KEY`."""
+    """Keys of which a request must bring one, as `Authorization: Bearer KEY`."""
+    ssl_keyfile: str | None = None
+    """TLS: the server's private key."""
+    ssl_certfile: str | None = None
+    """TLS: the server's certificate."""
+    ssl_ca_certs: str | None = None
+    """TLS: certificates that clients' certificates are checked with."""
+    ssl_cert_reqs: int = 0
+    """TLS: 0 clients need no certificate, 1 optional, 2 required (the numbers of Python's ssl)."""
+    ssl_ciphers: str | None = None
+    """TLS: ciphers, in OpenSSL's notation."""
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: origins."""
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: methods."""
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: headers."""
+    allow_credentials: bool = False
+    """CORS: credentials."""
     api_server_count: int = 1
     """HTTP processes in front of the engine."""
     disable_frontend_multiprocessing: bool = False
@@ -25,9 +48,33 @@ class ServerConfig:
     """Let the model decide on tool calls."""
     tool_call_parser: str | None = None
     """Which parser reads the model's tool calls."""
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them."""
+    trust_request_chat_template: bool = False
+    """Let a request bring its own chat template."""
+    response_role: str = "assistant"
+    """Role of the answer's message."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens in logprobs as `token_id:N`, so that none is unprintable."""
+    enable_prompt_tokens_details: bool = False
+    """Put prompt_tokens_details (cached tokens) into usage."""
+    enable_force_include_usage: bool = False
+    """Send usage in every stream, asked for or not."""
+    enable_request_id_headers: bool = False
+    """Answer with X-Request-Id."""
+    enable_server_load_tracking: bool = False
+    """Count running HTTP requests for /load."""
+    sse_keep_alive_interval: float = 0
+    """Seconds of silence in a stream after which a comment is sent; 0: never."""
     uvicorn_log_level: str = "warning"
     """Log level of the HTTP server."""
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS origins."""
+    disable_uvicorn_access_log: bool = False
+    """No line for each HTTP request."""
+    disable_access_log_for_endpoints: str | None = None
+    """Paths, with commas between, whose requests are not in the access log."""
+    disable_fastapi_docs: bool = False
+    """No /docs and /openapi.json."""
+    h11_max_incomplete_event_size: int | None = None
+    """The most bytes of an HTTP request's head."""
     max_body_bytes: int = 16 << 20
-    """The largest request body."""
+    """The largest request body, in bytes."""
