@@ -45,7 +45,7 @@ test: install
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 test-long: install
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

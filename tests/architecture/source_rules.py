@@ -1,0 +1,344 @@
+"""The rules that every source file keeps, each a function from a file to what is wrong with it.
+
+Knows source text and syntax trees. Imports nothing of the package: what only running shows is in
+test_rooms.py. Each rule has an example that it must refuse in test_rules_refuse.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
+
+MAX_FILE_LINES = 420
+MAX_FUNCTION_LINES = 80
+
+# Highest first. A package imports those below it, never those beside it or above it.
+ORDER = [
+    {"cli"},
+    {"bench", "router"},
+    {"server"},
+    {"api"},
+    {"frontend"},
+    {"engine"},
+    {"features"},
+    {"executor", "scheduler", "worker"},
+    {"models"},
+    {"quantization"},
+    {"layers"},
+    {"attention"},
+    {"batch"},
+    {"parallel"},
+    {"ops"},
+    {"platforms"},
+    {"kvcache", "observe", "embedded"},
+    {"config"},
+    {"protocol"},
+    {"env", "errors", "logging", "registry"},
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+# Exceptions, each with its reason. A line here is a decision that a reviewer sees.
+LONG_FUNCTIONS: dict[str, str] = {}
+LAYER_EXCEPTIONS = {  # (file, package it imports)
+    ("quire/attention/base.py", "layers"): "the layer's type, for annotations only",
+}
+GLOBALS = {
+    ("quire/batch.py", "_running"): "the step that runs now; passes do not nest, and it says so",
+    ("quire/models/transformers_packed.py", "_calls"): "the probe that runs now; likewise",
+}
+
+# Modules that must load without torch, and whose code never asks for it, not even in a function.
+NEVER_TORCH = re.compile(
+    r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
+    r"|quire/engine/(core|client|process)\.py"
+    r"|quire/executor/base\.py|quire/models/(hf|registry|__init__)\.py|quire/platforms/facts\.py"
+    r"|quire/(env|errors|logging|registry)\.py|quire/features/\w+/gate\.py"
+)
+CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.py")
+SAYS_CUDA = re.compile(r"quire/(platforms|attention|ops/triton|ops/cpu)/|quire/worker/graphs\.py")
+FEATURES = re.compile(
+    r"(?<![a-z])(lora|grammar|guided|structured|speculat|eagle|medusa|multimodal|vision|audio|pooling"
+    r"|nixl|lmcache|connector|cuda)",
+    re.IGNORECASE,
+)
+NAMELESS = {"utils", "util", "helpers", "common", "misc"}
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+@dataclass(frozen=True)
+class File:
+    """`path` is relative to src/, with forward slashes: quire/batch.py."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @property
+    def package(self) -> str:
+        """The package or top-level module it belongs to: batch, worker, ...; "" for quire itself."""
+        parts = self.path.split("/")
+        if len(parts) == 2:
+            return parts[1].removesuffix(".py").removeprefix("__init__").removeprefix("__main__")
+        return parts[1]
+
+
+def source_files() -> list[File]:
+    return [
+        File(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
+    ]
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Full dotted names that an import statement may load; [] for any other node."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports(file: File) -> Iterator[str]:
+    for node in file.nodes:
+        yield from imported(node)
+
+
+Rule = Callable[[File], list[str]]
+RULES: list[Rule] = []
+
+
+def rule(check: Rule) -> Rule:
+    RULES.append(check)
+    return check
+
+
+@rule
+def layers(file: File) -> list[str]:
+    """A package imports only those below it."""
+    here = file.package
+    if not file.path.startswith("quire/") or not here:
+        return []
+    if here not in LEVEL:
+        return [f"{file.path}: package {here} has no place in ORDER"]
+    wrong = []
+    for name in imports(file):
+        if not name.startswith("quire."):
+            continue
+        there = name.split(".")[1]
+        if there == here or (file.path, there) in LAYER_EXCEPTIONS:
+            continue
+        if there.startswith("__"):  # quire.__version__: a fact, not a room
+            continue
+        if there not in LEVEL:
+            wrong.append(f"{file.path}: import {there} from its own module, not from quire")
+        elif LEVEL[there] <= LEVEL[here]:
+            wrong.append(f"{file.path}: {here} may not import quire.{there}")
+    return wrong
+
+
+@rule
+def no_torch_in_the_torch_free_rooms(file: File) -> list[str]:
+    if not NEVER_TORCH.match(file.path):
+        return []
+    annotations = {
+        id(inner) for node in file.nodes if _only_for_types(node) for inner in ast.walk(node)
+    }
+    return [
+        f"{file.path}:{node.lineno}: imports {name}"
+        for node in file.nodes
+        for name in imported(node)
+        if name.split(".")[0] in {"torch", "transformers"} and id(node) not in annotations
+    ]
+
+
+def _only_for_types(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
+@rule
+def short_files(file: File) -> list[str]:
+    lines = file.text.count("\n")
+    return (
+        [f"{file.path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+    )
+
+
+@rule
+def short_functions(file: File) -> list[str]:
+    wrong = []
+    for node in file.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES and f"{file.path}:{node.name}" not in LONG_FUNCTIONS:
+                wrong.append(
+                    f"{file.path}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+                )
+    return wrong
+
+
+@rule
+def names_that_say_something(file: File) -> list[str]:
+    name = Path(file.path).stem
+    return [f"{file.path}: a helper lives with its user or gets a name"] if name in NAMELESS else []
+
+
+@rule
+def no_asserts(file: File) -> list[str]:
+    """`python -O` drops them, and their message is for us, not for the one who meets it."""
+    return [
+        f"{file.path}:{node.lineno}: assert; raise an error that says what and why"
+        for node in file.nodes
+        if isinstance(node, ast.Assert)
+    ]
+
+
+@rule
+def no_pickle(file: File) -> list[str]:
+    """Nothing of ours may run code that came in as data."""
+    wrong = [
+        f"{file.path}: imports {name}" for name in imports(file) if name.split(".")[0] in PICKLES
+    ]
+    for node in file.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        called, flags = ast.unparse(node.func), {k.arg: k.value for k in node.keywords}
+        if called == "torch.load" and not _is_true(flags.get("weights_only")):
+            wrong.append(f"{file.path}:{node.lineno}: torch.load without weights_only=True")
+        if "allow_pickle" in flags and not _is_false(flags["allow_pickle"]):
+            wrong.append(f"{file.path}:{node.lineno}: allow_pickle")
+        if called in {"eval", "exec", "yaml.load"}:
+            wrong.append(f"{file.path}:{node.lineno}: {called}")
+    return wrong
+
+
+def _is_true(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is True
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+@rule
+def the_core_names_no_feature(file: File) -> list[str]:
+    if not CORE.match(file.path):
+        return []
+    return [
+        f"{file.path}:{number}: the core says {found[0]!r}"
+        for number, line in enumerate(file.text.splitlines(), 1)
+        if (found := FEATURES.search(line))
+    ]
+
+
+@rule
+def modules_say_what_they_know(file: File) -> list[str]:
+    return [] if ast.get_docstring(file.tree) else [f"{file.path}: no module docstring"]
+
+
+@rule
+def packages_import_nothing(file: File) -> list[str]:
+    """So that importing one module of a package loads that module. quire/__init__.py is lazy instead."""
+    if not file.path.endswith("/__init__.py") or file.path.count("/") == 1:
+        return []
+    return [
+        f"{file.path}: imports {name}" for name in imports(file) if name != "__future__.annotations"
+    ]
+
+
+@rule
+def the_environment_is_read_in_one_file(file: File) -> list[str]:
+    if file.path == "quire/env.py":
+        return []
+    names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
+    wrong = [f"{file.path}: imports {name}" for name in imports(file) if name in names]
+    wrong += [
+        f"{file.path}:{node.lineno}: {ast.unparse(node)} (quire/env.py has the environment)"
+        for node in file.nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in names
+    ]
+    return wrong
+
+
+@rule
+def no_global_that_changes(file: File) -> list[str]:
+    wrong = [
+        f"{file.path}:{node.lineno}: global {name}"
+        for node in file.nodes
+        if isinstance(node, ast.Global)
+        for name in node.names
+        if (file.path, name) not in GLOBALS
+    ]
+    wrong += [
+        f"{file.path}:{node.lineno}: changes a frozen object"
+        for node in file.nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__"
+    ]
+    return wrong
+
+
+@rule
+def configuration_is_frozen_and_documented(file: File) -> list[str]:
+    """In config/, each dataclass is frozen and each field has a sentence beneath it."""
+    if not file.path.startswith("quire/config/"):
+        return []
+    wrong = []
+    for node in file.nodes:
+        if not isinstance(node, ast.ClassDef) or "dataclass" not in ast.unparse(
+            node.decorator_list or []
+        ):
+            continue
+        if not any("frozen=True" in ast.unparse(d) for d in node.decorator_list):
+            wrong.append(f"{file.path}: {node.name} is not frozen")
+        if not node.name.endswith("Config") or node.name == "EngineConfig":
+            continue
+        for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and not _is_sentence(below):
+                wrong.append(f"{file.path}: {node.name}.{ast.unparse(field.target)} says nothing")
+    return wrong
+
+
+def _is_sentence(node: ast.stmt | None) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and len(node.value.value) > 8
+    )
+
+
+@rule
+def devices_are_named_where_devices_live(file: File) -> list[str]:
+    """The worker, the models and the middle room run anywhere: they hold no branch on a device's name."""
+    rooms = re.match(r"quire/(worker|models|layers|scheduler|kvcache|executor|engine)/", file.path)
+    if not rooms or SAYS_CUDA.match(file.path):
+        return []
+    documented = {id(node.value) for node in file.nodes if isinstance(node, ast.Expr)}
+    return [
+        f"{file.path}:{node.lineno}: says {ast.unparse(node)}"
+        for node in file.nodes
+        if (isinstance(node, ast.Attribute) and node.attr == "cuda")
+        or (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.match(r"cuda\b", node.value)
+            and id(node) not in documented
+        )
+    ]

@@ -1,0 +1,59 @@
+"""The rooms that promise to load without torch, loaded: each in turn, in one fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from source_rules import SOURCE, source_files
+
+# More than source_rules.NEVER_TORCH: these may ask for torch in a function, but not when they load.
+TORCH_FREE = re.compile(
+    r"quire/(protocol|config|kvcache|scheduler|server|observe|frontend|cli)/"
+    r"|quire/engine/(core|client|clients|process|admin|memory|assemble)\.py"
+    r"|quire/executor/(base|processes)\.py|quire/models/(hf|registry|__init__)\.py"
+    r"|quire/platforms/facts\.py|quire/api/(async_llm|outputs|__init__)\.py"
+    r"|quire/(__init__|env|errors|logging|registry|batch)\.py"
+)
+HEAVY = ("torch", "transformers", "tensorflow", "pandas")
+LOAD_EACH = """
+import importlib, sys
+heavy = sys.argv[1].split(",")
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+    found = [package for package in heavy if package in sys.modules]
+    if found:
+        sys.exit(f"{name} loads {', '.join(found)}")
+"""
+
+
+def load_each(modules: list[str]) -> str:
+    """What went wrong when the modules were loaded in turn; "" if nothing did."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_EACH, ",".join(HEAVY), *modules],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stderr.strip() if done.returncode else ""
+
+
+def torch_free_modules() -> list[str]:
+    paths = [file.path for file in source_files() if TORCH_FREE.match(file.path)]
+    return [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
+
+
+def test_torch_free_rooms_load_without_torch():
+    assert not load_each(torch_free_modules())
+
+
+def test_the_check_sees_torch():
+    assert load_each(["json", "torch"]) == "torch loads torch"
+
+
+def test_the_list_is_not_empty():
+    modules = torch_free_modules()
+    assert {"quire.scheduler.scheduler", "quire.engine.core", "quire.server"} <= set(modules)
