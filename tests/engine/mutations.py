@@ -39,7 +39,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "                building.take(request, n, added, self.limits.drafts > 0)\n"
         "                self.kv.publish(request)\n",
     ),
-    "re-admitted with tokens pending": (SCHEDULER, "                or request.pending\n", ""),
+    "re-admitted with tokens pending": (SCHEDULER, " or request.pending:\n", ":\n"),
     "rejected drafts stay computed": (SCHEDULER, "request.computed -= most - len(tokens)", "pass"),
     "no limit to running ahead": (
         SCHEDULER,

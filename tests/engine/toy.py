@@ -85,6 +85,10 @@ class ToyDevice:
             raise done
         return done
 
+    def run_all(self) -> None:
+        while self.queue:
+            self._run(msgspec.msgpack.decode(self.queue.popleft(), type=StepPlan))
+
     # -- one step -------------------------------------------------------------------------------
     def _run(self, plan: StepPlan) -> None:
         for row in plan.left:

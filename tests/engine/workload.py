@@ -15,7 +15,7 @@ from toy import VOCAB, ToyDevice, next_token
 from quire.engine.core import EngineCore
 from quire.kvcache.hashing import Hasher
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
+from quire.kvcache.pool import NULL_BLOCK, BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
@@ -86,16 +86,34 @@ class WitnessGate(Gate):
 
     def __init__(self, late: LateGate):
         self.late = late
+        self.preempted_at = -1  # the turn of the last preemption
 
     def enter(self, request):
+        assert self.preempted_at != self.late.now, "a plan that preempts admits nobody"
         for other in self.scheduler.waiting:
             if other.order < request.order and other.row == NO_ROW:
                 assert not self.late.ready(other), f"{request.id} overtakes {other.id}"
 
     def leave(self, request):
         if request.finish is None:  # preempted
+            self.preempted_at = self.late.now
             least = max([request, *self.scheduler.running], key=lambda r: r.order)
             assert least is request, f"{request.id} is preempted before {least.id}"
+
+
+class RememberingHasher(Hasher):
+    """Knows which tokens each hash stands for."""
+
+    def __init__(self, block_size: int):
+        super().__init__(block_size, b"secret")
+        self.tokens_of: dict[bytes, list[int]] = {}
+
+    def extend(self, hashes, root, tokens, media=()):
+        first = len(hashes)
+        super().extend(hashes, root, tokens, media)
+        for index in range(first, len(hashes)):
+            start = index * self.block_size
+            self.tokens_of[hashes[index]] = tokens[start : start + self.block_size]
 
 
 def reference(asked: EngineRequest) -> tuple[list[int], str]:
@@ -150,6 +168,7 @@ def draw_setting(seed: int) -> Setting:
         max_length=60,
         max_chunk=rng.choice([0, 0, 3, 9]),
         drafts=drafts,
+        depth=depth,
         run_ahead=depth <= 2 or rng.random() < 0.5,
         by_priority=by_priority,
     )
@@ -160,6 +179,7 @@ def draw_setting(seed: int) -> Setting:
             max_length=60,
             chunked=False,
             drafts=drafts,
+            depth=depth,
             by_priority=by_priority,
         )
     per_group = -(-(46 + (drafts + 1) * depth) // size) + 1 + (1 if size == 1 else 0)
@@ -170,7 +190,7 @@ def draw_setting(seed: int) -> Setting:
     gates = [gate, late, witness]
     if limits.chunked:
         gates.append(FirstBiteGate(rng.choice([2, 5, 99])))
-    kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=Hasher(size, b"secret"))
+    kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=RememberingHasher(size))
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
     faulty = rng.random() < 0.15
     device.failing_steps = 0.02 if faulty and rng.random() < 0.5 else 0.0
@@ -187,7 +207,13 @@ def draw_requests(s: Setting) -> None:
             rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))
         ]
         if s.arrivals and rng.random() < 0.45:  # the same prompt twice: outputs share blocks too
-            prompt = list(rng.choice(s.arrivals).tokens)
+            earlier = rng.choice(s.arrivals)
+            prompt = list(earlier.tokens)
+            if rng.random() < 0.4:  # the next turn of a conversation: the answer is in the prompt
+                answer = reference(earlier)[0]
+                prompt = (prompt + answer[: rng.randint(1, len(answer))])[-27:]
+                if prompt[0] != earlier.tokens[0]:
+                    prompt = (earlier.tokens + answer)[: rng.randint(20, 27)]
         most = rng.randint(1, 18) if rng.random() < 0.5 else rng.randint(12, 18)
         params = SamplingParams(
             max_tokens=most,
@@ -266,7 +292,25 @@ def moves(s: Setting, check: Check) -> None:
     stuck = not (busy or scheduler.steps > planned)
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
-    assert all(r.computed < r.limit for r in scheduler.running), "works past the limit"
+    for request in scheduler.running:
+        assert request.computed < request.limit, "works past the limit"
+        assert scheduler.limits.run_ahead or request.pending <= 1 + scheduler.limits.drafts
+        held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
+        limits = scheduler.limits
+        most = scheduler.kv.most_blocks(request.limit + limits.drafts, limits.most_ahead)
+        assert held <= most, f"{request.id} holds {held} blocks, and {most} are enough"
+
+
+def published_blocks_hold_what_they_say(s: Setting) -> None:
+    """Once everything that was launched has run. Changes when steps run, so it is done now and then."""
+    s.device.run_all()
+    size, hasher = s.scheduler.kv.block_size, s.scheduler.kv.hasher
+    for block, (group, hash) in s.pool.hash_of.items():
+        found = [s.device.memory[block * size + offset] for offset in range(size)]
+        if not s.faulty:
+            assert [(f[0], f[1]) for f in found if f] == [
+                (group, token) for token in hasher.tokens_of[hash]
+            ], f"block {block} is published and holds something else"
 
 
 def trial(seed: int) -> tuple[int, int]:
@@ -284,6 +328,8 @@ def trial(seed: int) -> tuple[int, int]:
             s.scheduler.kv.reset()
         s.late.now += 1
         moves(s, check)
+        if rng.random() < 0.1:
+            published_blocks_hold_what_they_say(s)
         spins += 1
         assert spins < 20_000, "no progress"
     s.core.idle = False

@@ -33,16 +33,22 @@ class Layout:
         return max(len(group.layers) for group in self.groups)
 
     def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that one request of num_tokens holds at once."""
-        whole = -(-num_tokens // self.block_size)
-        total = 0
-        for group in self.groups:
-            if isinstance(group.spec, WindowSpec):
-                held = -(-(group.spec.window + max_step_tokens) // self.block_size) + 1
-                total += min(whole, held)
-            else:
-                total += whole
-        return total
+        return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
+
+
+def most_blocks(
+    groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int
+) -> int:
+    """The most blocks that one request of num_tokens holds at once, over all groups."""
+    whole = -(-num_tokens // block_size)
+    total = 0
+    for group in groups:
+        if isinstance(group.spec, WindowSpec):
+            held = -(-(group.spec.window + max_step_tokens) // block_size) + 1
+            total += min(whole, held)
+        else:
+            total += whole
+    return total
 
 
 def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> Layout:

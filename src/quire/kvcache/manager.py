@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.kvcache.hashing import Hasher
+from quire.kvcache.layout import most_blocks
 from quire.kvcache.pool import NULL_BLOCK, BlockPool
 from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.request import MediaItem
@@ -72,12 +73,7 @@ class KVManager:
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """How many blocks a request of num_tokens may hold at once, over all groups."""
-        size = self.block_size
-        whole = -(-num_tokens // size)
-        total = whole * len(self.unbounded)
-        for _, spec in self.windows:
-            total += min(whole, -(-(spec.window + max_step_tokens) // size) + 1)
-        return total
+        return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     # -- prefixes -------------------------------------------------------------------------------
     def match(self, request: Holder) -> tuple[int, Prefix]:

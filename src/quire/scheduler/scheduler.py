@@ -49,10 +49,17 @@ class Limits:
     chunked: bool = True  # False: a prompt runs whole or waits
     max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's budget
     drafts: int = 0  # guesses a row may carry beyond its next token
+    depth: int = 1  # steps that may be in flight at once
     run_ahead: bool = True  # False: a row's next token must be known before it is planned again
     by_priority: bool = False
     max_waiting: int = 0  # the most requests that may wait; 0: no limit
     max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
+
+    @property
+    def most_ahead(self) -> int:
+        """The most tokens of one request whose KV a step or the steps in flight write."""
+        step = min(self.max_step_tokens, self.max_length)
+        return step + (self.depth - 1) * (1 + self.drafts)
 
 
 @dataclass(slots=True)
@@ -115,8 +122,7 @@ class Scheduler:
         asks = f"the prompt has {prompt} tokens and max_tokens is {most}"
         if prompt + most > self.limits.max_length:
             return f"{asks}: together they exceed max_model_len={self.limits.max_length}"
-        step = min(self.limits.max_step_tokens, self.limits.max_length)
-        need = self.kv.most_blocks(prompt + most + self.limits.drafts, step)
+        need = self.kv.most_blocks(prompt + most + self.limits.drafts, self.limits.most_ahead)
         if need > self.kv.pool.usable:
             return (
                 f"{asks}: that needs {need} KV blocks of {self.kv.block_size} tokens and there are"

@@ -1,0 +1,18 @@
+"""Random workloads equal to a step-by-step reference. More by hand: `python tests/engine/workload.py 20000`."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import workload
+
+
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_every_output_equals_the_reference_and_nothing_leaks(first: int) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in range(first, first + 100):
+            workload.trial(seed)
+    finally:
+        logging.disable(logging.NOTSET)
