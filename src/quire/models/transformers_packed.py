@@ -59,7 +59,12 @@ class Call:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The interface's function: [1, H, T, D], [1, K, T, D], [1, K, T, E] -> [1, T, H, E] contiguous."""
     layer: Attention = getattr(module, HANDLE)
@@ -108,7 +113,7 @@ def _recording() -> Iterator[list[Call]]:
         _masks.clear()
 
 
-def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any], vocab_size: int) -> list[Call]:
+def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> list[Call]:
     """One forward pass over a few tokens in which each layer says what it wants.
 
     Args:
@@ -119,19 +124,19 @@ def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any], voca
     """
     register()
     before = model.config._attn_implementation
-    device = next(model.parameters()).device
-    ids_1T = (torch.arange(PROBE_TOKENS, device=device) % vocab_size)[None]
+    config = model.config.get_text_config(decoder=True)
+    ids_1T = (torch.arange(PROBE_TOKENS, device=model.device) % int(config.vocab_size))[None]
+    use(model, PROBE)
     try:
-        _use(model, PROBE)
         with _recording() as calls:
-            forward(ids_1T, torch.arange(PROBE_TOKENS, device=device)[None])
+            forward(ids_1T, torch.arange(PROBE_TOKENS, device=model.device)[None])
     except NotPackable:
         raise
     except Exception as error:  # whatever a model does with a mask it did not expect
-        raise NotPackable(f"the probe failed in its code: {type(error).__name__}: {error}") from error
+        raise NotPackable(f"a pass failed in its code ({type(error).__name__}: {error})") from error
     finally:
-        _use(model, before)
-    _check_calls(calls, model.config.get_text_config(decoder=True))
+        use(model, before)
+    _check_calls(calls, config)
     return calls
 
 
@@ -142,13 +147,16 @@ def register() -> None:
     AttentionMaskInterface.register(PROBE, _record_mask)
 
 
-def use_ours(model: PreTrainedModel) -> None:
-    _use(model, ATTENTION)
+def use(model: PreTrainedModel, name: str) -> None:
+    """Make `name` the attention of every layer.
 
-
-def _use(model: PreTrainedModel, name: str) -> None:
+    Raises:
+        NotPackable: the model's code does not use the interface.
+    """
     if not model._can_set_attn_implementation():
-        raise NotPackable("its attention does not go through the attention interface of Transformers")
+        raise NotPackable(
+            "its attention does not go through the attention interface of Transformers"
+        )
     model.set_attn_implementation(name)
 
 
@@ -164,7 +172,12 @@ def _check_calls(calls: list[Call], config: Any) -> None:
 
 
 def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     if _calls is None:
         raise RuntimeError(f"attention {PROBE!r} is for probing only")
@@ -188,7 +201,9 @@ def _record(
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
-def _record_mask(*args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any):
+def _record_mask(
+    *args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
+):
     """A mask as the eager attention would get it, remembered together with its rule."""
     kwargs["allow_is_causal_skip"] = False  # None would tell nothing
     mask = eager_mask(*args, mask_function=mask_function, local_size=local_size, **kwargs)
@@ -263,7 +278,9 @@ def _layer(call: Call, index: int, max_model_len: int) -> Attention:
     options = call.options
     if call.num_keys != call.num_queries or options.get("is_causal") is False:
         raise NotPackable("a layer attends to something other than the tokens before it")
-    if strange := sorted(k for k, v in options.items() if k not in _HARMLESS and isinstance(v, Tensor)):
+    if strange := sorted(
+        k for k, v in options.items() if k not in _HARMLESS and isinstance(v, Tensor)
+    ):
         raise NotPackable(f"a layer passes {', '.join(strange)} to attention")
     sinks = options.get("s_aux")
     if sinks is not None and sinks.numel() != call.num_heads:

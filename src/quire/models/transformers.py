@@ -1,0 +1,357 @@
+"""Any text model of Transformers, with the face of our own models.
+
+    packed        attention is ours, everything else is the model's code; paging, prefix caching and preemption
+                  work as for native models
+    per request   the model's own cache, one pass a row; slower, for models that mix tokens elsewhere too
+
+Which of the two is decided at load: the config's word first (`transformers_rules.py`), then what the layers
+ask of attention in one pass (`transformers_packed.py`), then whether the numbers agree (`transformers_check.py`).
+A model that agrees in neither way is refused.
+
+Knows one forward pass. Does not know blocks, plans, sampling, or any architecture by name.
+
+Shape suffixes: T tokens of this step, S places that want logits, D hidden size, V words.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from quire.batch import current_batch
+from quire.config.engine import Resolved
+from quire.errors import Unsupported
+from quire.layers.attention import Attention
+from quire.logging import get_logger
+from quire.models import transformers_check as check
+from quire.models import transformers_load as loading
+from quire.models import transformers_packed as packed
+from quire.models.transformers_own_cache import OwnCaches
+from quire.models.transformers_rules import (
+    PACKED,
+    PER_REQUEST,
+    Mode,
+    check_supported,
+    choose_mode,
+)
+
+log = get_logger(__name__)
+
+
+class _OnDevice(Protocol):
+    device: torch.device
+
+
+class TransformersModel(nn.Module):
+    """See the module's docstring. Make one with `build`.
+
+    Attributes:
+        mode: "packed" or "per request".
+        per_request: True in mode "per request": no attention layers of ours, `forget` matters.
+        supports_prefix_caching: False in mode "per request".
+        description: one sentence for the log: which way, why, and what is off.
+    """
+
+    mode: Mode
+    description: str
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int, step_tokens: int = 0):
+        """Wrap a model that has its weights.
+
+        Raises:
+            Unsupported: neither way agrees with the model's own plain pass.
+        """
+        super().__init__()
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        check_supported(self.config.to_dict(), type(model).__name__)
+        self._layers = nn.ModuleList()
+        self._caches: OwnCaches | None = None
+        self._frozen = loading.freeze_rope(model, max_model_len)
+        self._trunk, self._output = find_trunk(model)
+        self._runner = runner_of(model, self._trunk)
+        names = inspect.signature(self._runner.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
+        self._takes_positions = "position_ids" in names or takes_any
+        self._choose(max_model_len, step_tokens)
+
+    @classmethod
+    def build(cls, resolved: Resolved, platform: _OnDevice) -> TransformersModel:
+        """Load the checkpoint that `resolved` names and decide how to run it.
+
+        Raises:
+            ConfigError: the checkpoint is incomplete, or needs code that is not trusted.
+            Unsupported: no text model in it, or one that neither way can run.
+        """
+        check_supported(resolved.hf_config, resolved.architecture)
+        model = loading.load(resolved, platform.device)
+        with torch.no_grad():
+            built = cls(model, resolved.max_model_len, resolved.max_num_batched_tokens)
+        log.info("%s: %s", resolved.architecture, built.description)
+        return built
+
+    # --------------------------------------------------------------------------------------- the face
+
+    @property
+    def per_request(self) -> bool:
+        return self.mode == PER_REQUEST
+
+    @property
+    def supports_prefix_caching(self) -> bool:
+        return self.mode == PACKED
+
+    def attention_layers(self) -> list[Attention]:
+        """In the order in which a pass calls them; none in mode "per request"."""
+        return list(self._layers)  # type: ignore[arg-type]
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Hidden states of the step, [T, D], as the output layer wants them."""
+        if self._caches is None:
+            return self._run(token_ids_T[None], positions_T[None])[0][0]
+        batch = current_batch()
+        rows = batch.rows_B[: batch.num_rows].tolist()
+        parts, at = [], 0
+        for row, n, length in zip(rows, batch.query_lens, batch.lengths, strict=True):
+            end = at + n
+            if n:
+                parts.append(
+                    self._caches.run(row, length - n, token_ids_T[at:end], positions_T[at:end])
+                )
+            at = end
+        if padding := len(token_ids_T) - at:
+            parts.append(parts[0].new_zeros(padding, parts[0].shape[-1]))
+        return torch.cat(parts)
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """[S, V]: the head, with whatever scaling or capping the model's own forward does around it."""
+        ids_1S = torch.zeros(1, len(hidden_SD), dtype=torch.long, device=hidden_SD.device)
+        with self._trunk_says(hidden_SD[None]):
+            return _logits_of(self.model(input_ids=ids_1S, use_cache=False))[0]
+
+    def forget(self, rows: list[int]) -> None:
+        """Give back what is kept for rows that left or enter; nothing is, in mode "packed"."""
+        if self._caches is not None:
+            self._caches.forget(rows)
+
+    # --------------------------------------------------------------------------------------- passes
+
+    def _run(self, ids_1T: Tensor, positions_1T: Tensor, **cache: Any) -> tuple[Tensor, Any]:
+        places = {"position_ids": positions_1T} if self._takes_positions else {}
+        output = self._runner(input_ids=ids_1T, use_cache=bool(cache), **places, **cache)
+        return _hidden_of(output), output
+
+    def _run_cached(self, ids_1T: Tensor, positions_1T: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        hidden_1TD, output = self._run(ids_1T, positions_1T, **{self._cache_name: cache})
+        made = getattr(output, self._cache_name, None)
+        return hidden_1TD, cache if made is None else made
+
+    def _new_cache(self) -> Any:
+        return (
+            DynamicCache(config=self.config)
+            if self.model._supports_default_dynamic_cache()
+            else None
+        )
+
+    def _plain(self, ids_N: Tensor) -> Tensor:
+        return _logits_of(self.model(input_ids=ids_N[None], use_cache=False))[0]
+
+    @contextmanager
+    def _trunk_says(self, hidden_1SD: Tensor) -> Iterator[None]:
+        """Inside, the model's forward skips its layers and goes on from these hidden states."""
+        self._trunk.__dict__["forward"] = lambda *_args, **_kwargs: _like(self._output, hidden_1SD)
+        try:
+            yield
+        finally:
+            del self._trunk.__dict__["forward"]
+
+    # --------------------------------------------------------------------------------------- choosing
+
+    def _choose(self, max_model_len: int, step_tokens: int) -> None:
+        mode, why = choose_mode(self.config.to_dict(), max_model_len, step_tokens)
+        if mode == PACKED:
+            try:
+                self._become_packed(max_model_len)
+            except packed.NotPackable as error:
+                mode, why = PER_REQUEST, str(error)
+        if mode == PER_REQUEST:
+            self._become_per_request()
+        self.mode = mode
+        self.description = self._describe(why)
+
+    def _describe(self, why: str) -> str:
+        if self.mode == PACKED:
+            parts = [f"runs through Transformers, packed: {why}"]
+        else:
+            parts = [
+                f"runs through Transformers with one cache per request because {why}",
+                "prefix caching, paging and batched decoding are off",
+            ]
+            if self._caches is not None and self._caches.one_by_one:
+                parts.append("only the first chunk of a prompt is computed at once")
+        return "; ".join(parts + self._frozen)
+
+    def _become_packed(self, max_model_len: int) -> None:
+        before = self.model.config._attn_implementation
+        ids = check.prompts(_vocab_size(self.model), self.model.device)
+        calls = packed.probe(self.model, self._run)
+        layers = packed.attach(calls, max_model_len)
+        check.register(packed.HANDLE)
+        try:
+            with check.checking() as rows:
+
+                def step(pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+                    rows.pieces = [(row, start, len(ids_T)) for row, start, ids_T in pieces]
+                    return self._packed_step(pieces)
+
+                wrong = self._compare(ids, step, check.CHECK)
+            if wrong:
+                raise packed.NotPackable(wrong)
+        except packed.NotPackable:
+            packed.detach(calls)
+            packed.use(self.model, before)
+            raise
+        packed.use(self.model, packed.ATTENTION)
+        self._layers.extend(layers)
+
+    def _packed_step(self, pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+        ids_T = torch.cat([ids for _, _, ids in pieces])
+        positions_T = torch.cat(
+            [torch.arange(at, at + len(ids), device=ids.device) for _, at, ids in pieces]
+        )
+        try:
+            logits_TV = self.logits(self._run(ids_T[None], positions_T[None])[0][0])
+        except Exception as error:  # whatever a model does with a pass that it did not expect
+            raise packed.NotPackable(
+                f"a packed pass failed in its code ({type(error).__name__}: {error})"
+            ) from error
+        return list(logits_TV.split([len(ids) for _, _, ids in pieces]))
+
+    def _become_per_request(self) -> None:
+        ids = check.prompts(_vocab_size(self.model), self.model.device)
+        reasons = []
+        for one_by_one in (False, True):
+            caches = OwnCaches(self._run_cached, self._new_cache, one_by_one)
+            try:
+                wrong = self._compare(
+                    ids, lambda pieces, c=caches: self._cached_step(c, pieces), None
+                )
+            except Exception as error:  # as above
+                wrong = f"a pass with its own cache failed ({type(error).__name__}: {error})"
+            if not wrong:
+                caches.forget(range(len(ids)))
+                self._caches = caches
+                return
+            reasons.append(wrong)
+        raise Unsupported(
+            f"{type(self.model).__name__} ({self.config.model_type}) through the Transformers backend "
+            f"(with one cache per request {reasons[-1]})",
+            "use another checkpoint, or report this with the model's name",
+        )
+
+    def _cached_step(
+        self, caches: OwnCaches, pieces: list[tuple[int, int, Tensor]]
+    ) -> list[Tensor]:
+        results = []
+        for row, start, ids_T in pieces:
+            positions_T = torch.arange(start, start + len(ids_T), device=ids_T.device)
+            results.append(self.logits(caches.run(row, start, ids_T, positions_T)))
+        return results
+
+    def _compare(
+        self,
+        ids: list[Tensor],
+        step: Callable[[list[tuple[int, int, Tensor]]], list[Tensor]],
+        attention: str | None,
+    ) -> str | None:
+        """`check.difference`, with `attention` under the model only while `step` runs."""
+        before = self.model.config._attn_implementation
+
+        def attended(pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+            if attention is None:
+                return step(pieces)
+            packed.use(self.model, attention)
+            try:
+                return step(pieces)
+            finally:
+                packed.use(self.model, before)
+
+        return check.difference(ids, self._plain, attended, self.model.dtype == torch.float32)
+
+
+# ------------------------------------------------------------------------------------------- the model's parts
+
+
+def find_trunk(model: PreTrainedModel) -> tuple[nn.Module, Any]:
+    """The submodule from which the model's forward gets hidden states, and an output of it as a sample.
+
+    Raises:
+        Unsupported: there is none: the model does not consist of a trunk and a head.
+    """
+    depth, found = 0, []
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0 and not isinstance(output, Tensor) and _hidden_of(output) is not None:
+            found.append((module, output))
+
+    hooks = []
+    for module in model.modules():
+        if module is not model:
+            hooks += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave),
+            ]
+    try:
+        ids_1T = torch.full((1, 3), min(5, _vocab_size(model) - 1), device=model.device)
+        model(input_ids=ids_1T, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        raise Unsupported(
+            f"{type(model).__name__} through the Transformers backend (it has no separate decoder)",
+            "use another checkpoint",
+        )
+    return found[0]
+
+
+def runner_of(model: PreTrainedModel, trunk: nn.Module) -> nn.Module:
+    """What to call with text: the trunk, or in a wrapper with towers the language model inside it."""
+    inner = model.get_decoder()
+    if inner is not trunk and any(inner is module for module in trunk.modules()):
+        return inner
+    return trunk
+
+
+def _hidden_of(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (
+            output[0] if output and isinstance(output[0], Tensor) and output[0].ndim == 3 else None
+        )
+    return getattr(output, "last_hidden_state", None)
+
+
+def _like(sample: Any, hidden_1SD: Tensor) -> Any:
+    if isinstance(sample, tuple):
+        return (hidden_1SD,)
+    return type(sample)(last_hidden_state=hidden_1SD)
+
+
+def _logits_of(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output.logits
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,0 +1,159 @@
+"""The guard: does a model, run our way, say what it says run plainly?
+
+Every model of the generic backend passes here before it serves. Two short random prompts are computed in
+awkward pieces, side by side, and compared with the model's own plain pass over each. Whatever mixes tokens in
+a way that `transformers_rules.py` has never heard of shows as a difference here, not as bad text later.
+
+Knows forward functions. Does not know backends: packed attention is computed here by a few lines of its own,
+so a wrong kernel and a wrong model cannot be taken for each other.
+
+Shape suffixes: T tokens of one pass, N of one prompt, H query heads, K key/value heads, D head size, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from quire.layers.attention import Attention
+
+CHECK = "quire-check"
+PROMPT_LENGTHS = (11, 8)
+# (prompt, first token, number of tokens), by step: chunks, a decode beside a chunk, the later row first.
+STEPS = (
+    ((0, 0, 5), (1, 0, 3)),
+    ((1, 3, 1), (0, 5, 4)),
+    ((0, 9, 1), (1, 4, 4)),
+    ((0, 10, 1),),
+)
+EXACT = 1e-3  # float32: largest relative difference of a token's logits
+ROUGH = 0.1  # shorter formats; a router may tip over by rounding, so a quarter of the tokens may miss it
+
+
+def prompts(vocab_size: int, device: torch.device | str) -> list[Tensor]:
+    """The random prompts, the same on every machine."""
+    generator = torch.Generator().manual_seed(20)
+    return [
+        torch.randint(min(3, vocab_size - 1), vocab_size, (n,), generator=generator).to(device)
+        for n in PROMPT_LENGTHS
+    ]
+
+
+def difference(
+    ids: list[Tensor],
+    plain: Callable[[Tensor], Tensor],
+    step: Callable[[list[tuple[int, int, Tensor]]], list[Tensor]],
+    exact: bool,
+) -> str | None:
+    """Compare pieces with whole prompts; None if they agree, else a clause that says how far they are apart.
+
+    Args:
+        plain: ids_N -> logits_NV by the model's untouched forward.
+        step: [(row, start, ids_T), ...] -> logits_TV of each, run together.
+        exact: the model computes in float32.
+    """
+    wanted = [plain(ids_N).float() for ids_N in ids]
+    if not all(bool(torch.isfinite(w).all()) for w in wanted):
+        return "its own plain pass gives numbers that are not finite"
+    got = [torch.empty_like(w) for w in wanted]
+    for pieces in STEPS:
+        results = step([(row, start, ids[row][start : start + n]) for row, start, n in pieces])
+        for (row, start, n), logits_TV in zip(pieces, results, strict=True):
+            if logits_TV.shape != got[row][start : start + n].shape:
+                return f"logits have shape {tuple(logits_TV.shape)}"
+            got[row][start : start + n] = logits_TV.float()
+    apart = torch.cat([_apart(w, g) for w, g in zip(wanted, got, strict=True)])
+    limit, allowed = (EXACT, 0) if exact else (ROUGH, len(apart) // 4)
+    missed = int((~(apart <= limit)).sum())  # not (a > b): nan counts as missed
+    if missed <= allowed:
+        return None
+    return f"{missed} of {len(apart)} tokens differ from its plain pass, by up to {float(apart.max()):.1g}"
+
+
+def _apart(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
+    centred = wanted_NV - wanted_NV.mean(-1, keepdim=True)
+    return (wanted_NV - got_NV).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-12)
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+class _Rows:
+    """Keys and values of the check, kept by layer and row."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.pieces: list[tuple[int, int, int]] = []  # (row, start, tokens) of the running pass
+
+    def attend(self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        outputs, at = [], 0
+        for row, start, n in self.pieces:
+            key = (layer.layer_index, row)
+            k_NKD, v_NKD = k_TKD[at : at + n], v_TKD[at : at + n]
+            if start:
+                old_k, old_v = self.kept[key]
+                k_NKD, v_NKD = torch.cat([old_k, k_NKD]), torch.cat([old_v, v_NKD])
+            self.kept[key] = (k_NKD, v_NKD)
+            outputs.append(_attention(layer, q_THD[at : at + n], k_NKD, v_NKD, start))
+            at += n
+        return torch.cat(outputs)
+
+
+def _attention(layer: Attention, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, start: int) -> Tensor:
+    """What `layer` promises, in float32, of tokens start .. start + T over their row's N keys."""
+    groups = layer.num_heads // layer.num_kv_heads
+    k_NHD = k_NKD.float().repeat_interleave(groups, 1)
+    v_NHD = v_NKD.float().repeat_interleave(groups, 1)
+    scores_HTN = torch.einsum("thd,nhd->htn", q_THD.float(), k_NHD) * layer.scale
+    if layer.softcap:
+        scores_HTN = layer.softcap * torch.tanh(scores_HTN / layer.softcap)
+    query_T1 = torch.arange(start, start + len(q_THD), device=q_THD.device)[:, None]
+    key_1N = torch.arange(len(k_NKD), device=q_THD.device)[None]
+    seen_TN = key_1N <= query_T1
+    if layer.window is not None:
+        seen_TN &= key_1N > query_T1 - layer.window
+    scores_HTN = scores_HTN.masked_fill(~seen_TN, float("-inf"))
+    if layer.sinks is not None:
+        sinks_HT1 = layer.sinks.float()[:, None, None].expand(-1, len(q_THD), 1)
+        weights_HTN = torch.cat([scores_HTN, sinks_HT1], -1).softmax(-1)[..., :-1]
+    else:
+        weights_HTN = scores_HTN.softmax(-1)
+    return torch.einsum("htn,nhd->thd", weights_HTN, v_NHD).to(q_THD.dtype)
+
+
+_rows: _Rows | None = None
+
+
+@contextmanager
+def checking() -> Iterator[_Rows]:
+    """While inside, the attention named CHECK keeps the rows it yields."""
+    global _rows
+    _rows = _Rows()
+    try:
+        yield _rows
+    finally:
+        _rows = None
+
+
+def register(handle: str) -> None:
+    """Tell Transformers the name; `handle`: the attribute that holds our layer on an attention module."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if _rows is None:
+            raise RuntimeError(f"attention {CHECK!r} is for checking only")
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return _rows.attend(getattr(module, handle), q_THD, k_TKD, v_TKD)[None].contiguous(), None
+
+    AttentionInterface.register(CHECK, attend)

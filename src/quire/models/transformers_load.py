@@ -1,0 +1,228 @@
+"""A checkpoint -> the text model that Transformers makes of it, with weights, and nothing else of it in memory.
+
+Knows the auto classes and the loader of Transformers. Does not know how the model will be run. A wrapper with
+a picture or sound tower loads as its language model alone where Transformers has a class for that; otherwise
+whole, and `transformers.py` drops what a text pass never touches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from quire.config.engine import Resolved
+from quire.errors import ConfigError, Unsupported
+
+# Where wrappers keep the language model in their checkpoints, and where its own class has it.
+TEXT_NAMES = {
+    r"^model\.language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.text_model\.": "model.",
+    r"^text_model\.": "model.",
+}
+
+
+def load(resolved: Resolved, device: torch.device | str) -> PreTrainedModel:
+    """The model with its weights, in eval mode, on `device`.
+
+    Raises:
+        ConfigError: the checkpoint lacks weights that the model needs, or brings them in other shapes.
+        Unsupported: Transformers has no text-generating class for this checkpoint.
+    """
+    config = read_config(resolved)
+    dtype = getattr(torch, resolved.dtype)
+    model_class, config, renames = _class_of(config, resolved)
+    with _quiet():
+        if resolved.asked.load.load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(resolved.asked.model.seed)
+                model = model_class._from_config(config, dtype=dtype)
+        else:
+            model = _read(model_class, config, renames, dtype, resolved)
+    model = model.to(device).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def read_config(resolved: Resolved) -> PreTrainedConfig:
+    """The checkpoint's config, wrapper included, with `hf_overrides` put over it.
+
+    Raises:
+        ConfigError: Transformers does not know the model type, and its own code is not trusted.
+    """
+    asked = resolved.asked.model
+    try:
+        config = AutoConfig.from_pretrained(
+            resolved.path,
+            trust_remote_code=asked.trust_remote_code,
+            code_revision=asked.code_revision,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"Transformers {transformers.__version__} cannot read the config in {resolved.path}: {error} "
+            "If the checkpoint brings its own code, --trust-remote-code runs it."
+        ) from error
+    overrides = asked.hf_overrides
+    if callable(overrides):
+        changed = overrides(config)
+        return changed if changed is not None else config
+    if not overrides:
+        return config
+    return type(config).from_dict(_merged(config.to_dict(), overrides))
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in over.items():
+        old = result.get(name)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        result[name] = _merged(old, value) if both else value
+    return result
+
+
+def _class_of(
+    config: PreTrainedConfig, resolved: Resolved
+) -> tuple[type[PreTrainedModel], PreTrainedConfig, dict[str, str] | None]:
+    """The class to build, its config, and how to rename the checkpoint's weights for it."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    if resolved.asked.model.trust_remote_code and "AutoModelForCausalLM" in auto_map:
+        found = transformers.dynamic_module_utils.get_class_from_dynamic_module(
+            auto_map["AutoModelForCausalLM"],
+            resolved.path,
+            code_revision=resolved.asked.model.code_revision,
+        )
+        return found, config, None
+    text = config.get_text_config(decoder=True)
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+        if found.config_class is type(text):
+            quantization = getattr(config, "quantization_config", None)
+            if quantization is not None:
+                text.quantization_config = quantization
+            # A wrapper ties by its own config.json as often as by the text model's.
+            text.tie_word_embeddings = bool(
+                getattr(config, "tie_word_embeddings", False)
+                or getattr(text, "tie_word_embeddings", False)
+            )
+            return found, text, TEXT_NAMES
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, None
+    for name in getattr(config, "architectures", None) or [resolved.architecture]:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
+            return found, config, None
+    raise Unsupported(
+        f"{resolved.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
+        "it has no class that generates text",
+        "if the checkpoint brings its own code, add --trust-remote-code",
+    )
+
+
+def _read(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    renames: dict[str, str] | None,
+    dtype: torch.dtype,
+    resolved: Resolved,
+) -> PreTrainedModel:
+    model, info = model_class.from_pretrained(
+        resolved.path,
+        config=config,
+        dtype=dtype,
+        key_mapping=renames,
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors={"safetensors": True, "pt": False}.get(resolved.asked.load.load_format),
+    )
+    for what, names in (
+        ("lacks weights", info["missing_keys"]),
+        ("has weights of other shapes", info["mismatched_keys"]),
+        ("has weights that could not be converted", info.get("conversion_errors") or ()),
+    ):
+        if names:
+            first = ", ".join(sorted(str(name) for name in names)[:5])
+            raise ConfigError(
+                f"the checkpoint in {resolved.path} {what} for {model_class.__name__}: {first} "
+                f"({len(names)} in all). Check that the download is complete and config.json belongs to it."
+            )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no load report of Transformers: what matters of it becomes an error above."""
+    loggers = [logging.getLogger(name) for name in ("transformers",)]
+    levels = [logger.level for logger in loggers]
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+# ------------------------------------------------------------------------------------------- rope
+
+
+def freeze_rope(model: nn.Module, max_model_len: int) -> list[str]:
+    """Make rotary frequencies that depend on the longest request of a pass the same for every pass.
+
+    Transformers picks them by the largest position it sees, so a request's numbers would depend on its
+    batch mates and change in the middle of its text. Here `max_model_len` decides, once.
+
+    Returns:
+        One clause for each kind of rope that was frozen away from its short form.
+    """
+    said = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _moves(kinds):
+            said.append(_freeze(module, kinds, None, max_model_len))
+            module.rope_type = "frozen"
+        elif isinstance(kinds, dict):
+            for layer_type, kind in list(kinds.items()):
+                if isinstance(kind, str) and _moves(kind):
+                    said.append(_freeze(module, kind, layer_type, max_model_len))
+                    kinds[layer_type] = "frozen"
+    return sorted({clause for clause in said if clause})
+
+
+def _moves(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
+
+
+def _freeze(module: Any, kind: str, layer_type: str | None, max_model_len: int) -> str:
+    prefix = f"{layer_type}_" if layer_type else ""
+    name = f"{prefix}inv_freq"
+    parameters = module.config.rope_parameters
+    parameters = parameters[layer_type] if layer_type else parameters
+    short = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
+    short = int(short or module.original_max_seq_len)
+    if max_model_len <= short:
+        return ""
+    seq_len = short + 1 if kind == "longrope" else max_model_len
+    old = getattr(module, name)
+    new, _scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, old.device, seq_len=seq_len, layer_type=layer_type
+    )
+    module.register_buffer(name, new.to(old), persistent=False)
+    if kind == "longrope":
+        return f"longrope uses its long factors for all requests (max_model_len {max_model_len} > {short})"
+    return f"dynamic rope is scaled for {max_model_len} tokens for all requests"
