@@ -38,6 +38,15 @@ class ToyRow:
     spoilt: bool = False
 
 
+def histories(sequence: list[int]) -> list[int]:
+    """Of each position a number that stands for all tokens up to it: KV depends on what came before."""
+    value, out = 1, []
+    for token in sequence:
+        value = (value * 1_000_003 + token + 1) % 2_305_843_009_213_693_951
+        out.append(value)
+    return out
+
+
 class StepFailed(Exception):
     """The device could not run a step at all."""
 
@@ -136,15 +145,19 @@ class ToyDevice:
         return self.faults[row.id] < 0
 
     def _write(self, row: ToyRow, sequence: list[int], start: int, end: int) -> None:
+        history = histories(sequence)
         for g in range(len(self.groups)):
             for position in range(start, end):
                 at = self._at(row, g, position)
                 assert at >= self.bs, f"group {g}: position {position} is written to the null block"
-                self.memory[at] = POISON if row.spoilt else (g, sequence[position], row.kin)
+                self.memory[at] = (
+                    POISON if row.spoilt else (g, sequence[position], row.kin, history[position])
+                )
 
     def _read(self, row: ToyRow, sequence: list[int], start: int, end: int) -> bool:
         """Check all that the new positions look at; True if some of it is spoilt."""
         spoilt = False
+        history = histories(sequence)
         for g, group in enumerate(self.groups):
             first = 0
             if isinstance(group.spec, WindowSpec):
@@ -155,7 +168,7 @@ class ToyDevice:
                 if found == POISON:
                     spoilt = True
                 elif not row.spoilt:
-                    assert found == (g, sequence[position], row.kin), (
+                    assert found == (g, sequence[position], row.kin, history[position]), (
                         f"{row.id} reads someone else's KV"
                     )
         return spoilt

@@ -209,7 +209,9 @@ def draw_requests(s: Setting) -> None:
         if s.arrivals and rng.random() < 0.45:  # the same prompt twice: outputs share blocks too
             earlier = rng.choice(s.arrivals)
             prompt = list(earlier.tokens)
-            if rng.random() < 0.4:  # the next turn of a conversation: the answer is in the prompt
+            if rng.random() < 0.2:  # another beginning, the same end
+                prompt[rng.randrange(len(prompt))] = rng.randrange(VOCAB)
+            elif rng.random() < 0.4:  # the next turn of a conversation: the answer is in the prompt
                 answer = reference(earlier)[0]
                 prompt = (prompt + answer[: rng.randint(1, len(answer))])[-27:]
                 if prompt[0] != earlier.tokens[0]:
