@@ -1,0 +1,42 @@
+"""Where the time of a start went: named stages, in order.
+
+Knows a clock and names. Every process measures its own, and sends them up with its Ready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Stage = tuple[str, float]  # name, seconds
+
+
+class Stages:
+    """`with stages("load weights"): ...`"""
+
+    def __init__(self) -> None:
+        self.done: list[Stage] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.done.append((name, time.perf_counter() - start))
+
+
+def since_process_start() -> float:
+    """Seconds since the kernel started this process; 0.0 where there is no /proc."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return max(uptime - ticks / 100, 0.0)  # USER_HZ is 100 on every Linux that Python runs on
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

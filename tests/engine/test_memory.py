@@ -1,0 +1,115 @@
+"""The cache layout and the memory plan: arithmetic, checked by hand-made sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.config.engine import EngineConfig, Resolved
+from quire.engine.memory import activation_bytes, make_plan, size, specs_of
+from quire.errors import NotEnoughMemory
+from quire.kvcache.layout import layout
+from quire.kvcache.specs import CacheSpec, WindowSpec
+
+FULL = CacheSpec(2, 8, 8, 2)  # 64 bytes a token
+NARROW = WindowSpec(2, 8, 8, 2, window=32)
+CONFIG = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
+
+
+def resolved(**cache: object) -> Resolved:
+    return Resolved(
+        asked=EngineConfig.from_keywords(**cache),
+        path="",
+        hf_config=CONFIG,
+        architecture="X",
+        dtype="bfloat16",
+        device="cpu",
+        max_model_len=256,
+        auto_max_model_len=False,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        chunked_prefill=True,
+        prefix_caching=True,
+        depth=1,
+        executor="uni",
+    )
+
+
+def test_one_kind_of_layer_is_one_group() -> None:
+    cut = layout([FULL] * 5, 16, 4096)
+    assert [group.layers for group in cut.groups] == [(0, 1, 2, 3, 4)]
+    assert cut.bytes_per_block == 5 * 64 * 16
+    assert cut.blocks_for(33, 16) == 3
+
+
+def test_kinds_are_cut_into_groups_of_equal_size() -> None:
+    specs = [FULL if i % 6 == 5 else NARROW for i in range(12)]  # 2 full, 10 narrow
+    cut = layout(specs, 16, 4096)
+    assert cut.groups[0].spec == FULL
+    assert [len(group.layers) for group in cut.groups] == [2] * 6
+    assert sorted(layer for group in cut.groups for layer in group.layers) == list(range(12))
+    assert cut.bytes_per_block == 2 * 64 * 16
+    # 4096 tokens: 256 blocks in the full group; (32 + 64) / 16 + 1 in each of the five others
+    assert cut.blocks_for(4096, 64) == 256 + 5 * 7
+
+
+def test_a_window_that_no_request_outgrows_is_full_attention() -> None:
+    assert len(layout([FULL, NARROW], 16, 32).groups) == 1
+
+
+def test_the_forecast_reads_heads_sizes_and_windows() -> None:
+    assert specs_of(CONFIG, "bfloat16") == [FULL] * 3
+    windows = {
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    assert specs_of(CONFIG | windows, "bfloat16") == [NARROW, FULL, NARROW]
+    assert specs_of(CONFIG | {"head_dim": 16}, "float32")[0].bytes_per_token == 2 * 32 * 4
+
+
+def test_what_is_left_becomes_blocks() -> None:
+    asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * 41)
+    plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert (plan.num_blocks, plan.max_model_len, plan.most_requests) == (40, 256, 2)
+    assert plan.kv == 3 * 64 * 16 * 41
+
+
+def test_never_more_than_the_rows_can_use() -> None:
+    plan = make_plan(resolved(), 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert plan.num_blocks == 4 * 256 // 16
+
+
+def test_the_share_covers_weights_activations_and_cache() -> None:
+    asked = resolved(gpu_memory_utilization=0.5)
+    weights, blocks = 5_000_000, 30
+    available = 2 * (weights + activation_bytes(asked) + (blocks + 1) * 3 * 64 * 16)
+    assert make_plan(asked, weights, 1 << 30, available, [FULL] * 3).num_blocks == blocks
+
+
+def test_too_small_says_the_numbers_and_the_flag() -> None:
+    asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * 11)
+    with pytest.raises(NotEnoughMemory, match=r"max_model_len=160 or less") as caught:
+        make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert size(3 * 64 * 16 * 17) in str(caught.value)
+    with pytest.raises(NotEnoughMemory, match="weights alone do not fit"):
+        make_plan(resolved(), 2 << 30, 1 << 30, 1 << 30, [FULL] * 3)
+
+
+def test_auto_takes_the_longest_that_fits() -> None:
+    asked = replace(resolved(kv_cache_memory_bytes=3 * 64 * 16 * 11), auto_max_model_len=True)
+    plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert (plan.max_model_len, plan.num_blocks) == (160, 10)
+
+
+def test_an_override_is_taken_as_it_is() -> None:
+    plan = make_plan(resolved(num_gpu_blocks_override=7), 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert (plan.num_blocks, plan.max_model_len) == (7, 256)
