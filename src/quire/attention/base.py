@@ -1,0 +1,161 @@
+"""Attention backends: what one is, which there are, and which serves a model.
+
+Knows names and capabilities. Does not know models, and imports no backend before it is chosen.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from quire.batch import Batch
+from quire.errors import ConfigError
+from quire.kvcache.specs import CacheSpec
+from quire.logging import get_logger
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+log = get_logger(__name__)
+
+BACKENDS: dict[str, str] = {
+    "TORCH_SDPA": "quire.attention.reference:ReferenceAttention",
+}
+"""Name -> "module:Class". A new backend is one file and one line here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model and its configuration ask of a backend: the union over the model's layers."""
+
+    device: str  # "cpu", "cuda"
+    dtype: str  # of queries: "float32", "bfloat16", "float16"
+    kv_dtype: str = "auto"
+    head_dims: frozenset[int] = frozenset()
+    differing_values: bool = False  # some layer's v_head_dim is not its head_dim
+    windows: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    block_size: int = 64
+
+    @staticmethod
+    def of(
+        layers: Iterable[Attention], *, device: str, dtype: str, kv_dtype: str, block_size: int
+    ) -> Needs:
+        found = list(layers)
+        return Needs(
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            head_dims=frozenset(layer.head_dim for layer in found),
+            differing_values=any(layer.v_head_dim != layer.head_dim for layer in found),
+            windows=any(layer.window is not None for layer in found),
+            softcap=any(layer.softcap is not None for layer in found),
+            sinks=any(layer.sinks is not None for layer in found),
+            block_size=block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, as data, so that a refusal can be printed."""
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    head_dims: Sequence[int] | None = None  # None: any
+    block_sizes: Sequence[int] | None = None  # None: any
+    kv_dtypes: frozenset[str] = frozenset({"auto"})
+    differing_values: bool = False
+    windows: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    graphs: bool = False
+
+    def lacking(self, needs: Needs) -> list[str]:
+        """The needs that are not met, in words; empty: it can serve."""
+        out = []
+        if needs.device not in self.devices:
+            out.append(f"device {needs.device}")
+        if needs.dtype not in self.dtypes:
+            out.append(f"dtype {needs.dtype}")
+        if needs.kv_dtype not in self.kv_dtypes:
+            out.append(f"KV cache of {needs.kv_dtype}")
+        if self.head_dims is not None:
+            out += [f"head size {d}" for d in sorted(needs.head_dims) if d not in self.head_dims]
+        if self.block_sizes is not None and needs.block_size not in self.block_sizes:
+            out.append(f"blocks of {needs.block_size}")
+        out += [
+            word
+            for word, asked, able in (
+                ("values of another size than keys", needs.differing_values, self.differing_values),
+                ("windows", needs.windows, self.windows),
+                ("softcap", needs.softcap, self.softcap),
+                ("sinks", needs.sinks, self.sinks),
+            )
+            if asked and not able
+        ]
+        return out
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention. It has no state between steps but what `plan` returns."""
+
+    can: Capabilities
+
+    def cache_shape(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors a layer's cache consists of: here keys, then values."""
+        ...
+
+    def plan(self, batch: Batch, group: int) -> Any:
+        """Once a step and cache group: what all layers of the group share."""
+        ...
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Any
+    ) -> Tensor:
+        """Write k and v to their slots of `layer.cache`, then o_THE for this step's tokens."""
+        ...
+
+
+def load(name: str) -> AttentionBackend:
+    """Raises ConfigError: no backend of that name, or it cannot be loaded here."""
+    target = BACKENDS.get(name.upper())
+    if target is None:
+        raise ConfigError(f"attention backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
+    module, _, attribute = target.partition(":")
+    try:
+        backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"attention backend {name} cannot be loaded: {error}") from error
+    return backend
+
+
+def choose(
+    wanted: str | None, preference: Sequence[str], needs: Needs
+) -> tuple[str, AttentionBackend]:
+    """The backend asked for, or the first of the platform's preference that can serve the model.
+
+    Raises:
+        ConfigError: the one asked for cannot serve, or none can; the message says why, for each.
+    """
+    passed: list[str] = []
+    for name in [wanted] if wanted and wanted != "auto" else preference:
+        try:
+            backend = load(name)
+        except ConfigError as error:
+            passed.append(str(error))
+            continue
+        lacking = backend.can.lacking(needs)
+        if not lacking:
+            log.info("attention: %s%s", name, f" ({'; '.join(passed)})" if passed else "")
+            return name, backend
+        passed.append(f"{name} lacks {', '.join(lacking)}")
+    raise ConfigError(f"no attention backend can serve this model: {'; '.join(passed)}")

@@ -1,0 +1,242 @@
+"""The reference backend: attention in plain torch, on any device, the same bits whatever runs beside it.
+
+Knows blocks, windows, softcap and sinks. Does not know requests, or any instruction set.
+
+How a row's result is kept from depending on its batch mates and on chunking: keys are always taken in
+tiles that start at multiples of the tile's size, one tile after the other with a running softmax, so that
+a query meets the same products in the same order however it came here; a tile it does not see changes
+nothing, to the bit; and no product has fewer than MIN_ROWS rows, because matrix libraries sum in another
+order below that (measured with MKL: from 16 rows on, a row's bits do not depend on the number of rows).
+Sums are in float32 whatever the dtype.
+
+    unit     rows with equally many new tokens, longest context first
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, G = H / K, D head size (of values:
+E), B rows of a unit, N blocks of a row, Q new tokens of a row (padded in products), S keys of a tile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.attention.base import Capabilities
+from quire.batch import Batch
+from quire.kvcache.specs import CacheSpec
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+TILE = 256  # keys, when blocks divide it
+MIN_ROWS = 16
+ALONE = 16  # a row with more new tokens than this is a unit of its own
+QUERY_BLOCK = 128  # tokens of a long row that are scored at once
+LOWEST = -1e30  # the running maximum before any key: finite, so that differences are never NaN
+
+
+@dataclass(slots=True)
+class Span:
+    """The tiles over the same keys: these are gathered once for all the blocks of queries."""
+
+    rows: slice
+    blocks: Tensor  # int64 [rows * blocks a tile]
+    unseen_BS: Tensor | None  # True where no query sees the key: it may be unwritten memory
+    tiles: list[
+        tuple[slice, Tensor | None]
+    ]  # queries of each row; hidden_BQS: True where one must not see
+
+
+@dataclass(slots=True)
+class Unit:
+    """Rows that are computed together: equally many new tokens, longest context first."""
+
+    num_queries: int
+    lengths: list[int]
+    tokens: Tensor | slice  # places in T of the unit's tokens, row after row
+    table_BN: Tensor  # int64
+    spans: dict[int | None, list[Span]] = field(default_factory=dict)  # by window
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the layers of a group share in one step."""
+
+    units: list[Unit]
+    slots_T: Tensor
+
+
+class ReferenceAttention:
+    """See the module. Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E]."""
+
+    can = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        kv_dtypes=frozenset({"auto", "float32", "bfloat16", "float16"}),
+        differing_values=True,
+        windows=True,
+        softcap=True,
+        sinks=True,
+    )
+
+    def __init__(self, tile: int = TILE):
+        self.tile = tile
+
+    def cache_shape(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], ...]:
+        shape = (num_blocks, spec.num_kv_heads, block_size)
+        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+
+    def plan(self, batch: Batch, group: int) -> Plan:
+        """Cut the step into units."""
+        table_BM, slots_T = batch.block_tables[group], batch.slots[group]
+        starts = batch.query_start_B1.tolist()
+        queries = batch.query_lens or [b - a for a, b in itertools.pairwise(starts)]
+        lengths = batch.lengths or batch.lengths_B.tolist()
+        alike: dict[tuple[int, int], list[int]] = {}
+        for row in range(batch.num_rows):
+            if queries[row]:
+                alone = row if queries[row] > ALONE else -1
+                alike.setdefault((queries[row], alone), []).append(row)
+        units = []
+        for (num_queries, _), rows in alike.items():
+            rows.sort(key=lambda row: -lengths[row])
+            at = [place for row in rows for place in range(starts[row], starts[row] + num_queries)]
+            in_order = at == list(range(at[0], at[0] + len(at)))
+            tokens = slice(at[0], at[-1] + 1) if in_order else torch.tensor(at).to(slots_T.device)
+            table = table_BM[torch.tensor(rows).to(table_BM.device)].long()
+            units.append(Unit(num_queries, [lengths[row] for row in rows], tokens, table))
+        return Plan(units, slots_T)
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+    ) -> Tensor:
+        """Write k and v at the batch's slots, then o_THE in q's dtype; padding tokens come out as zeros."""
+        keys, values = layer.cache
+        _write(keys, k_TKD, meta.slots_T)
+        _write(values, v_TKE, meta.slots_T)
+        o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
+        for unit in meta.units:
+            spans = unit.spans.get(layer.window)
+            if spans is None:
+                spans = list(_spans(unit, layer.window, keys.shape[2], self.tile))
+                unit.spans[layer.window] = spans
+            o_THE[unit.tokens] = _attend_unit(layer, unit, spans, q_THD[unit.tokens]).to(
+                o_THE.dtype
+            )
+        return o_THE
+
+
+def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
+    """cache [blocks, K, block_size, D] takes new tokens at their slots."""
+    block_size = cache.shape[2]
+    block_T = torch.div(slots_T, block_size, rounding_mode="floor")
+    cache[block_T, :, slots_T - block_T * block_size] = new_TKD.to(cache.dtype)
+
+
+def _spans(unit: Unit, window: int | None, block_size: int, tile: int) -> Iterator[Span]:
+    """The tiles that some query of the unit sees, in the order of their keys."""
+    per_tile = max(1, tile // block_size)
+    size = per_tile * block_size
+    device, Q = unit.table_BN.device, unit.num_queries
+    firsts = [length - Q for length in unit.lengths]  # position of each row's first new token
+    lows = [0 if window is None else max(0, first - window + 1) for first in firsts]
+    first_B1 = torch.tensor(firsts, device=device)[:, None]
+    for index in range(min(lows) // size, -(-unit.lengths[0] // size)):
+        start, stop = index * size, (index + 1) * size
+        # Lengths descend, and so do the first keys seen: those who see this tile are neighbours.
+        a = sum(low >= stop for low in lows)
+        b = sum(length > start for length in unit.lengths)
+        if a >= b:
+            continue
+        blocks = unit.table_BN[a:b, index * per_tile : (index + 1) * per_tile]
+        blocks = F.pad(blocks, (0, per_tile - blocks.shape[1])).flatten()
+        key_S = torch.arange(start, stop, device=device)
+        at_BQ = first_B1[a:b] + torch.arange(Q, device=device)
+        unseen_BS = None
+        if stop > unit.lengths[b - 1] or start < lows[a]:
+            unseen_BS = (key_S >= first_B1[a:b] + Q) | (key_S < _low(first_B1[a:b], window))
+        tiles: list[tuple[slice, Tensor | None]] = []
+        for x in range(0, Q, QUERY_BLOCK):
+            y = min(Q, x + QUERY_BLOCK)
+            if start > firsts[a] + y - 1 or (window and stop <= firsts[b - 1] + x - window + 1):
+                continue  # all ahead of the queries, or all behind their windows
+            hidden = None
+            if stop - 1 > firsts[b - 1] + x or (window and start < firsts[a] + y - window):
+                at = at_BQ[:, x:y, None]
+                hidden = key_S > at
+                if window:
+                    hidden |= key_S <= at - window
+            tiles.append((slice(x, y), hidden))
+        yield Span(slice(a, b), blocks, unseen_BS, tiles)
+
+
+def _low(first_B1: Tensor, window: int | None) -> Tensor:
+    return first_B1 * 0 if window is None else first_B1 - window + 1
+
+
+def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> Tensor:
+    """q: the unit's tokens, [B * Q, H, D]. Returns their outputs [B * Q, H, E], in float32."""
+    B, Q, K, E = len(unit.lengths), unit.num_queries, layer.num_kv_heads, layer.v_head_dim
+    G = layer.num_heads // K
+    q_BKQGD = q.view(B, Q, K, G, -1).permute(0, 2, 1, 3, 4).float() * layer.scale
+    last = (Q - 1) // QUERY_BLOCK * QUERY_BLOCK
+    rows = max(Q, last - (-MIN_ROWS // G))  # so that the last block has MIN_ROWS too
+    q_BKQGD = F.pad(q_BKQGD, (0, 0, 0, 0, 0, rows - Q))
+    top = q_BKQGD.new_full((B, K, rows, G, 1), LOWEST)
+    total = q_BKQGD.new_zeros(B, K, rows, G, 1)
+    if layer.sinks is not None:  # a score without a value
+        top = layer.sinks.float().view(1, K, 1, G, 1).expand(B, K, rows, G, 1).clone()
+        total += 1
+    out = q_BKQGD.new_zeros(B, K, rows, G, E)
+    for span in spans:
+        k_BKSD, v_BKSE = (_gather(cache, span) for cache in layer.cache)
+        if span.unseen_BS is not None:  # 0 times what was never written may be NaN
+            v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
+        for queries, hidden_BQS in span.tiles:
+            stop = rows if queries.stop == Q else queries.stop
+            at = (span.rows, slice(None), slice(queries.start, stop))
+            _tile(layer, q_BKQGD[at], k_BKSD, v_BKSE, hidden_BQS, top[at], total[at], out[at])
+    return (out / total)[:, :, :Q].permute(0, 2, 1, 3, 4).reshape(B * Q, layer.num_heads, E)
+
+
+def _gather(cache: Tensor, span: Span) -> Tensor:
+    """Blocks of cache [blocks, K, block_size, D] -> [B, K, S, D] in float32, a copy."""
+    num_rows = span.rows.stop - span.rows.start
+    found = cache.index_select(0, span.blocks)
+    found = found.view(num_rows, -1, *found.shape[1:]).transpose(1, 2)
+    return found.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3)
+
+
+def _tile(
+    layer: Attention,
+    q_BKQGD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    hidden_BQS: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    out: Tensor,
+) -> None:
+    """One step of the running softmax: `top`, `total` and `out` ([B, K, Q, G, 1 or E]) take in a tile."""
+    B, K, Q, G, _ = q_BKQGD.shape
+    scores = torch.bmm(
+        q_BKQGD.reshape(B * K, Q * G, -1), k_BKSD.flatten(0, 1).transpose(1, 2)
+    ).view(B, K, Q, G, -1)
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if hidden_BQS is not None:
+        seen = scores[:, :, : hidden_BQS.shape[1]]  # without the padding
+        seen.masked_fill_(hidden_BQS[:, None, :, None], -torch.inf)
+    new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+    scores = (scores - new_top).exp_()
+    fade = (top - new_top).exp_()
+    total.mul_(fade).add_(scores.sum(-1, keepdim=True))
+    more = torch.bmm(scores.view(B * K, Q * G, -1), v_BKSE.flatten(0, 1))
+    out.mul_(fade).add_(more.view(B, K, Q, G, -1))
+    top.copy_(new_top)

@@ -1,0 +1,181 @@
+"""The reference backend against the formula, written out one query and one key at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from quire.attention.reference import ReferenceAttention
+from quire.batch import Batch, running
+from quire.layers.attention import Attention
+from tests.models.harness import make_batch
+
+torch.set_num_threads(1)
+
+
+def formula(layer: Attention, q_HD, k_NKD, v_NKE):
+    """The last of N tokens, in double precision."""
+    out = []
+    last = len(k_NKD) - 1
+    for head in range(layer.num_heads):
+        kv = head * layer.num_kv_heads // layer.num_heads
+        keys = [p for p in range(last + 1) if layer.window is None or p > last - layer.window]
+        scores = [float(q_HD[head].double() @ k_NKD[p, kv].double()) * layer.scale for p in keys]
+        if layer.softcap:
+            scores = [layer.softcap * math.tanh(s / layer.softcap) for s in scores]
+        total = sum(math.exp(s) for s in scores)
+        if layer.sinks is not None:
+            total += math.exp(float(layer.sinks[head]))
+        out.append(
+            sum(
+                math.exp(s) / total * v_NKE[p, kv].double()
+                for s, p in zip(scores, keys, strict=True)
+            )
+        )
+    return torch.stack(out)
+
+
+def layer_of(kind: str) -> Attention:
+    torch.manual_seed(3)
+    sinks = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+    return {
+        "plain": lambda: Attention(4, 2, 16),
+        "one head each": lambda: Attention(3, 3, 8),
+        "one for all": lambda: Attention(6, 1, 8, v_head_dim=24, scale=0.3),
+        "window": lambda: Attention(4, 2, 16, window=5),
+        "long window": lambda: Attention(4, 2, 16, window=37, sinks=sinks),
+        "softcap": lambda: Attention(4, 2, 16, softcap=1.5),
+        "sinks": lambda: Attention(4, 4, 16, sinks=sinks),
+        "all": lambda: Attention(4, 1, 16, window=9, softcap=2.0, sinks=sinks, v_head_dim=8),
+    }[kind]()
+
+
+KINDS = [
+    "plain",
+    "one head each",
+    "one for all",
+    "window",
+    "long window",
+    "softcap",
+    "sinks",
+    "all",
+]
+
+
+class Rows:
+    """Requests with random q, k, v, run in any chunks against one cache that starts full of NaN."""
+
+    def __init__(self, layer, lengths, block_size, tile, seed=0, dtype=torch.float32):
+        torch.manual_seed(11)
+        self.layer, self.block_size = layer, block_size
+        self.q = [torch.randn(n, layer.num_heads, layer.head_dim, dtype=dtype) for n in lengths]
+        self.k = [torch.randn(n, layer.num_kv_heads, layer.head_dim, dtype=dtype) for n in lengths]
+        self.v = [
+            torch.randn(n, layer.num_kv_heads, layer.v_head_dim, dtype=dtype) for n in lengths
+        ]
+        need = [-(-n // block_size) for n in lengths]
+        blocks = list(range(1, sum(need) + 3))
+        random.Random(seed).shuffle(blocks)
+        self.tables = [[blocks.pop() for _ in range(n)] for n in need]
+        layer.backend = ReferenceAttention(tile=tile)
+        shapes = layer.backend.cache_shape(layer.cache_spec(4), sum(need) + 3, block_size)
+        layer.cache = tuple(torch.full(s, torch.nan, dtype=dtype) for s in shapes)
+        self.done = [0] * len(lengths)
+
+    def step(self, work: list[tuple[int, int]]) -> list[torch.Tensor]:
+        spans = [(row, self.done[row], self.done[row] + n) for row, n in work]
+        batch: Batch = make_batch(
+            [(row, a, [0] * (b - a)) for row, a, b in spans],
+            [self.tables[row] for row, _ in work],
+            self.block_size,
+        )
+        q, k, v = (
+            torch.cat([t[row][a:b] for row, a, b in spans]) for t in (self.q, self.k, self.v)
+        )
+        with running(batch):
+            out = self.layer(q, k, v)
+        for row, _, b in spans:
+            self.done[row] = b
+        return list(out.split([n for _, n in work]))
+
+    def forget_behind_window(self, row: int) -> None:
+        """Blocks that the next token cannot see any more go back: the table has 0 there."""
+        low = self.done[row] - self.layer.window + 1
+        for index in range(max(0, low // self.block_size)):
+            block, self.tables[row][index] = self.tables[row][index], 0
+            if block:
+                for cache in self.layer.cache:
+                    cache[block] = torch.nan
+
+
+LENGTHS = [23, 1, 70, 41, 2, 40]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_formula(kind):
+    rows = Rows(layer_of(kind), LENGTHS, block_size=8, tile=16)
+    steps = [
+        [(0, 20), (2, 33), (3, 40)],
+        [(3, 1), (2, 30), (0, 1), (1, 1)],
+        [(2, 3), (0, 1), (4, 2), (5, 37)],
+        [(2, 4), (0, 1), (5, 3)],
+    ]
+    for work in steps:
+        for (row, n), out in zip(work, rows.step(work), strict=True):
+            for i in {0, n // 2, n - 1}:
+                at = rows.done[row] - n + i
+                want = formula(
+                    rows.layer, rows.q[row][at], rows.k[row][: at + 1], rows.v[row][: at + 1]
+                )
+                torch.testing.assert_close(out[i].double(), want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [16, 256])
+def test_same_bits_alone_batched_and_chunked(kind, tile):
+    lengths = [23, 9, 300, 41]
+    alone = []
+    for row, n in enumerate(lengths):
+        alone.append(Rows(layer_of(kind), lengths, 16, tile).step([(row, n)])[0])
+    rng = random.Random(5)
+    for trial in range(4):
+        rows = Rows(layer_of(kind), lengths, 16, tile, seed=trial)
+        while left := [r for r, n in enumerate(lengths) if rows.done[r] < n]:
+            most = [1, 3, 40, 200][trial]
+            chosen = rng.sample(left, rng.randint(1, len(left)))
+            work = [(r, min(rng.randint(1, most), lengths[r] - rows.done[r])) for r in chosen]
+            for (row, n), out in zip(work, rows.step(work), strict=True):
+                at = rows.done[row]
+                assert torch.equal(out, alone[row][at - n : at])
+
+
+def test_blocks_behind_the_window_may_be_anything():
+    layer = layer_of("window")
+    want = Rows(layer, [50], 4, 8).step([(0, 50)])[0]
+    rows = Rows(layer, [50], 4, 8)
+    got = [rows.step([(0, 20)])[0]]
+    while rows.done[0] < 50:
+        rows.forget_behind_window(0)
+        got.append(rows.step([(0, 3)])[0])
+    assert rows.tables[0][:8] == [0] * 8
+    torch.testing.assert_close(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 16, 32, 128])
+def test_any_block_size(block_size):
+    lengths = [130, 5]
+    layer = layer_of("plain")
+    want = Rows(layer, lengths, 8, 256).step([(0, 130), (1, 5)])
+    got = Rows(layer, lengths, block_size, 32).step([(0, 130), (1, 5)])
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_is_float32_rounded_once():
+    rows = Rows(layer_of("all"), [40], 8, 16, dtype=torch.bfloat16)
+    got = rows.step([(0, 40)])[0]
+    want = formula(rows.layer, rows.q[0][39], rows.k[0], rows.v[0])
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got[39].double(), want, atol=4e-3, rtol=8e-3)
