@@ -40,7 +40,9 @@ class EngineConfig:
         for section in fields(cls):
             kind = section.default_factory
             own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-            sections[section.name] = kind(**{k: keywords.pop(k) for k in list(keywords) if k in own})  # type: ignore[misc,operator]
+            sections[section.name] = kind(
+                **{k: keywords.pop(k) for k in list(keywords) if k in own}
+            )  # type: ignore[misc,operator]
         if keywords:
             raise TypeError(f"unknown keyword: {', '.join(sorted(keywords))}")
         return cls(**sections)
@@ -72,3 +74,5 @@ class Resolved:
     depth: int
     executor: str
     """uni or mp."""
+    attention_backend: str | None = None
+    """The name asked for, aliases settled (`attention/base.py` looks it up); None: the platform's first that fits."""

@@ -1,0 +1,140 @@
+"""Which wishes cannot be met: values out of range, and features that are known by name and not here yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.options import coerce, options
+from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "hf")
+LATER_FORMATS = (
+    "bitsandbytes",
+    "gguf",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "tensorizer",
+    "sharded_state",
+    "fastsafetensors",
+    "instanttensor",
+    "ipc_cache",
+    "mistral",
+    "modelexpress",
+)
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
+    """Refuse what cannot be, before anything is loaded.
+
+    Raises:
+        ConfigError: a value out of its range.
+        Unsupported: a feature of later work.
+    """
+    _choices(asked)
+    _ranges(asked)
+    _features(asked)
+    _formats(asked)
+    _quantization(asked, config)
+    _ignored(asked)
+
+
+def _choices(asked: EngineConfig) -> None:
+    for option in options().values():
+        if option.choices:
+            coerce(option, getattr(getattr(asked, option.section), option.name))
+
+
+def _ranges(asked: EngineConfig) -> None:
+    share = asked.cache.gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization={share}: a share, above 0 and at most 1")
+    at_least: dict[str, tuple[int | float | None, float]] = {
+        "kv_cache_memory_bytes": (asked.cache.kv_cache_memory_bytes, 1),
+        "num_gpu_blocks_override": (asked.cache.num_gpu_blocks_override, 1),
+        "swap_space": (asked.cache.swap_space, 0),
+        "max_num_queued_reqs": (asked.scheduler.max_num_queued_reqs, 0),
+        "max_num_queued_tokens": (asked.scheduler.max_num_queued_tokens, 0),
+        "long_prefill_token_threshold": (asked.scheduler.long_prefill_token_threshold, 0),
+        "num_scheduler_steps": (asked.scheduler.num_scheduler_steps, 1),
+        "max_logprobs": (asked.model.max_logprobs, -1),
+        "api_server_count": (asked.server.api_server_count, 1),
+        "shutdown_timeout": (asked.server.shutdown_timeout, 0),
+        "max_body_bytes": (asked.server.max_body_bytes, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: at least {least:g}")
+    if not 0 <= asked.server.port <= 65535:
+        raise ConfigError(f"port={asked.server.port}: from 0 (any free one) to 65535")
+
+
+def _features(asked: EngineConfig) -> None:
+    model, parallel = asked.model, asked.parallel
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size < 1:
+            raise ConfigError(f"{name}={size}: at least 1")
+        if size > 1:
+            raise Unsupported(
+                f"{name}={size}", "one device serves this model now; start one server a device"
+            )
+    later = {
+        "enable_expert_parallel": (parallel.enable_expert_parallel, "it needs several devices"),
+        "runner=pooling": (
+            model.runner == "pooling",
+            "embedding, classifying and scoring come with pooling",
+        ),
+        "enable_prompt_embeds": (model.enable_prompt_embeds, "send token ids instead"),
+        "cpu_offload_gb": (asked.cache.cpu_offload_gb > 0, "it comes with the CUDA platform"),
+        "tokenizer_mode=mistral": (
+            model.tokenizer_mode == "mistral",
+            "use auto with the tokenizer.json form",
+        ),
+        "config_format=mistral": (
+            model.config_format == "mistral",
+            "use the form with config.json",
+        ),
+    }
+    for feature, (wanted, remedy) in later.items():
+        if wanted:
+            raise Unsupported(feature, remedy)
+
+
+def _formats(asked: EngineConfig) -> None:
+    name = asked.load.load_format
+    if name in LATER_FORMATS:
+        raise Unsupported(f"load_format={name}", f"choose from {', '.join(LOAD_FORMATS)}")
+    if name not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
+    kv = asked.cache.kv_cache_dtype
+    if kv not in KV_DTYPES:
+        raise Unsupported(f"kv_cache_dtype={kv}", f"choose from {', '.join(KV_DTYPES)}")
+
+
+def _quantization(asked: EngineConfig, config: Mapping[str, Any]) -> None:
+    if asked.model.quantization not in (None, "none", "auto"):
+        raise Unsupported(
+            f"quantization={asked.model.quantization}",
+            "serve the checkpoint's float16 or bfloat16 form",
+        )
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored:
+        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else "unknown"
+        raise Unsupported(
+            f"a checkpoint quantized with {method}", "serve its float16 or bfloat16 form instead"
+        )
+
+
+def _ignored(asked: EngineConfig) -> None:
+    if asked.cache.swap_space not in (0, 4):
+        logger.warning(
+            "swap_space=%g does nothing: a preempted request is recomputed", asked.cache.swap_space
+        )
+    if asked.scheduler.preemption_mode == "swap":
+        logger.warning("preemption_mode=swap does nothing: a preempted request is recomputed")

@@ -1,0 +1,304 @@
+"""One pass from what was asked to what will be: every "auto" filled, every conflict refused, each decision logged.
+
+Knows the configuration, the checkpoint's config.json and the facts of the device. Does not know torch, weights,
+or how much memory there will be (`engine/memory.py` does that sum afterwards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from quire import env
+from quire.config.checks import check
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.lengths import learned_positions, model_length
+from quire.config.stored import stored_dtype
+from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+DTYPES = {
+    "half": "float16",
+    "float": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
+
+NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo2", "glm4")
+"""Model types whose activations leave float16's range."""
+
+
+class Facts(Protocol):
+    """What is asked of `platforms/facts.py`, which is a storey above."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_batched_tokens(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    def preferred_dtype(self, checkpoint: str) -> str: ...
+
+
+def resolve(
+    asked: EngineConfig,
+    path: str,
+    hf_config: Mapping[str, Any],
+    facts: Facts,
+    *,
+    per_request_cache: bool = False,
+) -> Resolved:
+    """Fill in what was left open.
+
+    Args:
+        asked: what the user wrote.
+        path: local directory of the checkpoint.
+        hf_config: its config.json as a dict, the text model's part if it is nested. hf_overrides are put over it here
+            (again, if the reader did so already: that changes nothing).
+        facts: of the device.
+        per_request_cache: the model keeps a cache of its own for each request, so that prefixes cannot be shared.
+
+    Raises:
+        ConfigError: two wishes contradict each other, or one contradicts the model; names the flag to change.
+        Unsupported: a feature that is known by name and not here yet.
+    """
+    config = overridden(hf_config, asked.model.hf_overrides)
+    check(asked, config)
+    length, auto = _length(asked, config)
+    chunked = (
+        True
+        if asked.scheduler.enable_chunked_prefill is None
+        else asked.scheduler.enable_chunked_prefill
+    )
+    rows, tokens = _step(asked, facts, length, chunked)
+    resolved = Resolved(
+        asked=asked,
+        path=path,
+        hf_config=config,
+        architecture=_architecture(config, path),
+        dtype=_dtype(asked, path, config, facts),
+        device=facts.device,
+        max_model_len=length,
+        auto_max_model_len=auto,
+        block_size=_block_size(asked, facts),
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        chunked_prefill=chunked,
+        prefix_caching=_prefix_caching(asked, per_request_cache),
+        depth=_depth(asked, facts),
+        executor=_executor(asked),
+        attention_backend=_attention(asked, facts),
+    )
+    _say(resolved, facts)
+    return resolved
+
+
+def overridden(config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
+    """config.json with hf_overrides put over it: nested dicts merge, a function is called with a copy.
+
+    Raises:
+        ConfigError: the function returned something that is not a dict.
+    """
+    base = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    if callable(overrides):
+        made = overrides(base)
+        made = base if made is None else made
+        if not isinstance(made, dict):
+            raise ConfigError(
+                f"hf_overrides returned a {type(made).__name__}; it gets config.json as a dict and returns one"
+            )
+        return made
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        base[key] = overridden(base[key], value) if both else value
+    return base
+
+
+def _architecture(config: Mapping[str, Any], path: str) -> str:
+    names = config.get("architectures") or []
+    if not names:
+        raise ConfigError(
+            f"{path}/config.json has no `architectures`; say which with"
+            ' --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\''
+        )
+    return str(names[0])
+
+
+def _dtype(asked: EngineConfig, path: str, config: Mapping[str, Any], facts: Facts) -> str:
+    stored = stored_dtype(path, config)
+    fragile = config.get("model_type") in NOT_IN_FLOAT16
+    wanted = asked.model.dtype
+    dtype = DTYPES.get(wanted, wanted)
+    if dtype == "auto":
+        dtype = facts.preferred_dtype(stored)
+        if dtype == "float16" and fragile:
+            dtype = "bfloat16"
+        if dtype != stored:
+            logger.info(
+                "dtype: %s, from %s in the checkpoint; --dtype %s keeps it", dtype, stored, stored
+            )
+    elif dtype == "float16" and fragile:
+        raise ConfigError(
+            f"dtype=float16: {config['model_type']} models overflow in it; use --dtype bfloat16 or float32"
+        )
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype={wanted!r}: choose auto, bfloat16, float16 or float32")
+    return dtype
+
+
+def _length(asked: EngineConfig, config: Mapping[str, Any]) -> tuple[int, bool]:
+    """(most tokens of a request, may the memory plan lower it?)"""
+    own, where = model_length(config)
+    wanted = asked.model.max_model_len
+    if wanted is None or wanted in ("auto", -1):
+        if where == "":
+            logger.warning(
+                "config.json says no maximum length: taking %d; --max-model-len sets it", own
+            )
+        return own, wanted is not None
+    try:
+        length = int(wanted)
+    except ValueError:
+        raise ConfigError(f"max_model_len={wanted!r}: a number of tokens, or auto") from None
+    if length < 1:
+        raise ConfigError(
+            f"max_model_len={length}: at least 1; auto (or -1) means the most that fits"
+        )
+    if where and length > own:
+        _allow_long(length, own, where, config)
+    return length, False
+
+
+def _allow_long(length: int, own: int, where: str, config: Mapping[str, Any]) -> None:
+    says = f"max_model_len={length} is more than the {own} tokens that the model's config.json allows ({where})"
+    if learned_positions(config):
+        raise ConfigError(
+            f"{says}, and it has no position beyond them. Use --max-model-len {own} or less."
+        )
+    if not env.get("ALLOW_LONG_MAX_MODEL_LEN"):
+        raise ConfigError(
+            f"{says}. Use --max-model-len {own} or less, extend its rotary positions with --hf-overrides,"
+            " or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 to go on: text beyond may be nonsense."
+        )
+    logger.warning("%s: text beyond may be nonsense (QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", says)
+
+
+def _step(asked: EngineConfig, facts: Facts, length: int, chunked: bool) -> tuple[int, int]:
+    """(requests at once, tokens a step)"""
+    wish = asked.scheduler
+    rows = facts.max_num_seqs if wish.max_num_seqs is None else wish.max_num_seqs
+    tokens = wish.max_num_batched_tokens
+    if rows < 1:
+        raise ConfigError(f"max_num_seqs={rows}: at least 1")
+    if tokens is None:
+        tokens = max(facts.num_batched_tokens, rows)
+        if not chunked:
+            tokens = max(tokens, length)
+    else:
+        if tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens={tokens}: at least 1")
+        if not chunked and tokens < length:
+            raise ConfigError(
+                f"max_num_batched_tokens={tokens} is less than max_model_len={length}, and enable_chunked_prefill is"
+                f" off: a prompt of {length} tokens could never run. Use --max-num-batched-tokens {length},"
+                f" --max-model-len {tokens}, or --enable-chunked-prefill."
+            )
+        if tokens < rows:
+            if wish.max_num_seqs is not None:
+                raise ConfigError(
+                    f"max_num_batched_tokens={tokens} is less than max_num_seqs={rows}: a step gives each running"
+                    f" request a token. Use --max-num-seqs {tokens} or --max-num-batched-tokens {rows}."
+                )
+            rows = tokens
+    return rows, min(tokens, rows * length)
+
+
+def _block_size(asked: EngineConfig, facts: Facts) -> int:
+    size = asked.cache.block_size
+    if size is None:
+        return facts.block_size
+    if size < 1:
+        raise ConfigError(f"block_size={size}: at least 1")
+    return size
+
+
+def _prefix_caching(asked: EngineConfig, per_request_cache: bool) -> bool:
+    wanted = asked.cache.enable_prefix_caching
+    if per_request_cache:
+        if wanted:
+            logger.warning(
+                "prefix caching stays off: this model keeps a cache of its own for each request"
+            )
+        return False
+    return True if wanted is None else wanted
+
+
+def _depth(asked: EngineConfig, facts: Facts) -> int:
+    wish = asked.scheduler
+    if wish.num_scheduler_steps > 1 and wish.async_scheduling is None:
+        logger.warning(
+            "num_scheduler_steps=%d is an old name: the host plans one step ahead (async_scheduling, depth 2)",
+            wish.num_scheduler_steps,
+        )
+        return 2
+    return facts.depth if wish.async_scheduling is None else 1 + wish.async_scheduling
+
+
+def _executor(asked: EngineConfig) -> str:
+    wanted = asked.parallel.distributed_executor_backend
+    if wanted in (None, "uni", "mp"):
+        return wanted or "uni"
+    if wanted in ("ray", "external_launcher"):
+        raise Unsupported(
+            f"distributed_executor_backend={wanted}",
+            "use uni (same process) or mp (its own process)",
+        )
+    raise ConfigError(f"distributed_executor_backend={wanted!r}: choose uni or mp")
+
+
+def _attention(asked: EngineConfig, facts: Facts) -> str | None:
+    """The name to look up, aliases settled; whether the platform has it is for `attention/base.py` to say."""
+    wanted = asked.parallel.attention_backend
+    name = None if wanted is None else wanted.upper()
+    if name in ("XFORMERS", "CPU_ATTN") or (name == "TORCH_SDPA" and wanted != name):
+        logger.warning("attention_backend=%s is an old name: using TORCH_SDPA", wanted)
+        return "TORCH_SDPA"
+    return None if name == "AUTO" else name
+
+
+def _say(resolved: Resolved, facts: Facts) -> None:
+    """One line with what was decided, each by the name of the flag that changes it."""
+    logger.info(
+        "%s on %s (%s): dtype=%s max_model_len=%d%s max_num_seqs=%d max_num_batched_tokens=%d block_size=%d"
+        " enable_chunked_prefill=%s enable_prefix_caching=%s depth=%d executor=%s",
+        resolved.architecture,
+        facts.device,
+        facts.name,
+        resolved.dtype,
+        resolved.max_model_len,
+        " (or less: auto)" if resolved.auto_max_model_len else "",
+        resolved.max_num_seqs,
+        resolved.max_num_batched_tokens,
+        resolved.block_size,
+        resolved.chunked_prefill,
+        resolved.prefix_caching,
+        resolved.depth,
+        resolved.executor,
+    )
+
+
+def without_callables(asked: EngineConfig) -> EngineConfig:
+    """The same, for a process that need not apply hf_overrides again: a function cannot cross."""
+    if not callable(asked.model.hf_overrides):
+        return asked
+    return replace(asked, model=replace(asked.model, hf_overrides={}))

@@ -1,0 +1,41 @@
+"""The number format in which a checkpoint is stored: config.json's word, or the first weight file's header."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
+LONGEST_HEADER = 100 << 20
+
+
+def stored_dtype(path: str, config: Mapping[str, Any]) -> str:
+    """float32, float16 or bfloat16; float32 where neither says, as Transformers has it."""
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(config.get(key), str):
+            name = str(config[key]).removeprefix("torch.")
+            if name in NAMES.values():
+                return name
+    return header_dtype(path) or "float32"
+
+
+def header_dtype(path: str) -> str | None:
+    """What most tensors of the first safetensors file are; None without such a file."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        return None
+    try:
+        with files[0].open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(size, LONGEST_HEADER)))
+        kinds = Counter(
+            NAMES.get(t["dtype"]) for name, t in header.items() if name != "__metadata__"
+        )
+    except (OSError, ValueError, struct.error, TypeError, KeyError, AttributeError):
+        return None  # a broken file is the loader's to report
+    kinds.pop(None, None)
+    return kinds.most_common(1)[0][0] if kinds else None

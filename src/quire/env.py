@@ -1,0 +1,165 @@
+"""The only file that reads os.environ: one table of variables, read when asked.
+
+Each variable is known as QUIRE_NAME and as VLLM_NAME (the first wins), so that deployments keep working.
+Knows names, kinds and defaults, and which configuration field a variable stands for. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row: NAME is without its prefix."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    field: str | None = None
+    """The configuration field that it fills when neither flag nor keyword does."""
+
+
+VARIABLES: dict[str, Variable] = {
+    row.name: row
+    for row in (
+        # What must be known before a configuration exists
+        Variable("LOGGING_LEVEL", str, "INFO", "Log level of every process."),
+        Variable("CONFIGURE_LOGGING", bool, True, "0: leave Python's logging as the program set it up."),
+        Variable("LOGGING_CONFIG_PATH", str, None, "JSON file for logging.config.dictConfig."),
+        Variable("LOGGING_PREFIX", str, "", "Text before each log line."),
+        Variable("LOGGING_STREAM", str, "stderr", "Where log lines go: stderr or stdout."),
+        Variable("LOGGING_COLOR", str, "auto", "auto, 1 or 0 (NO_COLOR is honoured)."),
+        Variable("CACHE_ROOT", str, "~/.cache/quire", "Where what is compiled or fetched once is kept."),
+        Variable("HOST_IP", str, "", "Address for sockets between nodes; empty: found out."),
+        Variable("PLUGINS", str, None, "Names of the plugins to load, with commas between; unset: all of ours."),
+        Variable("DEVICE", str, None, "cpu or cuda; unset: what is there."),
+        Variable("WORKER_MULTIPROC_METHOD", str, "spawn", "Accepted; workers are programs of their own, never forks."),
+        Variable("ENABLE_V1_MULTIPROCESSING", bool, True, "0: the engine stays in the program's own process."),
+        # Limits and switches of the server and the engine
+        Variable("MAX_N_SEQUENCES", int, 128, "The largest n of a request."),
+        Variable("MAX_STOP_STRINGS", int, 16, "The most stop strings of a request."),
+        Variable("SERVER_DEV_MODE", bool, False, "1: development routes such as /reset_prefix_cache exist."),
+        Variable("ALLOW_RUNTIME_LORA_UPDATING", bool, False, "1: adapters may be loaded over HTTP (comes with LoRA)."),
+        Variable("ALLOW_LONG_MAX_MODEL_LEN", bool, False, "1: max_model_len may exceed what the model was trained for."),
+        Variable("SKIP_MODEL_NAME_VALIDATION", bool, False, "1: answer whatever model a request names."),
+        Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Threads that fetch media (comes with media)."),
+        Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: media URLs may not redirect (comes with media)."),
+        Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage (comes with pipelines)."),
+        Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds an engine process may take to start."),
+        Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds a step may take before its worker counts as hung."),
+        Variable("KEEP_ALIVE_ON_ENGINE_DEATH", bool, False, "1: the HTTP server stays up when the engine has died."),
+        Variable("CHECK", bool, False, "1: integrity checks after every step (tests, debugging)."),
+        # What stands for a field
+        Variable("API_KEY", str, None, "API key of the server.", "api_key"),
+        Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
+        Variable("CPU_KVCACHE_SPACE", float, None, "GiB of KV cache.", "kv_cache_memory_bytes"),
+        Variable("LOG_STATS_INTERVAL", float, None, "Seconds between statistics lines.", "log_stats_interval"),
+        Variable("USE_V1", bool, True, "Accepted: there is one engine only."),
+        Variable("CPU_OMP_THREADS_BIND", str, "auto", "Cores to compute on: auto, nobind, or a list such as 0-3,8."),
+        Variable("CPU_NUM_OF_RESERVED_CPU", int, 0, "Cores that are not computed on."),
+    )
+}  # fmt: skip
+
+_QUIET = """
+BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
+CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK DP_SIZE DP_RANK_LOCAL DP_MASTER_IP
+DP_MASTER_PORT TRACE_FUNCTION ALLOW_INSECURE_SERIALIZATION XGRAMMAR_CACHE_MB USE_MODELSCOPE
+IMAGE_FETCH_TIMEOUT VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
+USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED
+DEBUG_LOG_API_SERVER_RESPONSE NCCL_SO_PATH TORCH_COMPILE_LEVEL WORKER_MULTIPROC CPU_SGL_KERNEL
+CPU_MOE_PREPACK KV_CACHE_LAYOUT SLEEP_WHEN_IDLE HTTP_TIMEOUT_KEEP_ALIVE DISABLED_KERNELS
+USE_AOT_COMPILE LOOPBACK_IP MODEL_REDIRECT_PATH SERVER_PORT IMAGE VERSION
+DISABLE_REQUEST_ID_RANDOMIZATION USE_DEEP_GEMM MOE_DP_CHUNK_SIZE ENABLE_COHERE_API
+"""
+QUIET = frozenset(_QUIET.split())
+"""Names of the field that tune what this engine does not have: taken without a word."""
+
+# Kubernetes puts these into every pod beside a service called "vllm": VLLM_PORT=tcp://10.0.0.1:80 and so on.
+_KUBERNETES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
+
+
+def raw(name: str) -> str | None:
+    """The text of QUIRE_name, or else of VLLM_name."""
+    value = os.environ.get(f"QUIRE_{name}")
+    return os.environ.get(f"VLLM_{name}") if value is None else value
+
+
+def get(name: str) -> Any:
+    """A variable of the table in its kind, or its default.
+
+    Raises:
+        KeyError: not in the table.
+        ValueError: its text is not of its kind.
+    """
+    row = VARIABLES[name]
+    text = raw(name)
+    return row.default if text is None else parse(row, text)
+
+
+def parse(row: Variable, text: str) -> Any:
+    if row.kind is bool:
+        if text.lower() in TRUE:
+            return True
+        if text.lower() in FALSE:
+            return False
+    elif row.kind is str:
+        return text
+    else:
+        try:
+            return row.kind(text)
+        except ValueError:
+            pass
+    raise ValueError(
+        f"the environment variable QUIRE_{row.name} (or VLLM_{row.name}) is {text!r}: not a {row.kind.__name__}"
+    )
+
+
+def outer(name: str) -> str | None:
+    """A variable that is not ours: HF_TOKEN, NO_COLOR, CUDA_VISIBLE_DEVICES, OTEL_..., PROMETHEUS_MULTIPROC_DIR."""
+    return os.environ.get(name)
+
+
+def set_outer(name: str, value: str) -> None:
+    """For what libraries read at import, such as PROMETHEUS_MULTIPROC_DIR."""
+    os.environ[name] = value
+
+
+def fields() -> dict[str, Any]:
+    """Configuration fields that the environment fills: field -> value."""
+    found: dict[str, Any] = {}
+    for row in VARIABLES.values():
+        if row.field is not None and (value := get(row.name)) is not None:
+            found[row.field] = value
+    if "kv_cache_memory_bytes" in found:  # the variable is in GiB
+        found["kv_cache_memory_bytes"] = int(found["kv_cache_memory_bytes"] * (1 << 30)) or None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Variables with our prefixes that no table has: most likely a slip of the pen."""
+    found = []
+    for name in environ if environ is not None else os.environ:
+        prefix, _, rest = name.partition("_")
+        if prefix not in ("QUIRE", "VLLM") or rest in VARIABLES or rest in QUIET:
+            continue
+        if not _KUBERNETES.fullmatch(rest):
+            found.append(name)
+    return sorted(found)
+
+
+def given() -> dict[str, str]:
+    """All variables with our prefixes, for the bug report; keys are not shown."""
+    secret = ("KEY", "TOKEN", "PASSWORD")
+    return {
+        name: "***" if any(word in name for word in secret) else value
+        for name, value in sorted(os.environ.items())
+        if name.partition("_")[0] in ("QUIRE", "VLLM")
+    }

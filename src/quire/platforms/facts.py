@@ -1,0 +1,271 @@
+"""What this machine is, found out without importing torch: device, number formats, memory, defaults.
+
+Knows /proc, cgroups and the CUDA driver's C interface. Does not know tensors. `facts()` looks anew at each
+call, because free memory changes; the device itself is looked for once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform as host
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from quire import env
+from quire.errors import ConfigError
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformFacts:
+    """All that `config/resolve.py` asks of a device."""
+
+    device: str
+    """cpu or cuda."""
+    name: str
+    """What the maker calls it."""
+    dtypes: tuple[str, ...]
+    """Number formats that it multiplies natively, fastest first."""
+    block_size: int
+    """Tokens of a KV block."""
+    num_batched_tokens: int
+    """Tokens of a step."""
+    max_num_seqs: int
+    """Requests that run at once."""
+    depth: int
+    """Steps in flight."""
+    total_bytes: int
+    """Memory that this process could have at most: the device's, or the smaller of machine and cgroup."""
+    available_bytes: int
+    """What of it is free now; file cache that the kernel would give back counts as free."""
+
+    def preferred_dtype(self, checkpoint: str) -> str:
+        """The format to compute in, for weights stored as `checkpoint`, when the user leaves it to us.
+
+        bfloat16 stays (its range cannot be had in float16). float32 and float16 become the device's 16-bit
+        format: half the memory traffic for the same text, as other engines do. Where the device has no
+        16-bit format, they become float32; stored bfloat16 stays also there, since widening it would double memory.
+        """
+        if self.device == "cuda":
+            if checkpoint == "bfloat16":
+                return "bfloat16" if "bfloat16" in self.dtypes else "float16"
+            return "float16"
+        if checkpoint == "bfloat16":
+            return "bfloat16"
+        if checkpoint == "float16" and "float16" in self.dtypes:
+            return "float16"
+        return "bfloat16" if "bfloat16" in self.dtypes else "float32"
+
+
+def facts() -> PlatformFacts:
+    """The facts of the device that this process would use.
+
+    QUIRE_DEVICE=cpu or cuda forces one.
+
+    Raises:
+        ConfigError: QUIRE_DEVICE names a device that is not here.
+    """
+    wanted = str(env.get("DEVICE") or "auto")
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"QUIRE_DEVICE={wanted}: the devices are cpu and cuda; unset it to let Quire choose."
+        )
+    gpu = cuda_device() if wanted != "cpu" else None
+    missing = (
+        cuda_missing() if gpu else "no CUDA driver answers, or it has no device for this process"
+    )
+    if gpu and not missing:
+        return _cuda_facts(gpu)
+    if wanted == "cuda":
+        raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
+    if gpu:
+        logger.info("%s is here and not used: %s", gpu.name, missing)
+    total, available = memory()
+    return PlatformFacts(
+        device="cpu",
+        name=cpu_name(),
+        dtypes=cpu_dtypes(),
+        block_size=64,
+        num_batched_tokens=2048,
+        max_num_seqs=256,
+        depth=1,
+        total_bytes=total,
+        available_bytes=available,
+    )
+
+
+def _cuda_facts(gpu: CudaDevice) -> PlatformFacts:
+    new = gpu.capability >= (8, 0)
+    return PlatformFacts(
+        device="cuda",
+        name=gpu.name,
+        dtypes=("bfloat16", "float16") if new else ("float16",),
+        block_size=16,
+        num_batched_tokens=8192 if gpu.total >= 70 * GIB else 2048,
+        max_num_seqs=256,
+        depth=2,
+        total_bytes=gpu.total,
+        # Free memory needs a context; without one the best that can be said is what it has.
+        available_bytes=gpu.total,
+    )
+
+
+# CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """The first CUDA device that CUDA_VISIBLE_DEVICES leaves."""
+
+    name: str
+    total: int
+    """Bytes."""
+    capability: tuple[int, int]
+
+
+def cuda_missing() -> str:
+    """Why a CUDA device cannot be used by this installation; empty: it can."""
+    if importlib.util.find_spec("quire.platforms.cuda") is None:
+        return "this version of Quire has the CPU platform only"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch is not installed"
+    if "+cpu" in version:
+        return f"torch {version} was built without CUDA; install a CUDA build of it"
+    return ""
+
+
+@cache
+def cuda_device() -> CudaDevice | None:
+    """Ask the driver; None where there is no driver, or no device for this process.
+
+    The driver itself honours CUDA_VISIBLE_DEVICES. No context is made, so nothing is allocated.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, handle = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    if driver.cuDeviceGet(ctypes.byref(handle), 0):
+        return None
+    name = ctypes.create_string_buffer(256)
+    total = ctypes.c_size_t()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetName(name, 256, handle)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # compute capability, major
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # ... and minor
+    return CudaDevice(name.value.decode(errors="replace"), total.value, (major.value, minor.value))
+
+
+# CPU
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets, by the kernel's names; empty where there is no /proc/cpuinfo."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):  # x86, ARM
+            return frozenset(value.split())
+    return frozenset()
+
+
+@cache
+def cpu_name() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return host.processor() or host.machine()
+
+
+def cpu_dtypes() -> tuple[str, ...]:
+    """Formats with instructions for dot products of their own, fastest first; float32 always."""
+    flags = cpu_flags()
+    found = []
+    if flags & {"amx_bf16", "avx512_bf16", "bf16"}:
+        found.append("bfloat16")
+    if flags & {"amx_fp16", "avx512_fp16", "asimdhp"}:
+        found.append("float16")
+    return (*found, "float32")
+
+
+# Memory
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, available) bytes: of the machine, or of the tightest cgroup around this process if that is less.
+
+    `root` is where /proc and /sys are (for tests).
+    """
+    total, available = _machine(root)
+    for limit, used in _cgroups(root):
+        if limit < total:
+            total = limit
+        available = min(available, max(limit - used, 0))
+    return total, available
+
+
+def _machine(root: Path) -> tuple[int, int]:
+    values: dict[str, int] = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, rest = line.partition(":")
+        with contextlib.suppress(ValueError, IndexError):
+            values[key] = int(rest.split()[0]) * 1024
+    if "MemTotal" in values:
+        return values["MemTotal"], values.get("MemAvailable", values.get("MemFree", 0))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total // 2  # no /proc: nobody says what is free
+
+
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """(limit, used) of each memory cgroup from ours up to the root, where a limit is set."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        # Inside a container the path is often the host's: then only the mount's own top is ours.
+        inner = Path(path.lstrip("/"))
+        for folder in (base / inner, *(base / parent for parent in inner.parents)):
+            if (one := _cgroup(folder, *names)) is not None:
+                found.append(one)
+    return found
+
+
+def _cgroup(folder: Path, limit_name: str, used_name: str, prefix: str) -> tuple[int, int] | None:
+    limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None  # not there, or "max": no limit
+    stat = dict(
+        line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line
+    )
+    # File cache goes away under pressure: all that is cold, and of the hot half, as in MemAvailable.
+    cold, hot = (int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return int(limit), max(int(used) - cold - hot // 2, 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
