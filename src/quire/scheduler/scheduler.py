@@ -25,9 +25,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire.logging import get_logger
-
 from quire.kvcache.manager import KVManager, Prefix
+from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest

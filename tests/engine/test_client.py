@@ -1,0 +1,163 @@
+"""InlineClient on the toy device: outputs, calls from other threads, interrupts, death."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+
+import pytest
+from toy import ToyDevice, next_token
+from workload import reference
+
+from quire.config.engine import EngineConfig, Resolved
+from quire.engine import admin
+from quire.engine.client import InlineClient, interrupts_deferred
+from quire.engine.core import EngineCore
+from quire.errors import EngineDeadError, QuireError
+from quire.kvcache.manager import KVManager
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.specs import CacheGroup, CacheSpec
+from quire.protocol.output import EngineOutput, Ready
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
+from quire.scheduler.scheduler import Limits, Scheduler
+
+
+class Device(ToyDevice):
+    def call(self, name, *args):
+        return [[name, *args]]
+
+
+def make(device: type[ToyDevice] = Device) -> InlineClient:
+    groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
+    toy = device(groups, 101, 4, 0, random.Random(1))
+    limits = Limits(max_rows=4, max_step_tokens=16, max_length=60)
+    core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)
+    core.functions.update(admin.functions(core))
+    resolved = Resolved(
+        asked=EngineConfig(), path="", hf_config={}, architecture="Toy", dtype="float32",
+        device="cpu", max_model_len=60, auto_max_model_len=False, block_size=4, max_num_seqs=4,
+        max_num_batched_tokens=16, chunked_prefill=True, prefix_caching=True, depth=1, executor="uni",
+    )  # fmt: skip
+    ready = Ready(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1)
+    return InlineClient(core, resolved, ready)
+
+
+def ask(client: InlineClient, id: str, max_tokens: int = 5) -> EngineRequest:
+    request = EngineRequest(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+    client.core.executor.kin[id] = (None, "")
+    client.submit(request)
+    return request
+
+
+def collect(client: InlineClient, ids: set[str]) -> dict[str, list[EngineOutput]]:
+    got: dict[str, list[EngineOutput]] = {id: [] for id in ids}
+    while not all(outputs and outputs[-1].finish for outputs in got.values()):
+        for output in client.outputs():
+            got[output.id].append(output)
+    return got
+
+
+def test_outputs_come_until_every_request_has_ended() -> None:
+    client = make()
+    asked = [ask(client, str(i), i + 1) for i in range(7)]
+    got = collect(client, {request.id for request in asked})
+    for request in asked:
+        assert [t for output in got[request.id] for t in output.tokens] == reference(request)[0]
+
+
+def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:
+    client = make()
+    ask(client, "long", max_tokens=58)
+    [refused] = client.outputs()
+    assert (refused.finish, refused.error_kind) == ("error", "invalid")
+    assert "3 tokens and max_tokens is 58" in (refused.error or "")
+
+
+def test_calls_are_answered_when_nobody_steps() -> None:
+    client = make()
+    assert client.call("reset_prefix_cache") is True
+    assert client.call("stats")["num_blocks"] == 100
+    assert client.call("collective_rpc", "echo", [1], {"a": 2}) == [["echo", [1], {"a": 2}]]
+    with pytest.raises(QuireError, match="no function 'dance'"):
+        client.call("dance")
+
+
+def test_calls_are_answered_while_another_thread_waits_for_outputs() -> None:
+    client = make()
+    seen: list[EngineOutput] = []
+
+    def read() -> None:
+        while True:
+            seen.extend(client.outputs())
+
+    def read_to_the_end() -> None:
+        with pytest.raises(EngineDeadError, match="shut down"):
+            read()
+        seen.append(EngineOutput("", []))  # it came out here, and nowhere else
+
+    reader = threading.Thread(target=read_to_the_end)
+    reader.start()
+    ask(client, "a")
+    stats = [client.call("stats") for _ in range(20)]
+    assert all(s["num_blocks"] == 100 for s in stats)
+    while not (seen and seen[-1].finish):
+        pass
+    client.close()
+    reader.join(5)
+    assert not reader.is_alive()
+    assert seen.pop().id == ""
+    assert seen[0].tokens == [next_token([1, 2, 3], None)]
+
+
+class Dying(Device):
+    def result(self, step):
+        raise MemoryError("no memory left on the toy")
+
+
+def test_an_error_of_the_engine_ends_it_for_everybody() -> None:
+    client = make(Dying)
+    ask(client, "a")
+    with pytest.raises(EngineDeadError, match="no memory left on the toy"):
+        client.outputs()
+    for use in (client.outputs, lambda: client.submit(None), lambda: client.call("stats")):
+        with pytest.raises(EngineDeadError, match="no memory left"):
+            use()
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
+    done = []
+
+    def step(interrupts: int) -> None:
+        with interrupts_deferred():
+            for _ in range(interrupts):
+                signal.raise_signal(signal.SIGINT)
+            done.append(interrupts)
+
+    for interrupts in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            step(interrupts)
+    assert done == [1]  # the second interrupt does not wait
+
+
+class Interrupted(Device):
+    def result(self, step):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return super().result(step)
+
+
+def test_a_generation_goes_on_after_an_interrupt() -> None:
+    client = make(Interrupted)
+    request = ask(client, "a")
+    got: list[int] = []
+    finished, interrupts = False, 0
+    while not finished:
+        try:
+            for output in client.outputs():
+                got += output.tokens
+                finished = output.finish is not None
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert (got, interrupts) == (reference(request)[0], 1)
