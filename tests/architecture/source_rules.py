@@ -46,12 +46,13 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 # Exceptions, each with its reason. A line here is a decision that a reviewer sees.
 LONG_FUNCTIONS: dict[str, str] = {}
-LAYER_EXCEPTIONS = {  # (file, package it imports)
-    ("quire/attention/base.py", "layers"): "the layer's type, for annotations only",
+FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKING only)
+    ("attention", "layers"): "a backend is handed the layer it serves",
 }
 GLOBALS = {
     ("quire/batch.py", "_running"): "the step that runs now; passes do not nest, and it says so",
     ("quire/models/transformers_packed.py", "_calls"): "the probe that runs now; likewise",
+    ("quire/models/transformers_check.py", "_rows"): "the check that runs now; likewise",
 }
 
 # Modules that must load without torch, and whose code never asks for it, not even in a function.
@@ -134,19 +135,21 @@ def layers(file: File) -> list[str]:
         return []
     if here not in LEVEL:
         return [f"{file.path}: package {here} has no place in ORDER"]
+    types_only = for_annotations(file)
     wrong = []
-    for name in imports(file):
-        if not name.startswith("quire."):
-            continue
-        there = name.split(".")[1]
-        if there == here or (file.path, there) in LAYER_EXCEPTIONS:
-            continue
-        if there.startswith("__"):  # quire.__version__: a fact, not a room
-            continue
-        if there not in LEVEL:
-            wrong.append(f"{file.path}: import {there} from its own module, not from quire")
-        elif LEVEL[there] <= LEVEL[here]:
-            wrong.append(f"{file.path}: {here} may not import quire.{there}")
+    for node in file.nodes:
+        for name in imported(node):
+            if not name.startswith("quire."):
+                continue
+            there = name.split(".")[1]
+            if there == here or there.startswith("__"):  # quire.__version__: a fact, not a room
+                continue
+            if id(node) in types_only and (here, there) in FOR_ANNOTATIONS:
+                continue
+            if there not in LEVEL:
+                wrong.append(f"{file.path}: import {there} from its own module, not from quire")
+            elif LEVEL[there] <= LEVEL[here]:
+                wrong.append(f"{file.path}: {here} may not import quire.{there}")
     return wrong
 
 
@@ -154,15 +157,18 @@ def layers(file: File) -> list[str]:
 def no_torch_in_the_torch_free_rooms(file: File) -> list[str]:
     if not NEVER_TORCH.match(file.path):
         return []
-    annotations = {
-        id(inner) for node in file.nodes if _only_for_types(node) for inner in ast.walk(node)
-    }
+    annotations = for_annotations(file)
     return [
         f"{file.path}:{node.lineno}: imports {name}"
         for node in file.nodes
         for name in imported(node)
         if name.split(".")[0] in {"torch", "transformers"} and id(node) not in annotations
     ]
+
+
+def for_annotations(file: File) -> set[int]:
+    """Ids of the nodes under `if TYPE_CHECKING:`."""
+    return {id(inner) for node in file.nodes if _only_for_types(node) for inner in ast.walk(node)}
 
 
 def _only_for_types(node: ast.AST) -> bool:

@@ -20,6 +20,12 @@ CASES = [
     ("layers", "quire/kvcache/a.py", "import quire.scheduler.gate", "import quire.protocol.plan"),
     (
         "layers",
+        "quire/attention/a.py",
+        "from quire.layers.attention import Attention",
+        "if TYPE_CHECKING:\n    from quire.layers.attention import Attention",
+    ),
+    (
+        "layers",
         "quire/models/a.py",
         "def f():\n    from quire.worker.rows import Rows",
         "x = 'quire.worker.rows:Rows'",

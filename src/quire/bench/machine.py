@@ -1,0 +1,113 @@
+"""What this machine is, how fast it reads memory and multiplies matrices, and what that makes the least time.
+
+The probes run in the process that measures, around each round, since a shared machine changes by the minute.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.bench.shapes import Shape, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the machine could do just now."""
+
+    bytes_per_s: float  # reading
+    flops_per_s: float  # matrix product in the model's dtype
+
+
+def probe(dtype: str) -> Probe:
+    """About a second: the best of several reads of 256 MiB, and of several products of 1,536 cubed."""
+    import torch
+
+    source = torch.ones(64 << 20, dtype=torch.float32)
+    reads = [_seconds(source.sum) for _ in range(6)]
+    side = 1536
+    a = torch.ones(side, side, dtype=getattr(torch, dtype))
+    product = torch.nn.functional.linear
+    products = [_seconds(lambda: product(a, a)) for _ in range(6)]
+    return Probe(source.nbytes / min(reads), 2 * side**3 / min(products))
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How much of the probed speed each part of the work is expected to reach."""
+
+    stream: float  # weights, when few rows use them
+    kv: float  # keys and values
+    product: float  # large matrix products
+    attention: float  # scores and their products in a prompt
+
+
+FLOOR = Shares(1.0, 1.0, 1.0, 1.0)
+# What plain torch is expected to reach: its linears read weights at about half the bandwidth for few rows,
+# gathering KV and attending over it moves some 2 GB/s of 40, and its attention over a prompt 0.1 of 1 TFLOP/s.
+PREDICTED = Shares(0.55, 0.05, 0.85, 0.12)
+
+
+def seconds(
+    shape: Shape, workload: Workload, itemsize: int, machine: Probe, share: Shares
+) -> float:
+    """The time of a workload in which every part runs at its share of the probed speed.
+
+    A step takes the longer of reading its weights and multiplying with them, and then attends.
+    """
+    rows, prompt = workload.rows, workload.prompt
+    stream, product = machine.bytes_per_s * share.stream, machine.flops_per_s * share.product
+    attend = machine.flops_per_s * share.attention
+    read = (shape.layer_parameters + shape.head_parameters) * itemsize / stream
+    tokens = rows * prompt
+    flops = 2 * (shape.layer_parameters * tokens + shape.head_parameters * rows)
+    scores = 2 * shape.layers * shape.heads * shape.head_dim * prompt * prompt * rows
+    total = max(read, flops / product) + scores / attend
+    flops = 2 * (shape.layer_parameters + shape.head_parameters) * rows
+    for step in range(1, workload.output):
+        kv = rows * (prompt + step) * shape.kv_elements * itemsize
+        total += max(read, flops / product) + kv / (machine.bytes_per_s * share.kv)
+    return total
+
+
+def describe() -> dict[str, Any]:
+    """CPU, cores, memory, threads and versions: what a result means nothing without."""
+    import psutil
+    import torch
+    import transformers
+
+    return {
+        "cpu": cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 0,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "load": psutil.getloadavg()[0],
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
+        return " ".join(found[1].split())
+    return platform.processor() or platform.machine()
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """A part of a file name: the CPU and how many cores."""
+    words = re.sub(r"\((r|tm)\)|cpu|processor|@.*", " ", machine["cpu"].lower())
+    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{machine['cores']}c"])

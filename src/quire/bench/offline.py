@@ -1,0 +1,157 @@
+"""`quire bench` and `make bench`: offline throughput beside Transformers, and the cost of a step.
+
+Five workloads on a random checkpoint, the contenders in turn within each round, medians over rounds, one
+result file. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quire.bench import machine, report, shapes, steps
+from quire.bench.contenders import Contender, Quire, Transformers, agreement
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    parser.add_argument("--dtype", choices=ITEMSIZE, default="bfloat16", help="number format")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each workload is run")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=[w.name for w in shapes.WORKLOADS],
+        metavar="ROWSxIN/OUT",
+        help=f"of {', '.join(w.name for w in shapes.WORKLOADS)}; unset: all",
+    )
+    parser.add_argument("--no-peer", action="store_true", help="do not run Transformers beside it")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads of both; unset: the engine's choice"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder of results"
+    )
+    parser.add_argument(
+        "--cache", type=Path, help="folder of the random checkpoints; unset: temporary"
+    )
+    parser.add_argument(
+        "--engine-options", type=json.loads, default={}, metavar="JSON",
+        help='more keywords of the engine, such as {"max_num_batched_tokens": 4096}',
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and keep. 0, or an exception that says what failed."""
+    import torch
+
+    shape = shapes.SHAPES[args.shape]
+    chosen = [w for w in shapes.WORKLOADS if not args.workloads or w.name in args.workloads]
+    cache = args.cache or Path(tempfile.gettempdir()) / "quire-bench"
+    print(f"random {shape.name} checkpoint in {cache}", flush=True)
+    path = shapes.checkpoint(shape, args.dtype, cache)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    contenders: list[Contender] = [_engine(path, args, chosen)]
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not args.no_peer:
+        contenders.append(Transformers(path, args.dtype))
+    try:
+        result = _measure(args, shape, chosen, contenders)
+    finally:
+        for contender in contenders:
+            contender.close()
+    _keep(result, args.out)
+    return 0
+
+
+def _engine(path: Path, args: argparse.Namespace, chosen: list[shapes.Workload]) -> Quire:
+    rows = max(w.rows for w in chosen)
+    tokens = max(w.prompt + w.output for w in chosen)
+    return Quire(path, args.dtype, rows, tokens, args.engine_options)
+
+
+def _measure(
+    args: argparse.Namespace,
+    shape: shapes.Shape,
+    chosen: list[shapes.Workload],
+    contenders: list[Contender],
+) -> dict[str, Any]:
+    described = machine.describe()
+    step_costs = steps.measure_all()
+    probes = [machine.probe(args.dtype)]
+    seconds: dict[tuple[str, str], list[float]] = {}
+    agreed: dict[str, float] = {}
+    for contender in contenders:  # first runs pay for what later ones find warm
+        contender.run(shapes.Workload(1, 8, 2), shapes.Workload(1, 8, 2).prompts(shape.vocab))
+    for number in range(1, args.rounds + 1):
+        for workload in chosen:
+            prompts, tokens = workload.prompts(shape.vocab), []
+            for contender in contenders:
+                done = contender.run(workload, prompts)
+                seconds.setdefault((workload.name, contender.name), []).append(done.seconds)
+                tokens.append(done.tokens)
+                print(
+                    f"round {number}  {workload.name:>9}  {contender.name:<12} {done.seconds:8.3f} s",
+                    flush=True,
+                )
+            if len(tokens) == 2:
+                agreed[workload.name] = agreement(*tokens)
+        probes.append(machine.probe(args.dtype))
+    best = machine.Probe(max(p.bytes_per_s for p in probes), max(p.flops_per_s for p in probes))
+    rows = []
+    for workload in chosen:
+        floor, predicted = (
+            machine.seconds(
+                shape, workload, ITEMSIZE[args.dtype], best if s is machine.FLOOR else probes[0], s
+            )
+            for s in (machine.FLOOR, machine.PREDICTED)
+        )
+        by_name = {c.name: seconds[workload.name, c.name] for c in contenders}
+        measured = report.Measured(workload, by_name, floor, predicted, agreed.get(workload.name))
+        rows.append(measured.row())
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "shape": shape.name,
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+        "command": f"{Path(sys.executable).name} -m quire.bench {' '.join(sys.argv[1:])}".strip(),
+        "commit": _commit(),
+        "machine": described,
+        "probes": [asdict(p) for p in probes],
+        "workloads": rows,
+        "steps": [asdict(cost) for cost in step_costs],
+    }
+
+
+def _commit() -> str:
+    """The commit of the source, with a + if it is changed; "unknown" outside a repository."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],
+            cwd=here, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.stdout.strip()
+
+
+def _keep(result: dict[str, Any], folder: Path) -> None:
+    kind = machine.slug(result["machine"])
+    last = report.last_like(result, folder, kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = report.free_name(folder, f"{result['date']}-{kind}")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = report.page(result, last)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nkept in {path}")
