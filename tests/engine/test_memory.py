@@ -62,6 +62,13 @@ def test_kinds_are_cut_into_groups_of_equal_size() -> None:
     assert cut.blocks_for(4096, 64) == 256 + 5 * 7
 
 
+def test_layers_of_other_sizes_have_storage_of_their_own() -> None:
+    wide = CacheSpec(2, 16, 16, 2)
+    cut = layout([wide, NARROW, NARROW, wide, NARROW, NARROW], 16, 4096)
+    assert [len(group.layers) for group in cut.groups] == [2, 2, 2]
+    assert cut.bytes_per_block == 16 * (2 * 128 + 2 * 64)
+
+
 def test_a_window_that_no_request_outgrows_is_full_attention() -> None:
     assert len(layout([FULL, NARROW], 16, 32).groups) == 1
 

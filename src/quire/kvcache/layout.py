@@ -8,7 +8,8 @@ kind are cut into groups of equal size, so that a block id means the same bytes 
     storage tensor 0    [blocks]   layer 0 of group A, layer 0 of group B, layer 0 of group C
     storage tensor 1    [blocks]   layer 1 of group A, layer 1 of group B, ...
 
-A block that group A holds is not used by B, so the memory is never shared by two layers at once.
+A block that group A holds is not used by B, so the memory is never shared by two layers at once. Layers whose
+keys and values have other sizes get storage of their own: for them a block id costs both.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ class Layout:
     block_size: int
     bytes_per_block: int
     """Of one block id: its share of every storage tensor."""
-
-    @property
-    def num_tensors(self) -> int:
-        return max(len(group.layers) for group in self.groups)
 
     def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
         return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
@@ -64,9 +61,21 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> L
         share = -(-len(layers) // count)  # as even as it goes
         for first in range(0, len(layers), share):
             groups.append(CacheGroup(spec, tuple(layers[first : first + share])))
-    tensors = max(len(group.layers) for group in groups)
-    widest = max(spec.bytes_per_token for spec in kinds)
-    return Layout(tuple(groups), block_size, tensors * widest * block_size)
+    cost = sum(
+        bytes_per_token * max(len(group.layers) for group in alike)
+        for (*_, bytes_per_token), alike in by_shape(groups).items()
+    )
+    return Layout(tuple(groups), block_size, cost * block_size)
+
+
+def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, int], list[CacheGroup]]:
+    """Groups whose layers can share storage: equal heads, sizes and bytes of a token."""
+    out: dict[tuple[int, int, int, int], list[CacheGroup]] = {}
+    for group in groups:
+        spec = group.spec
+        key = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.bytes_per_token)
+        out.setdefault(key, []).append(group)
+    return out
 
 
 def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:
