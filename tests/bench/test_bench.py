@@ -1,0 +1,122 @@
+"""The benchmark's arithmetic, its result files, and one whole run on a tiny model with a made-up engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import pytest
+
+from quire.bench import offline, steps
+from quire.bench.contenders import Run, agreement
+from quire.bench.machine import FLOOR, Probe, Shares, seconds
+from quire.bench.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
+
+TINY = SHAPES["tiny"]
+
+
+def test_shape_counts_what_its_checkpoint_holds():
+    for shape in SHAPES.values():
+        matrices = sum(size[0] * size[1] for _, size in shape.tensors() if len(size) == 2)
+        assert matrices == shape.layer_parameters + shape.head_parameters
+    assert SHAPES["qwen3-0.6b"].layer_parameters == 440_401_920
+    assert SHAPES["qwen3-0.6b"].kv_elements * 2 == 114_688  # bytes a token in bfloat16
+
+
+def test_checkpoint_loads_in_transformers_and_is_made_once(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint(TINY, "float32", tmp_path)
+    made = (path / "model.safetensors").stat().st_mtime_ns
+    model, told = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not told["missing_keys"] | told["unexpected_keys"]
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert matrices == TINY.layer_parameters + TINY.head_parameters
+    assert checkpoint(TINY, "float32", tmp_path) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_floor_of_a_case_worked_by_hand():
+    shape = Shape("one", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ff=1, vocab=3)
+    assert (shape.layer_parameters, shape.head_parameters, shape.kv_elements) == (7, 3, 2)
+    slow_memory = Probe(bytes_per_s=10.0, flops_per_s=1e12)
+    # weights: 10 elements of 2 bytes = 2 s a step, two steps; KV of 4 tokens + 1: 5 * 2 * 2 bytes = 2 s
+    assert seconds(shape, Workload(1, 4, 2), 2, slow_memory, FLOOR) == pytest.approx(6.0)
+    slow_compute = Probe(bytes_per_s=1e12, flops_per_s=2.0)
+    # prompt: 2 * (7 * 4 + 3) flops, scores 2 * 16; then one token: 2 * 10 flops
+    assert seconds(shape, Workload(1, 4, 2), 2, slow_compute, FLOOR) == pytest.approx(31 + 16 + 10)
+    halved = Shares(0.5, 0.5, 0.5, 0.5)
+    assert seconds(shape, Workload(1, 4, 2), 2, slow_memory, halved) == pytest.approx(12.0)
+
+
+def test_agreement_stops_at_the_first_difference():
+    assert agreement([[1, 2, 3]], [[1, 2, 3]]) == 1.0
+    assert agreement([[1, 9, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6]]) == pytest.approx(4 / 6)
+
+
+def test_prompts_are_the_same_in_every_run_and_share_nothing():
+    workload = Workload(8, 16, 4)
+    prompts = workload.prompts(512)
+    assert prompts == workload.prompts(512)
+    assert len({tuple(p[:4]) for p in prompts}) == 8
+    assert {len(p) for p in prompts} == {16}
+
+
+def test_cost_of_a_step_is_measured_with_all_rows_in_it(monkeypatch):
+    cost = steps.measure(8, steps=20, depth=2)
+    assert 0 < cost.total <= cost.worst
+    assert max(cost.plan, cost.commit) <= cost.total
+    make = steps.make_scheduler
+    monkeypatch.setattr(steps, "make_scheduler", lambda rows, *more: make(rows - 1, *more))
+    with pytest.raises(RuntimeError, match="7 of 8 rows were planned"):
+        steps.measure(8, steps=20)
+
+
+class MadeUp:
+    """Answers with the right number of tokens after a while."""
+
+    def __init__(self, name: str):
+        self.name, self.closed = name, False
+
+    def run(self, workload, prompts):
+        time.sleep(0.001)
+        return Run(0.5 if self.name == "quire" else 1.0, [[7] * workload.output for _ in prompts])
+
+    def close(self):
+        self.closed = True
+
+
+def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypatch, capsys):
+    ours, peer = MadeUp("quire"), MadeUp("transformers")
+    monkeypatch.setattr(offline, "_engine", lambda *_: ours)
+    monkeypatch.setattr(offline, "Transformers", lambda *_: peer)
+    monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
+    parser = argparse.ArgumentParser()
+    offline.add_arguments(parser)
+    words = [
+        "--shape",
+        "tiny",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "results"),
+        "--cache",
+        str(tmp_path),
+    ]
+    assert offline.run(parser.parse_args(words)) == 0
+    assert ours.closed
+    assert peer.closed
+    first, page = sorted((tmp_path / "results").iterdir())
+    result = json.loads(first.read_text())
+    assert [row["workload"] for row in result["workloads"]] == [w.name for w in WORKLOADS]
+    row = result["workloads"][2]
+    assert row["speed_of_peer"] == 2.0
+    assert row["output_tokens_per_s"] == {"quire": 8 * 64 / 0.5, "transformers": 8 * 64 / 1.0}
+    assert row["agreement"] == 1.0
+    assert row["floor_s"] <= row["predicted_s"]
+    assert len(result["probes"]) == 3
+    assert page.read_text() in capsys.readouterr().out
+    assert offline.run(parser.parse_args([*words, "--no-peer", "--workloads", "8x128/64"])) == 0
+    assert "| 8x128/64 | 0.5 | 1.02e+03 |" in capsys.readouterr().out
+    assert len(list((tmp_path / "results").iterdir())) == 4  # the first was not overwritten
