@@ -1,0 +1,282 @@
+"""Where a checkpoint is and what its config.json means: one set of names for all dialects.
+
+Knows files, the hub's client and the spellings of config.json. Does not know torch, layers or weights.
+
+Dialects: Transformers 4 (`rope_theta` beside `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, maybe one
+for each kind of layer, `dtype`); text models alone or inside a wrapper for pictures and sound (`text_config`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.resolve import overridden
+from quire.errors import ConfigError, ModelNotFound
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def locate(model: ModelConfig, load: LoadConfig) -> str:
+    """The local directory of a checkpoint: a directory, a model of the package, or a hub id (fetched).
+
+    Raises:
+        ModelNotFound: it is nowhere; the message says where it was looked for and what to do.
+    """
+    name = model.model
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelNotFound(f"{directory.absolute()} has no config.json: it is no checkpoint")
+        return str(directory.absolute())
+    if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
+        return str(EMBEDDED / name)
+    if directory.is_file():
+        raise ModelNotFound(f"{directory} is a file; the model is the directory it lies in")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
+        raise ModelNotFound(f"there is no directory {directory.absolute()} (model={name!r})")
+    return _fetch(name, model, load)
+
+
+def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
+    """A hub repository, fetched, or as the local cache has it when the hub cannot be reached."""
+    import huggingface_hub as hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    about: dict[str, Any] = {
+        "revision": model.revision,
+        "cache_dir": load.download_dir,
+        "token": model.hf_token,
+    }
+    reason = ""
+    try:
+        found = hub.HfApi(token=model.hf_token).model_info(
+            name, revision=model.revision, timeout=10
+        )
+        files = [file.rfilename for file in found.siblings or []]
+        return hub.snapshot_download(
+            name, allow_patterns=_patterns(files), ignore_patterns=load.ignore_patterns, **about
+        )
+    except GatedRepoError:
+        raise ModelNotFound(
+            f"{name} on the hub asks you to accept its terms: do so on its page, then pass --hf-token or `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        reason = "the hub has no such repository, or it is private and needs --hf-token"
+    except (
+        Exception
+    ) as error:  # network errors have another class with each HTTP client of the hub's
+        reason = f"the hub cannot be asked ({_first_line(error)})"
+    try:
+        return hub.snapshot_download(name, local_files_only=True, **about)
+    except Exception:
+        cache = load.download_dir or hub.constants.HF_HUB_CACHE
+        there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
+        raise ModelNotFound(
+            f"model {name!r} is not here: no directory {Path(name).absolute()}, nothing in {cache},"
+            f" and {reason}. Pass a directory with config.json and weights"
+            + (f", or {' or '.join(there)}, which is embedded." if there else ".")
+        ) from None
+
+
+def _patterns(files: list[str]) -> list[str]:
+    """What of a repository to fetch: of several weight formats, the first we read."""
+    for pattern in WEIGHT_FILES:
+        if any(Path(file).match(pattern) for file in files):
+            return [*WANTED_FILES, pattern]
+    return list(WANTED_FILES)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+# ------------------------------------------------------------------------------------ what it says
+
+
+def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
+    """config.json with `hf_overrides` put over it, of the text model if that is nested in a wrapper.
+
+    Raises:
+        ModelNotFound: no config.json there. ConfigError: it is no JSON object.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFound(f"{file} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds a {type(config).__name__}, not an object")
+    return text_config(overridden(config, overrides or {}))
+
+
+NESTS = ("text_config", "language_config", "llm_config", "thinker_config")
+
+TEXT_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+}
+"""model_type of a nested text model -> the architecture it is when it stands alone."""
+
+WRAPPED = "quire_wrapper"
+"""Key of a nested text config: the architecture it was nested in. The loader then drops its prefixes."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's config, from inside its wrapper if it has one; otherwise the same.
+
+    What describes the whole checkpoint (dtype, end tokens, quantization, tied head) is kept from the wrapper where
+    the text model does not say it itself.
+    """
+    nest = next((key for key in NESTS if isinstance(config.get(key), Mapping)), None)
+    if nest is None:
+        return dict(config)
+    outer = {key: value for key, value in config.items() if key != nest}
+    inner = text_config(config[nest])
+    merged = dict(inner)
+    for key in (
+        *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vocab_size"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+    ):
+        if merged.get(key) is None and outer.get(key) is not None:
+            merged[key] = outer[key]
+    wrapper = list(outer.get("architectures") or [])
+    alone = TEXT_ARCHITECTURES.get(str(inner.get("model_type")))
+    merged["architectures"] = (
+        [alone] if alone else wrapper or list(inner.get("architectures") or [])
+    )
+    merged[WRAPPED] = wrapper[0] if wrapper else str(outer.get("model_type", ""))
+    return merged
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+    "qwen3": {
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
+}
+"""By model_type ("" for all): what a key that is left out means. Facts of Transformers' config classes."""
+
+
+class TextConfig:
+    """config.json of a text model as attributes, spelled one way, with what is left out filled in.
+
+    An attribute that the file does not have raises ConfigError (also an AttributeError, so `getattr` with a
+    default works).
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        kind = str(config.get("model_type", ""))
+        values = {**DEFAULTS[""], **DEFAULTS.get(_family(kind), {}), **config}
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = values.get("num_attention_heads")
+        if values.get("head_dim") is None and values.get("hidden_size"):
+            values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+        values["dtype"] = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+        values["rope_parameters"] = rope_parameters(values)
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "values" or name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self.values[name]
+        except KeyError:
+            raise MissingField(f"config.json has no {name!r}, which this model needs") from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def rope(self, kind: str | None = None) -> dict[str, Any]:
+        """The rotary parameters of a kind of layer (`full_attention`, ...)."""
+        parameters = self.values["rope_parameters"]
+        nested = parameters.get(kind) if kind else None
+        return nested if isinstance(nested, dict) else parameters
+
+    def uses_window(self, layer: int) -> bool:
+        """Does this layer see only `sliding_window` tokens? By `layer_types`, else by Qwen's rule."""
+        if not self.get("sliding_window"):
+            return False
+        if types := self.get("layer_types"):
+            return bool(types[layer] == "sliding_attention")
+        return bool(self.get("use_sliding_window")) and layer >= self.get("max_window_layers", 0)
+
+
+class MissingField(ConfigError, AttributeError):
+    """config.json lacks a value that the model cannot do without."""
+
+
+def _family(kind: str) -> str:
+    """qwen3_vl_text -> qwen3: text models inside wrappers follow the defaults of the family they came from."""
+    return {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}.get(
+        kind, kind
+    )
+
+
+ROPE_NAMES = {"su": "longrope", "mrope": "default"}
+"""Old names. With text alone the three positions of mrope are one, so it is the plain kind."""
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters from either dialect: {"rope_type", "rope_theta", ...}, or a dict of such by layer type."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    types = set(config.get("layer_types") or ())
+    if given and set(given) <= types | {"full_attention", "sliding_attention", "chunked_attention"}:
+        return {
+            kind: _one_rope(config, value or {})
+            for kind, value in given.items()
+            if value is not None
+        }
+    return _one_rope(config, given)
+
+
+def _one_rope(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    out = {key: value for key, value in given.items() if value is not None and key != "type"}
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    out["rope_type"] = ROPE_NAMES.get(kind, kind)
+    out.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    if config.get("partial_rotary_factor") is not None:
+        out.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    # Phi-3 writes the trained length beside the parameters, and there it has the last word.
+    trained = config.get("original_max_position_embeddings")
+    longest = config.get("max_position_embeddings")
+    if trained:
+        out["original_max_position_embeddings"] = trained
+    else:
+        out.setdefault("original_max_position_embeddings", longest)
+    out.setdefault("max_position_embeddings", longest)
+    return out

@@ -1,0 +1,72 @@
+"""Which architectures have a model of ours, and whose code runs for a checkpoint. No torch.
+
+To add one: a file in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
+package: `register("MyForCausalLM", "my_package.module:MyModel")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ConfigError
+
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "quire.models.llama:Llama",
+    "LLaMAForCausalLM": "quire.models.llama:Llama",
+    "MistralForCausalLM": "quire.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "quire.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "quire.models.qwen3:Qwen3",
+}
+"""Architecture of config.json -> "module:Class"."""
+
+NATIVE = ("quire", "vllm", "native")
+IMPLS = ("auto", *NATIVE, "transformers")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+def register(architecture: str, target: str) -> None:
+    """Name a model class: "module:Class". The last registration of an architecture counts."""
+    if target.count(":") != 1:
+        raise ConfigError(f"model {architecture}: {target!r} is not of the form module:Class")
+    MODELS[architecture] = target
+
+
+def choose_impl(
+    architecture: str, hf_config: Mapping[str, Any], model_impl: str = "auto"
+) -> tuple[str, str]:
+    """("native" or "transformers", why).
+
+    Raises:
+        ConfigError: model_impl is unknown, or asks for native code that there is not.
+    """
+    if model_impl not in IMPLS:
+        raise ConfigError(f"model_impl={model_impl!r}: choose {', '.join(IMPLS)}")
+    if model_impl == "transformers":
+        return "transformers", "asked for by model_impl"
+    lacking = _lacking(architecture, hf_config)
+    if not lacking:
+        return "native", f"{architecture} is native"
+    if model_impl in NATIVE:
+        raise ConfigError(
+            f"model_impl={model_impl}: {lacking}; leave it at auto to run the code of Transformers"
+        )
+    return "transformers", lacking
+
+
+def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
+    """Why our model cannot run this checkpoint; empty: it can."""
+    if architecture not in MODELS:
+        return f"{architecture} has no native model"
+    if not MODELS[architecture].startswith("quire."):
+        return ""  # who registers a model knows what it can
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in (*ROPE_TYPES, "su", "mrope"):
+        return f"rope type {kind!r} has no native form"
+    odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if odd:
+        return f"layers of type {', '.join(sorted(odd))} have no native form"
+    if config.get("hidden_act", "silu") not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
+        return f"activation {config['hidden_act']!r} has no native form"
+    return ""

@@ -1,0 +1,63 @@
+"""An op is a function whose body is the definition, and whose other implementations must agree with it.
+
+    @op
+    def rms_norm(x_TD, weight_D, eps): ...            # ops/reference.py: plain torch
+
+    @rms_norm.on("native")                            # elsewhere: a kernel
+    def _(x_TD, weight_D, eps): ...
+
+`bind(("native", "reference"))` settles once which implementation of each op runs; a call then costs one
+attribute. An implementation that cannot serve some arguments (a dtype, a shape) calls `op.reference`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, Op] = {}
+
+
+class Op(Generic[P, R]):
+    """A callable with implementations by the name of their kind: reference, native, triton ..."""
+
+    def __init__(self, reference: Callable[P, R]):
+        self.name = reference.__name__
+        self.reference = reference
+        self.run = reference
+        self.implementations: dict[str, Callable[P, R]] = {"reference": reference}
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.run(*args, **kwargs)
+
+    def on(self, kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register an implementation. It runs once `bind` has chosen it."""
+
+        def register(function: Callable[P, R]) -> Callable[P, R]:
+            if kind in self.implementations:
+                raise ValueError(f"op {self.name} already has an implementation {kind}")
+            self.implementations[kind] = function
+            return function
+
+        return register
+
+
+def op(reference: Callable[P, R]) -> Op[P, R]:
+    if reference.__name__ in OPS:
+        raise ValueError(f"there already is an op {reference.__name__}")
+    OPS[reference.__name__] = made = Op(reference)
+    return made
+
+
+def bind(kinds: Sequence[str]) -> dict[str, str]:
+    """Give every op its first implementation among `kinds`; returns which. The reference is always last."""
+    chosen = {}
+    for name, each in OPS.items():
+        kind = next((k for k in kinds if k in each.implementations), "reference")
+        each.run, chosen[name] = each.implementations[kind], kind
+    return chosen

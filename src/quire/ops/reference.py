@@ -1,0 +1,93 @@
+"""Every op in plain torch: the definition that kernels are tested against.
+
+Knows arithmetic. Does not know layers, batches or devices. On the CPU the float32 results of a row do not
+depend on how many rows there are (see `linear`), which is what makes text independent of batch mates.
+
+Shape suffixes: T tokens, D features, I inner features, H heads, R rotated features in P = R / 2 pairs,
+N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.dispatch import op
+
+MIN_ROWS = 16
+
+
+@op
+def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x times weight transposed, plus bias.
+
+    Fewer than 16 rows are padded on the CPU in float32: MKL sums in another order for few rows, and from
+    16 on in one order (measured; with several threads it also splits the sum of large weights, by size).
+    """
+    rows = x_TD.shape[0]
+    if rows >= MIN_ROWS or x_TD.dtype != torch.float32 or x_TD.is_cuda:
+        return F.linear(x_TD, weight_ND, bias_N)
+    return F.linear(F.pad(x_TD, (0, 0, 0, MIN_ROWS - rows)), weight_ND, bias_N)[:rows]
+
+
+@op
+def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
+    """x scaled to unit mean square over D, in float32, times weight (Llama: after rounding to x's dtype).
+
+    plus_one: weights are stored around zero, and 1 + weight is applied in float32 (Gemma). D may be the
+    last of any number of dimensions.
+    """
+    y = F.rms_norm(x_TD.float(), x_TD.shape[-1:], eps=eps)
+    if weight_D is None:
+        return y.to(x_TD.dtype)
+    if plus_one:
+        return (y * (1 + weight_D.float())).to(x_TD.dtype)
+    return y.to(x_TD.dtype) * weight_D
+
+
+@op
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The normed sum, and the sum. Implementations may write over their inputs."""
+    total_TD = residual_TD + x_TD
+    return rms_norm.reference(total_TD, weight_D, eps, plus_one), total_TD
+
+
+@op
+def rotate(
+    x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Rotate pairs of features by their angles; cos and sin: float32 one value a pair.
+
+    Pairs are (i, i + R / 2) of the first R features, or (2 i, 2 i + 1) when interleaved; features from R on
+    pass unchanged.
+    """
+    half = cos_TP.shape[1]
+    cos, sin = cos_TP[:, None], sin_TP[:, None]
+    x = x_THD[..., : 2 * half].float()
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    y = y.to(x_THD.dtype)
+    return y if 2 * half == x_THD.shape[-1] else torch.cat((y, x_THD[..., 2 * half :]), -1)
+
+
+@op
+def silu_and_mul(x_TI2: Tensor) -> Tensor:
+    """silu(first half) times second half."""
+    gate, up = x_TI2.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@op
+def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
+    """gelu(first half) times second half; tanh: the approximation."""
+    gate, up = x_TI2.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+
+
+@op
+def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    return F.embedding(ids_T, weight_VD)
