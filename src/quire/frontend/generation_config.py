@@ -1,0 +1,104 @@
+"""What a checkpoint says of how it wants to be sampled, and of where its texts end.
+
+Knows generation_config.json, config.json and their names. Does not know requests.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.config.model import ModelConfig
+from quire.errors import ConfigError
+from quire.logging import get_logger
+from quire.protocol.params import SamplingParams
+
+log = get_logger(__name__)
+
+# generation_config.json's name -> ours
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+NONE_OF_IT = ("vllm", "quire")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """`sampling` holds SamplingParams keywords; `eos_token_ids` come from the files, not the tokenizer."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+
+    def params(self, **given: Any) -> SamplingParams:
+        """SamplingParams with what was given, then these defaults, then ours. None means not given."""
+        return SamplingParams(
+            **{**self.sampling, **{k: v for k, v in given.items() if v is not None}}
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is no such file.
+
+    Raises:
+        ConfigError: it is there and holds no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return found
+
+
+def generation_defaults(
+    path: str | Path, asked: ModelConfig, hf_config: dict[str, Any]
+) -> GenerationDefaults:
+    """Read the defaults of the checkpoint at `path`.
+
+    `asked.generation_config`: auto (the checkpoint's file), vllm or quire (only its ends of text count), or
+    a directory; `asked.override_generation_config` is laid over it.
+
+    Raises:
+        ConfigError: a file is damaged, or a default breaks the rules of SamplingParams.
+    """
+    source = asked.generation_config
+    folder = Path(path) if source in ("auto", *NONE_OF_IT) else Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"generation_config={source!r} is not a directory; use auto, vllm, or a directory with generation_config.json"
+        )
+    file = read_json(folder / "generation_config.json")
+    ends = _ids(file.get("eos_token_id"))
+    if not ends:
+        ends = _ids(hf_config.get("eos_token_id"))
+    if source in NONE_OF_IT:
+        file = {}
+    file = {**file, **asked.override_generation_config}
+    sampling = {ours: file[name] for name, ours in NAMES.items() if file.get(name) is not None}
+    if "max_tokens" in asked.override_generation_config:
+        sampling["max_tokens"] = asked.override_generation_config["max_tokens"]
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ConfigError(
+            f"the default sampling parameters from generation_config are not valid: {error};"
+            " use generation_config='vllm' to do without them, or override_generation_config to change them"
+        ) from error
+    if sampling:
+        log.info("default sampling parameters from generation_config: %s", sampling)
+    return GenerationDefaults(sampling, ends)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else [value]
+    return tuple(item for item in found if isinstance(item, int) and not isinstance(item, bool))
