@@ -34,7 +34,7 @@ PER_REQUEST_TYPES: dict[str, str] = {
     **dict.fromkeys(("bloom", "codegen", "falcon", "gptj", "mpt", "xglm"), _OWN_ATTENTION),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), _RECURRENT),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"), _RECURRENT),
-    **dict.fromkeys(("zamba", "zamba2", "recurrent_gemma", "minimax", "olmo_hybrid"), _RECURRENT),
+    **dict.fromkeys(("zamba", "zamba2", "minimax", "olmo_hybrid"), _RECURRENT),
     **dict.fromkeys(("lfm2", "lfm2_moe", "kimi_linear", "qwen3_next"), _RECURRENT),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid"), _RECURRENT),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
@@ -44,6 +44,7 @@ PER_REQUEST_TYPES: dict[str, str] = {
 """model_type -> why, for those whose config does not say it in `layer_types`."""
 
 UNSUPPORTED_TYPES: dict[str, str] = {
+    "recurrent_gemma": "it keeps its state outside the cache classes of Transformers",
     "rwkv": "it keeps its state outside the cache classes of Transformers",
     "reformer": "it keeps its state outside the cache classes of Transformers",
     "xlnet": "it is not a left-to-right model",
