@@ -36,6 +36,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("LOGGING_CONFIG_PATH", str, None, "JSON file for logging.config.dictConfig."),
         Variable("LOGGING_PREFIX", str, "", "Text before each log line."),
         Variable("LOGGING_STREAM", str, "stderr", "Where log lines go: stderr or stdout."),
+        Variable("LOGGING_FORMAT", str, "text", "text, or json: one JSON object a line."),
         Variable("LOGGING_COLOR", str, "auto", "auto, 1 or 0 (NO_COLOR is honoured)."),
         Variable("CACHE_ROOT", str, "~/.cache/quire", "Where what is compiled or fetched once is kept."),
         Variable("HOST_IP", str, "", "Address for sockets between nodes; empty: found out."),

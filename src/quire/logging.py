@@ -1,10 +1,24 @@
-"""One logger setup for every process, and warnings that do not flood."""
+"""One logger setup for every process, and warnings that do not flood.
+
+A library does not touch the program's logging: `configure()` is called by our own commands and processes, and by
+LLM(...) only as far as nobody has set logging up. Knows Python's logging and the variables in `env.py`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import logging.config
+import os
+import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire import env
+
+ROOT = "quire"
+_COLORS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
@@ -15,11 +29,110 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
         self._last: dict[str, float] = {}
 
     def warning_every(self, key: str, seconds: float, message: str, *args: Any) -> None:
+        """Warn, unless `key` warned within `seconds`."""
         now = time.monotonic()
         if now - self._last.get(key, -seconds) >= seconds:
             self._last[key] = now
             self.warning(message, *args)
 
+    def warning_once(self, message: str, *args: Any) -> None:
+        """Warn, unless this logger said the same words before."""
+        self.warning_every(message, float("inf"), message, *args)
+
 
 def get_logger(name: str) -> Logger:
     return Logger(logging.getLogger(name))
+
+
+class Lines(logging.Formatter):
+    """`12:00:00.123 WARNING engine[4711] scheduler.py:88: text`, each line of a long text with the prefix."""
+
+    def __init__(self, process: str, *, prefix: str = "", color: bool = False):
+        super().__init__()
+        self.process, self.prefix, self.color = process, prefix, color
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
+        head = (
+            f"{self.prefix}{at}.{int(record.msecs):03d} {record.levelname} {self.process}[{os.getpid()}]"
+            f" {record.filename}:{record.lineno}:"
+        )
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        if record.stack_info:
+            text = f"{text}\n{record.stack_info}"
+        shown = f"\n{head} ".join(text.splitlines() or [""])
+        line = f"{head} {shown}"
+        code = _COLORS.get(record.levelname)
+        return f"\033[{code}m{line}\033[0m" if self.color and code else line
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, for collectors of logs: set QUIRE_LOGGING_FORMAT=json."""
+
+    def __init__(self, process: str):
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self.process,
+            "pid": os.getpid(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure(process: str = "quire", level: str | None = None, *, force: bool = True) -> None:
+    """Set logging up for this process.
+
+    Args:
+        process: short name in each line: server, engine, worker 0.
+        level: DEBUG, INFO, ...; None: QUIRE_LOGGING_LEVEL.
+        force: False: do nothing if the program has given our logger, or the root, a handler.
+
+    Raises:
+        ValueError: QUIRE_LOGGING_LEVEL is no level; QUIRE_LOGGING_CONFIG_PATH is not such a file.
+    """
+    ours = logging.getLogger(ROOT)
+    if not env.get("CONFIGURE_LOGGING"):
+        return
+    if not force and (ours.handlers or logging.getLogger().handlers):
+        return
+    if path := env.get("LOGGING_CONFIG_PATH"):
+        try:
+            logging.config.dictConfig(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as why:
+            raise ValueError(f"QUIRE_LOGGING_CONFIG_PATH={path}: {why}") from None
+        return
+    name = (level or str(env.get("LOGGING_LEVEL"))).upper()
+    if name not in logging.getLevelNamesMapping():
+        raise ValueError(
+            f"QUIRE_LOGGING_LEVEL={name}: choose from DEBUG, INFO, WARNING, ERROR, CRITICAL"
+        )
+    stream = sys.stdout if env.get("LOGGING_STREAM") == "stdout" else sys.stderr
+    handler = logging.StreamHandler(stream)
+    if env.get("LOGGING_FORMAT") == "json":
+        handler.setFormatter(JsonLines(process))
+    else:
+        handler.setFormatter(
+            Lines(process, prefix=str(env.get("LOGGING_PREFIX")), color=_colored(stream))
+        )
+    for old in list(ours.handlers):
+        ours.removeHandler(old)
+    ours.addHandler(handler)
+    ours.setLevel(name)
+    ours.propagate = False
+
+
+def _colored(stream: TextIO) -> bool:
+    wanted = str(env.get("LOGGING_COLOR"))
+    if wanted == "auto":
+        return env.outer("NO_COLOR") is None and stream.isatty()
+    return wanted in env.TRUE

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class ObserveConfig:
     """Logs and metrics."""
 
+    log_level: str | None = None
+    """DEBUG, INFO, WARNING or ERROR; unset: QUIRE_LOGGING_LEVEL, or INFO."""
     disable_log_stats: bool = False
     """No statistics line every ten seconds (LLM() sets it)."""
     enable_log_requests: bool = False

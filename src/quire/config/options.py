@@ -90,7 +90,9 @@ def section_class(name: str) -> Any:
 
 
 def _default(one: Field[Any]) -> Any:
-    return one.default if one.default is not MISSING else one.default_factory()  # type: ignore[misc]
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return one.default
 
 
 def _kind(text: str) -> Kind:
@@ -145,10 +147,10 @@ def human_int(text: str) -> int:
         )
     factor = _DECIMAL.get(letter) or _BINARY.get(letter) or 1
     whole, _, fraction = number.partition(".")
-    value = int(whole + fraction) * factor
-    if value % 10 ** len(fraction):
+    value, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
+    if rest:
         raise ValueError(f"{text!r} is not a whole number")
-    return value // 10 ** len(fraction)
+    return value
 
 
 def coerce(option: Option, value: Any) -> Any:

@@ -6,6 +6,7 @@ or how much memory there will be (`engine/memory.py` does that sum afterwards).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -30,6 +31,18 @@ DTYPES = {
 
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo2", "glm4")
 """Model types whose activations leave float16's range."""
+
+
+OF_GPUS = (
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "FLASHMLA",
+    "FLEX_ATTENTION",
+    "TREE_ATTN",
+    "ROCM_FLASH",
+)
+"""Attention backends that no CPU has."""
 
 
 class Facts(Protocol):
@@ -63,8 +76,8 @@ def resolve(
     Args:
         asked: what the user wrote.
         path: local directory of the checkpoint.
-        hf_config: its config.json as a dict, the text model's part if it is nested. hf_overrides are put over it here
-            (again, if the reader did so already: that changes nothing).
+        hf_config: its config.json as `models/hf.read_config` gives it: hf_overrides put over it, the text model's
+            part if it is nested.
         facts: of the device.
         per_request_cache: the model keeps a cache of its own for each request, so that prefixes cannot be shared.
 
@@ -72,7 +85,7 @@ def resolve(
         ConfigError: two wishes contradict each other, or one contradicts the model; names the flag to change.
         Unsupported: a feature that is known by name and not here yet.
     """
-    config = overridden(hf_config, asked.model.hf_overrides)
+    config = dict(hf_config)
     check(asked, config)
     length, auto = _length(asked, config)
     chunked = (
@@ -109,7 +122,7 @@ def overridden(config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
     Raises:
         ConfigError: the function returned something that is not a dict.
     """
-    base = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    base = copy.deepcopy(dict(config))
     if callable(overrides):
         made = overrides(base)
         made = base if made is None else made
@@ -270,9 +283,13 @@ def _attention(asked: EngineConfig, facts: Facts) -> str | None:
     """The name to look up, aliases settled; whether the platform has it is for `attention/base.py` to say."""
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
-    if name in ("XFORMERS", "CPU_ATTN") or (name == "TORCH_SDPA" and wanted != name):
+    if name in ("XFORMERS", "CPU_ATTN"):
         logger.warning("attention_backend=%s is an old name: using TORCH_SDPA", wanted)
         return "TORCH_SDPA"
+    if name in OF_GPUS and facts.device == "cpu" and wanted == env.get("ATTENTION_BACKEND"):
+        # A variable is often set for a whole fleet; a flag is meant for this server, and refused later.
+        logger.warning("VLLM_ATTENTION_BACKEND=%s is not for %s: using its own", wanted, facts.name)
+        return None
     return None if name == "AUTO" else name
 
 

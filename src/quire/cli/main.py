@@ -1,0 +1,70 @@
+"""The command `quire`: looks at the first word and imports only what that word needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "serve": ("quire.cli.serve", "an HTTP server that speaks OpenAI's protocol"),
+    "chat": ("quire.cli.chat", "talk to a running server"),
+    "complete": ("quire.cli.complete", "complete text with a running server"),
+    "bench": ("quire.bench.__main__", "measure a server, or the engine without one"),
+    "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
+    "collect-env": ("quire.cli.collect_env", "what to paste into a bug report"),
+    "version": ("", "print the version"),
+}
+"""Word -> (module with `main(argv) -> int`, what it does)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = words[0] if words else "--help"
+    if first in ("-v", "--version", "-V", "version"):
+        from quire import __version__
+
+        print(__version__)
+        return 0
+    if first in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0 if words else 2
+    if first not in COMMANDS:
+        print(f"quire: error: {_unknown(first)}", file=sys.stderr)
+        return 2
+    return _run(first, words[1:])
+
+
+def _run(command: str, words: list[str]) -> int:
+    module = COMMANDS[command][0]
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as why:
+        if why.name != module:
+            raise
+        print(f"quire: error: `quire {command}` is not in this version", file=sys.stderr)
+        return 2
+    try:
+        return int(found.main(words) or 0)
+    except KeyboardInterrupt:
+        return 130
+
+
+def usage() -> str:
+    lines = ["usage: quire COMMAND ...", ""]
+    lines += [f"  {name:<12} {words}" for name, (_, words) in COMMANDS.items()]
+    lines += ["", "`quire serve` starts the embedded model; `quire COMMAND --help` says more."]
+    return "\n".join(lines) + "\n"
+
+
+def _unknown(word: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(COMMANDS)}"
+    return f"unknown command {word!r}{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

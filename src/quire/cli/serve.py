@@ -1,0 +1,27 @@
+"""`quire serve MODEL [flags]`: read the flags, then hand over to the server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from quire.config.flags import parse
+from quire.errors import QuireError
+from quire.logging import configure, get_logger
+
+logger = get_logger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped; the exit status: 0 stopped, 1 could not start or died, 2 a mistake in the flags."""
+    configure("server")
+    config = parse(argv)
+    if config.observe.log_level:
+        configure("server", config.observe.log_level)
+    from quire.server.launch import serve  # half a second of imports that --help need not pay
+
+    try:
+        return serve(config)
+    except QuireError as why:
+        print(f"quire serve: error: {why}", file=sys.stderr)
+        return 1

@@ -1,0 +1,271 @@
+"""The command line, made from the dataclasses: parse it, and a YAML file, into keywords.
+
+Knows how flags are spelt: dashes or underscores, --x=v or --x v, --no-x, JSON by dots (--hf-overrides.a.b 1), short
+forms (-tp 2, -O3). Does not know what a value means (`options.py`), old names' meanings (`compat.py`), or how
+help looks (`help.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quire.config import compat, help
+from quire.config.engine import EngineConfig
+from quire.config.old_names import OLD, SHORT
+from quire.config.options import Kind, options
+from quire.errors import ConfigError, QuireError
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse, fed with normalised words. Errors end the program with status 2, as everywhere."""
+
+    def __init__(self, prog: str):
+        super().__init__(
+            prog=prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
+    """Words of a command line -> EngineConfig. Ends the program on --help (0) and on a mistake (2)."""
+    parser = make_parser(prog)
+    _help(argv, prog, parser)
+    try:
+        return compat.engine_config(keywords(argv, parser), "flag")
+    except (QuireError, TypeError, ValueError) as why:
+        parser.error(str(why))
+
+
+def make_parser(prog: str = "quire serve", *, positional: bool = True) -> FlagParser:
+    """A parser of every flag: fields and old names."""
+    parser = FlagParser(prog)
+    if positional:
+        parser.add_argument("model_tag", nargs="?")
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag, by its dashed name, onto any argparse parser."""
+    for option in options().values():
+        _add(parser, option.name, option.kind, option.short)
+    for row in OLD.values():
+        if row.name != "model_tag":
+            short = (SHORT[row.name],) if row.name in SHORT else ()
+            _add(parser, row.name, {"value": "text"}.get(row.kind, row.kind), short)
+    parser.add_argument("--config")
+
+
+def _add(
+    parser: argparse.ArgumentParser, name: str, kind: Kind | str, short: Sequence[str]
+) -> None:
+    dashed = name.replace("_", "-")
+    names = [f"--{dashed}", *short]
+    if kind == "flag":
+        parser.add_argument(*names, dest=name, action="store_true", default=argparse.SUPPRESS)
+        parser.add_argument(
+            f"--no-{dashed}", dest=name, action="store_false", default=argparse.SUPPRESS
+        )
+    elif kind == "list":
+        parser.add_argument(*names, dest=name, nargs="*", default=argparse.SUPPRESS)
+    elif kind == "maybe":
+        parser.add_argument(*names, dest=name, nargs="?", const=True, default=argparse.SUPPRESS)
+    else:
+        parser.add_argument(*names, dest=name, default=argparse.SUPPRESS)
+
+
+def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
+    """What a command line gives, config file included (the command line wins), by the names that were written.
+
+    Raises:
+        ConfigError: a file that cannot be read, JSON that is none, two models.
+        UnknownName: a flag in no table.
+    """
+    words, dotted = normalise(argv, parser)
+    space, rest = parser.parse_known_args(words)
+    for word in rest:
+        if word.startswith("-"):
+            raise compat.UnknownName(compat.unknown(word.partition("=")[0], "flag"))
+        raise ConfigError(
+            f"{word!r} is one word too many: the model is {getattr(space, 'model_tag', None)!r}"
+        )
+    given = vars(space)
+    for name, value in dotted.items():
+        given[name] = (
+            _dict_of(name, given.get(name)) | value if isinstance(given.get(name), str) else value
+        )
+    for name in given.keys() & OLD.keys():
+        given[name] = _loose(given[name])
+    file = given.pop("config", None)
+    asked = {**(read_yaml(file) if file else {}), **given}
+    return _one_model(asked, from_file=bool(file))
+
+
+def _one_model(asked: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
+    tag = asked.pop("model_tag", None)
+    if tag is not None and asked.get("model", tag) != tag and not from_file:
+        raise ConfigError(f"two models: {tag!r} and --model {asked['model']!r}")
+    if tag is not None:
+        asked["model"] = tag
+    names = asked.get("served_model_name")
+    if "model" not in asked and names and not from_file:
+        raise ConfigError(
+            f"--served-model-name {' '.join(names)}: which model? --served-model-name takes every word after it,"
+            " so write the model first: quire serve MODEL --served-model-name NAME"
+        )
+    return asked
+
+
+# Words
+
+
+def normalise(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], dict[str, Any]]:
+    """Spell each flag one way, and take the dotted ones out: (words for argparse, JSON by field)."""
+    known = parser._option_string_actions
+    words: list[str] = []
+    dotted: dict[str, Any] = {}
+    seen: set[str] = set()
+    twice: list[str] = []
+    queue = list(argv)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("-") or _is_number(word) or word == "--":
+            words.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        flag, dot, path = flag.partition(".")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        if flag.startswith("-O") and flag[2:].isdigit():
+            flag, equals, value = "-O", "=", flag[2:]
+        action = known.get(flag)
+        if dot and action is not None:
+            if not equals:
+                value = queue.pop(0) if queue else "true"
+            _put(dotted.setdefault(action.dest, {}), path.split("."), value)
+            continue
+        if action is not None:
+            twice += [flag] if action.dest in seen else []
+            seen.add(action.dest)
+        if equals and isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
+            words.append(_boolean(flag, value))
+        else:
+            words.append(f"{flag}={value}" if equals else flag)
+    if twice:
+        logger.warning("Found duplicate keys %s: the last one counts", ", ".join(twice))
+    return words, dotted
+
+
+def _boolean(flag: str, value: str) -> str:
+    """--x=false -> --no-x"""
+    wanted = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
+        value.lower()
+    )
+    if wanted is None:
+        raise ConfigError(f"{flag}={value}: this is a switch: {flag}, or {_opposite(flag)}")
+    return flag if wanted else _opposite(flag)
+
+
+def _opposite(flag: str) -> str:
+    return (
+        f"--{flag.removeprefix('--no-')}"
+        if flag.startswith("--no-")
+        else f"--no-{flag.removeprefix('--')}"
+    )
+
+
+def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
+    """--x.a.b v: {"a": {"b": v}}; --x.a+ v,w appends to a list."""
+    for key in path[:-1]:
+        branch = tree.setdefault(key, {})
+        if not isinstance(branch, dict):
+            raise ConfigError(f"{'.'.join(path)}: {key} has a value already and cannot have parts")
+        tree = branch
+    if path[-1].endswith("+"):
+        tree.setdefault(path[-1][:-1], []).extend(_loose(part) for part in text.split(","))
+    else:
+        tree[path[-1]] = _loose(text)
+
+
+def _dict_of(name: str, text: Any) -> dict[str, Any]:
+    value = _loose(text)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} {text}: not a JSON object, and parts of one were given beside it"
+        )
+    return value
+
+
+def _loose(text: Any) -> Any:
+    """JSON if it is JSON, otherwise the text itself."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# Files and help
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Keywords of a --config file: flat keys are flags, with dashes or underscores.
+
+    Raises:
+        ConfigError: not there, not YAML, not a mapping, or a key that is no flag; names file and line.
+    """
+    import yaml  # 15 ms, and most command lines have none
+
+    if not path.endswith((".yaml", ".yml")):
+        raise ConfigError(f"--config {path}: a file that ends in .yaml or .yml")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        node = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError) as why:
+        raise ConfigError(f"--config {path}: {why}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"--config {path}: a mapping of flags to values, such as `max-num-seqs: 8`"
+        )
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
+    asked: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        positive = name.removeprefix("no_")
+        if name not in options() and name not in OLD and positive in options() and value is True:
+            name, value = positive, False
+        if name not in options() and name not in OLD:
+            raise compat.UnknownName(
+                f"{path}, line {lines.get(str(key), '?')}: {compat.unknown(str(key), 'flag')}"
+            )
+        asked[name] = value
+    return asked
+
+
+def _help(argv: Sequence[str], prog: str, parser: FlagParser) -> None:
+    for word in argv:
+        if word in ("-h", "--help") or word.startswith("--help="):
+            print(help.text(prog, word.partition("=")[2]), end="")
+            parser.exit(0)

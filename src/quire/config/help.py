@@ -1,0 +1,109 @@
+"""What --help prints: the dataclasses' own words, by section. The same at any terminal width, for a golden file."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import fields
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.old_names import OLD
+from quire.config.options import Option, options, section_help
+
+WIDTH = 100
+KINDS = {"int": "N", "float": "X", "text": "TEXT", "json": "JSON", "maybe": "[TEXT]"}
+
+
+def text(prog: str, topic: str = "") -> str:
+    """All flags by section; of one section (`cache`, `CacheConfig`), or those whose name has `topic` in it.
+
+    `all` shows the historic names as well, and what becomes of them.
+    """
+    if topic.lower() in ("", "all"):
+        return _everything(prog, old=bool(topic))
+    wanted = topic.lower().lstrip("-").replace("-", "_")
+    for section in sections():
+        if wanted in (section, section_help(section)[0].lower()):
+            return _section(section, list(options().values()))
+    found = [option for option in options().values() if wanted in option.name]
+    rows = [row.name for row in OLD.values() if wanted in row.name]
+    if not found and not rows:
+        return f"No section or flag has {topic!r} in its name. Sections: {', '.join(sections())}.\n"
+    parts = [
+        _section(section, found)
+        for section in sections()
+        if any(o.section == section for o in found)
+    ]
+    return "\n".join(parts + ([_old(rows)] if rows else []))
+
+
+def sections() -> list[str]:
+    return [section.name for section in fields(EngineConfig)]
+
+
+def _everything(prog: str, *, old: bool) -> str:
+    head = (
+        f"usage: {prog} [MODEL] [flags]\n\n"
+        "MODEL is a local directory, a hub id, or quire-tiny (the embedded model, which is the default).\n"
+        "Dashes and underscores mean the same; switches have a --no- form; JSON may be given by parts\n"
+        "(--hf-overrides.key value); numbers may be 4k (4,000) or 4K (4,096).\n\n"
+        "--config FILE       read flags from a YAML file; the command line wins\n"
+        f"--help=SECTION      one section: {', '.join(sections())}\n"
+        "--help=WORD         flags with WORD in their name\n"
+        "--help=all          also the names of other engines that are understood, and what becomes of them\n"
+    )
+    parts = [head, *(_section(section, list(options().values())) for section in sections())]
+    return "\n".join([*parts, _old(list(OLD))] if old else parts)
+
+
+def _section(section: str, shown: list[Option]) -> str:
+    title, words = section_help(section)
+    lines = [f"{title}  (--help={section})"]
+    for option in shown:
+        if option.section == section:
+            lines += [
+                f"  {_spelling(option)}",
+                *_wrapped(words.get(option.name, "") + _default(option)),
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _spelling(option: Option) -> str:
+    dashed = option.name.replace("_", "-")
+    names = ", ".join([f"--{dashed}", *option.short])
+    if option.kind == "flag":
+        return f"{names}, --no-{dashed}"
+    if option.kind == "list":
+        return f"{names} TEXT ..."
+    value = "{" + ",".join(option.choices) + "}" if option.choices else KINDS[option.kind]
+    return f"{names} {value}"
+
+
+def _default(option: Option) -> str:
+    value: Any = option.default
+    if value is None or value in ([], {}, "") or value is False:
+        return ""
+    shown = json.dumps(value) if not isinstance(value, str) else value
+    return f" [{shown}]"
+
+
+def _wrapped(words: str, indent: str = " " * 8) -> list[str]:
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _old(names: list[str]) -> str:
+    says = {"A": "accepted", "W": "accepted, with a warning", "E": "refused; its default passes"}
+    lines = ["Names of other engines and older releases"]
+    for treatment, title in says.items():
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            if OLD[name].treatment == treatment:
+                groups.setdefault(OLD[name].say, []).append(f"--{name.replace('_', '-')}")
+        if groups:
+            lines.append(f"  {title}:")
+        for why, flags in groups.items():
+            lines += _wrapped(f"{why or 'the same'}: {' '.join(flags)}", " " * 4)
+    return "\n".join(lines) + "\n"
