@@ -128,7 +128,15 @@ ARCHS: list[Arch] = [
     packed("llama", "llama (yarn)", rope_parameters=_YARN, tie_word_embeddings=True),
     packed("mistral", sliding_window=5, **HEAD),
     packed("ministral", sliding_window=5, layer_types=_LAYERS3, **HEAD),
-    packed("ministral3", rope_parameters={**_YARN, "llama_4_scaling_beta": 0.1}, **HEAD),
+    packed(
+        "ministral3",
+        rope_parameters={
+            **_YARN,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        },
+        **HEAD,
+    ),
     packed("qwen2"),
     packed(
         "qwen2", "qwen2 (window)", use_sliding_window=True, sliding_window=5, max_window_layers=1
@@ -174,7 +182,7 @@ ARCHS: list[Arch] = [
         logits_scaling=2.0,
     ),
     packed("granite_swa", sliding_window=5),
-    packed("smollm3"),
+    packed("smollm3", no_rope_layers=[1, 0, 1]),
     packed("stablelm"),
     packed("starcoder2", sliding_window=5),
     packed("cohere", logit_scale=1.5),
@@ -216,7 +224,14 @@ ARCHS: list[Arch] = [
     packed("glm4_moe", **HEAD, **_SIGMOID),
     packed("glm4_moe_lite", **_MLA, **_SIGMOID),
     packed("dots1", **HEAD, **_SIGMOID),
-    packed("llama4_text", intermediate_size_mlp=96, attention_chunk_size=512, **HEAD, **_MOE),
+    packed(
+        "llama4_text",
+        no_rope_layers=[1, 0, 1],
+        intermediate_size_mlp=96,
+        attention_chunk_size=512,
+        **HEAD,
+        **_MOE,
+    ),
     packed("minimax_m2", **HEAD, **_MOE),
     packed("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, **HEAD),
     packed("solar_open", **HEAD, **_SIGMOID),

@@ -83,7 +83,7 @@ def position_bias(model) -> None:
     before = attention.forward
 
     def forward(self, *args, **kwargs):
-        return before(*args, **kwargs, position_bias=torch.zeros(1))
+        return before(*args, **kwargs, strange_bias=torch.zeros(1))
 
     attention.forward = types.MethodType(forward, attention)
 
@@ -117,7 +117,7 @@ def places_as_positions(model) -> None:
     ("change", "reason"),
     [
         (own_attention, "2 of its 3 layers go through the attention interface"),
-        (position_bias, "passes position_bias to attention"),
+        (position_bias, "passes strange_bias to attention"),
         (twice, "calls attention more than once"),
         (places_as_positions, "differ from its plain pass"),
     ],
@@ -160,6 +160,7 @@ def test_the_tables_are_not_needed(arch, any_config_packs) -> None:
 
 def test_temperature_by_place_is_found(any_config_packs) -> None:
     config = {**BY_LABEL["llama4_text"].config, "floor_scale": 4, "attn_scale": 3.0}
+    assert 0 in config["no_rope_layers"]
     model = make_model(Arch("llama4_text", PACKED, config))
     assert model.config.attn_temperature_tuning
     assert TransformersModel(model, max_model_len=256).mode == PER_REQUEST

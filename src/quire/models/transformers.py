@@ -282,7 +282,24 @@ class TransformersModel(nn.Module):
             finally:
                 packed.use(self.model, before)
 
-        return check.difference(ids, self._plain, attended, self.model.dtype == torch.float32)
+        exact = self.model.dtype == torch.float32
+        limit = check.EXACT if exact else self._rounding(ids)
+        return check.difference(ids, self._plain, attended, limit, spare=not exact)
+
+    def _rounding(self, ids: list[Tensor]) -> float:
+        """See `check.rounding`: the two orders are the model's attention and the simplest one."""
+        before = self.model.config._attn_implementation
+
+        def simply(ids_N: Tensor) -> Tensor:
+            packed.use(self.model, "eager")
+            try:
+                return self._plain(ids_N)
+            finally:
+                packed.use(self.model, before)
+
+        if before == "eager" or not self.model._can_set_attn_implementation():
+            return check.ROUGH
+        return check.rounding(ids, self._plain, simply)
 
 
 # ------------------------------------------------------------------------------------------- the model's parts
