@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     from quire.server.launch import serve  # half a second of imports that --help need not pay
 
     try:
-        return serve(config)
+        return int(serve(config))
     except QuireError as why:
         print(f"quire serve: error: {why}", file=sys.stderr)
         return 1

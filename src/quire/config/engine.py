@@ -36,13 +36,12 @@ class EngineConfig:
         Raises:
             TypeError: a keyword that no section has (old names are translated before: `compat.py`).
         """
-        sections = {}
+        sections: dict[str, Any] = {}
         for section in fields(cls):
-            kind = section.default_factory
-            own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-            sections[section.name] = kind(
-                **{k: keywords.pop(k) for k in list(keywords) if k in own}
-            )  # type: ignore[misc,operator]
+            kind: Any = section.default_factory
+            own = {f.name for f in fields(kind)}
+            mine = {name: keywords.pop(name) for name in list(keywords) if name in own}
+            sections[section.name] = kind(**mine)
         if keywords:
             raise TypeError(f"unknown keyword: {', '.join(sorted(keywords))}")
         return cls(**sections)
