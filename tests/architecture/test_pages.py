@@ -1,0 +1,68 @@
+"""Pages that stay true: links lead somewhere, the index lists all, commands exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from source_rules import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def dead_links(page, text: str) -> list[str]:
+    """Relative links to files that are not there, and to headings of this page that it does not have."""
+    anchors = {
+        re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-")
+        for h in re.findall(r"^#+ (.*)", text, re.M)
+    }
+    wrong = []
+    for link in LINK.findall(text):
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        if (target and not (page.parent / target).exists()) or (
+            not target and anchor not in anchors
+        ):
+            wrong.append(f"{page.name}: {link}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    assert not dead_links(page, page.read_text(encoding="utf-8"))
+
+
+def test_a_dead_link_is_seen():
+    page = ROOT / "README.md"
+    assert dead_links(page, "# A b\n[x](#a-b) [y](docs/index.md)") == []
+    assert dead_links(page, "[x](nowhere.md) [y](#nothing)") == [
+        "README.md: nowhere.md",
+        "README.md: #nothing",
+    ]
+
+
+def test_the_index_lists_every_page():
+    listed = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}
+    assert pages - listed - {"index.md"} == set()
+
+
+def test_commands_that_pages_name_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named = set(re.findall(r"`make ([a-z-]+)", text)) | set(
+            re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)
+        )
+        assert named
+        assert named <= targets, page
+
+
+def test_ci_runs_the_command_that_the_readme_gives():
+    assert "```sh\nmake test\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+    script = ROOT / ".ci" / "run"
+    assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
+    assert script.stat().st_mode & 0o111
