@@ -1,0 +1,114 @@
+"""What decoder layers are made of; families differ in the keywords.
+
+Knows one layer. Does not know how many there are, or caches.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size or features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quire.errors import ConfigError
+from quire.layers.attention import Attention
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import Angles
+from quire.ops.reference import gelu_and_mul, rotate, silu_and_mul
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        cfg: the model's `TextConfig`.
+        layer: which layer of the model.
+        window, scale, softcap: see `Attention`.
+        qk_norm: RMS norm of each head's query and key before they are turned.
+        interleaved: pairs of neighbours turn, instead of pairs half a head apart.
+        rope: whether positions turn anything at all in this layer.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        interleaved: bool = False,
+        rope: bool = True,
+    ):
+        super().__init__()
+        heads, kv_heads, size = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        self.sizes = (heads * size, kv_heads * size, kv_heads * size)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed="qkv_proj")
+        self.o_proj = Linear(heads * size, cfg.hidden_size, bias=o_bias)
+        self.q_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
+        self.interleaved, self.rope = interleaved, rope
+        self.attend = Attention(
+            heads, kv_heads, size, scale=scale, window=window, softcap=softcap, layer_index=layer
+        )
+
+    def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
+        q, k, v = self.qkv(x_TD).split(self.sizes, -1)
+        q_THD = q.unflatten(-1, (self.heads, self.size))
+        k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        if self.rope:
+            q_THD = rotate(q_THD, *angles, self.interleaved)
+            k_TKD = rotate(k_TKD, *angles, self.interleaved)
+        o_THD = self.attend(q_THD, k_TKD, v.unflatten(-1, (self.kv_heads, self.size)))
+        return self.o_proj(o_THD.flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, cfg: Any, *, bias: bool = False, act: str | None = None):
+        super().__init__()
+        inner = cfg.intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj")
+        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
+        self.act = act or cfg.hidden_act
+        if self.act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
+            raise ConfigError(f"hidden_act={self.act!r} is not known to the gated MLP")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        both = self.gate_up(x_TD)
+        if self.act in ("silu", "swish"):
+            return self.down_proj(silu_and_mul(both))
+        return self.down_proj(gelu_and_mul(both, self.act == "gelu_pytorch_tanh"))
+
+
+class PreNormLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the sum travels in `residual`."""
+
+    def __init__(self, cfg: Any, attention: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        if residual_TD is None:
+            x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
+        else:
+            x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
+        x_TD = self.self_attn(x_TD, angles)
+        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD

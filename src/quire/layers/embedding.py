@@ -1,0 +1,50 @@
+"""The table of the vocabulary at both ends of a model: tokens to vectors, vectors to logits.
+
+Shape suffixes: T tokens, S places that want logits, V words, D features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.layers.weights import Layer
+from quire.ops.reference import embedding, linear
+
+
+class Embedding(Layer):
+    """Rows of a table; `scale` multiplies them, rounded to their dtype first (Gemma)."""
+
+    weight: Tensor
+
+    def __init__(self, num_words: int, size: int, *, scale: float | None = None):
+        super().__init__()
+        self.scale = scale
+        self.new("weight", num_words, size)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        x_TD = embedding(ids_T, self.weight)
+        return x_TD if self.scale is None else x_TD * x_TD.new_tensor(self.scale)
+
+
+class Head(Layer):
+    """Logits. With `tied`, the embedding's table is also the head's, and the checkpoint has it once."""
+
+    def __init__(
+        self, num_words: int, size: int, *, tied: Embedding | None = None, bias: bool = False
+    ):
+        super().__init__()
+        self._tied = (tied,)  # in a tuple: not a submodule of this one
+        if tied is None:
+            self.new("weight", num_words, size)
+        if bias:
+            self.new("bias", num_words)
+        else:
+            self.bias = None
+
+    @property
+    def table_VD(self) -> Tensor:
+        tied = self._tied[0]
+        return self.weight if tied is None else tied.weight
+
+    def forward(self, x_SD: Tensor) -> Tensor:
+        return linear(x_SD, self.table_VD, self.bias)

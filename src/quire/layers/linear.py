@@ -1,0 +1,129 @@
+"""Linear layers: weights of one or several checkpoint tensors, stored and multiplied as a scheme says.
+
+Knows parts and schemes. Does not know which scheme a checkpoint asks for (`quantization/base.py`).
+
+Shape suffixes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.layers.weights import Layer, Slot, set_parameter
+from quire.ops.reference import linear
+
+
+class Stored(NamedTuple):
+    """One tensor of a scheme. `dim` runs along the outputs, `per` of them to an element; None: shared by all."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = 0
+    per: int = 1
+
+
+class Scheme(Protocol):
+    """How the weights of a linear layer are stored, and how x is multiplied by them."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, Stored]:
+        """Name (of the parameter, and the last part of the checkpoint's name) -> what it is."""
+        ...
+
+    def after_load(self, layer: Linear) -> None:
+        """Once all weights are there: repack them."""
+        ...
+
+    def apply(self, layer: Linear, x_TI: Tensor) -> Tensor:
+        """x_TI -> y_TO, bias included."""
+        ...
+
+
+class Plain:
+    """Weights as they are."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        return {"weight": Stored((num_out, num_in), dtype)}
+
+    def after_load(self, layer: Linear) -> None:
+        pass
+
+    def apply(self, layer: Linear, x_TI: Tensor) -> Tensor:
+        return linear(x_TI, layer.weight, layer.bias)
+
+
+PLAIN = Plain()
+
+
+class Linear(Layer):
+    """x times weight transposed, plus bias.
+
+    Args:
+        num_out: outputs; or {"q_proj": 64, "k_proj": 32, ...}: the parts, by their checkpoint names beside
+            this layer, that are stored one after the other and multiplied at once.
+        packed: the name under which some checkpoints hold all the parts already together.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        packed: str | None = None,
+    ):
+        super().__init__()
+        self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
+        self.packed = packed
+        self.num_in = num_in
+        self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
+        self.dtype = torch.get_default_dtype()
+        if bias:
+            self.new("bias", self.num_out)
+        else:
+            self.bias = None
+        self.use(PLAIN)
+
+    def use(self, scheme: Scheme) -> None:
+        """Store weights another way. Only before they are loaded."""
+        for name in [n for n in self._parameters if n != "bias"]:
+            delattr(self, name)
+        self.scheme = scheme
+        self.layout = dict(scheme.stored(self.num_in, self.num_out, self.dtype))
+        for name, stored in self.layout.items():
+            set_parameter(self, name, torch.empty(stored.shape, dtype=stored.dtype))
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        layout = dict(self.layout)
+        if self.bias is not None:
+            layout["bias"] = Stored((self.num_out,), self.dtype)
+        if not self.parts:
+            return {f"{path}.{name}": Slot(self, name) for name in layout}
+        parent = path.rpartition(".")[0]
+        found = {}
+        for name, stored in layout.items():
+            if self.packed:
+                found[f"{parent}.{self.packed}.{name}"] = Slot(self, name)
+            start = 0
+            for part, outputs in self.parts.items():
+                length = outputs // stored.per
+                slot = (
+                    Slot(self, name)
+                    if stored.dim is None
+                    else Slot(self, name, stored.dim, start, length)
+                )
+                found[f"{parent}.{part}.{name}"] = slot
+                start += length
+        return found
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self.scheme.apply(self, x_TI)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_in} -> {self.parts or self.num_out}, bias={self.bias is not None}"

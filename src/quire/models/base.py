@@ -1,0 +1,84 @@
+"""The decoder that families share: embeddings, layers, norm, head.
+
+Knows the order of things. Does not know caches, batches or files. A family is a subclass that says what one
+of its layers is (`layer`), and what else differs, as class attributes.
+
+Shape suffixes: T tokens of this step, S places that want logits, D features, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import Rotary
+from quire.models.hf import TextConfig
+
+
+class Decoder(nn.Module):
+    """Token ids and positions to hidden states.
+
+    A layer is called with (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD), whose sum
+    is its output.
+    """
+
+    def __init__(self, cfg: TextConfig, layer: Callable[[int], nn.Module], max_length: int):
+        super().__init__()
+        self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.layers = nn.ModuleList(layer(i) for i in range(cfg.num_hidden_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.rotary = Rotary(cfg.head_dim, cfg.rope(), max_length)
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        angles = self.rotary(positions_T)
+        x_TD, residual_TD = self.embed_tokens(token_ids_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, angles)
+        return self.norm.add(x_TD, residual_TD)[0]
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head: the face that the worker knows.
+
+    Args:
+        cfg: config.json of the text model.
+        max_length: the longest request there can be.
+    """
+
+    per_request = False
+    supports_prefix_caching = True
+
+    def __init__(self, cfg: TextConfig, max_length: int = 0):
+        super().__init__()
+        self.cfg = cfg
+        self.model = self.decoder(cfg, max_length or cfg.max_position_embeddings)
+        tied = self.model.embed_tokens if cfg.tie_word_embeddings else None
+        self.lm_head = Head(cfg.vocab_size, cfg.hidden_size, tied=tied)
+
+    def decoder(self, cfg: TextConfig, max_length: int) -> nn.Module:
+        return Decoder(cfg, self.layer, max_length)
+
+    def layer(self, i: int) -> nn.Module:
+        """Layer i of this family."""
+        raise NotImplementedError
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """hidden_TD, normed."""
+        return self.model(token_ids_T, positions_T)
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """logits_SV, in the model's dtype."""
+        return self.lm_head(hidden_SD)
+
+    def attention_layers(self) -> list[Attention]:
+        """In the order in which they run."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype

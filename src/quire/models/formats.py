@@ -1,0 +1,233 @@
+"""Checkpoint files: which of a directory hold the weights, how big they are, and their tensors one by one.
+
+Knows safetensors, torch's pickles (read with weights_only, always: a pickle can run code) and a cache of
+numpy files. Does not know models. `weight_files` and `weight_bytes` do not load torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import ConfigError, ModelNotFound
+from quire.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = get_logger(__name__)
+
+FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy")
+ITEMSIZE = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+LONGEST_HEADER = 100 << 20
+PICKLES = ("*.bin", "*.pt", "*.pth")
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
+
+
+# ------------------------------------------------------------------------------------ which files
+
+
+def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]:
+    """("safetensors" or "pt", files). An index file, if there is one, says which files belong together.
+
+    Raises:
+        ModelNotFound: no weights in the directory, or a file that the index names is missing.
+        ConfigError: load_format is unknown.
+    """
+    if load_format not in FORMATS:
+        raise ConfigError(f"load_format={load_format!r}: choose {', '.join(FORMATS)}")
+    root = Path(path)
+    if load_format in ("auto", "safetensors", "dummy"):
+        files = _indexed(root, "model.safetensors.index.json") or _single_safetensors(root)
+        if files:
+            return "safetensors", files
+    if load_format in ("auto", "pt", "npcache", "dummy"):
+        files = _indexed(root, "pytorch_model.bin.index.json")
+        for pattern in PICKLES if not files else ():
+            files = [f for f in sorted(root.glob(pattern)) if not f.name.startswith(NOT_WEIGHTS)]
+            if files:
+                break
+        if files:
+            return "pt", files
+    kinds = {"safetensors": "*.safetensors", "pt": "*.bin, *.pt", "npcache": "*.bin, *.pt"}
+    raise ModelNotFound(
+        f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')});"
+        " pass --load-format dummy to run with random ones"
+    )
+
+
+def _indexed(root: Path, index: str) -> list[Path]:
+    file = root / index
+    if not file.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [root / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a weight index: {error!r}") from None
+    if any(part in ("..", "/") for name in names for part in Path(name).parts):
+        raise ConfigError(f"{file} names files outside its directory")
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise ModelNotFound(
+            f"{index} names {len(files)} files and {len(missing)} are missing: {', '.join(missing[:5])}"
+        )
+    return files
+
+
+def _single_safetensors(root: Path) -> list[Path]:
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"]
+    files = [f for f in sorted(root.glob("*.safetensors")) if not f.name.startswith(NOT_WEIGHTS)]
+    # Mistral's repositories hold the same weights twice, once under names of its own.
+    return [f for f in files if not f.name.startswith("consolidated")] or files
+
+
+# ------------------------------------------------------------------------------------ how big
+
+
+def header(file: Path) -> dict[str, dict[str, Any]]:
+    """Name -> {"dtype", "shape", "data_offsets"} of a safetensors file.
+
+    Raises:
+        ConfigError: it is damaged, for instance cut short by an unfinished download.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > min(size, LONGEST_HEADER):
+                raise ValueError("its header is longer than the file")
+            found = json.loads(opened.read(length))
+        found.pop("__metadata__", None)
+        last = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{file} is no whole safetensors file: {error}") from None
+    if 8 + length + last > size:
+        raise ConfigError(
+            f"{file} is cut short: {size} bytes of {8 + length + last}; fetch it again"
+        )
+    return dict(found)
+
+
+def weight_bytes(
+    path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
+) -> int:
+    """Bytes of the weights on disk; for dummy weights without files, a forecast from config.json.
+
+    Raises: as `weight_files` and `header`.
+    """
+    try:
+        kind, files = weight_files(path, load_format)
+    except ModelNotFound:
+        if load_format != "dummy" or hf_config is None:
+            raise
+        return _forecast(hf_config)
+    if kind != "safetensors":
+        return sum(file.stat().st_size for file in files)
+    total = 0
+    for file in files:
+        for tensor in header(file).values():
+            total += math.prod(tensor["shape"]) * ITEMSIZE.get(tensor["dtype"], 2)
+    return total
+
+
+def _forecast(config: Mapping[str, Any]) -> int:
+    """Of a dense decoder, in 16 bits."""
+    try:
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads = int(config["num_attention_heads"])
+        head = int(config.get("head_dim") or hidden // heads)
+        kv = int(config.get("num_key_value_heads") or heads)
+        attention = hidden * head * (2 * heads + 2 * kv)
+        mlp = 3 * hidden * int(config["intermediate_size"])
+        tables = (1 if config.get("tie_word_embeddings") else 2) * int(config["vocab_size"])
+        return 2 * (layers * (attention + mlp) + tables * hidden)
+    except (KeyError, TypeError):
+        return 0  # a config of another shape: what loading takes will be seen afterwards
+
+
+# ------------------------------------------------------------------------------------ their tensors
+
+
+def tensors(path: str, load_format: str = "auto") -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor, on the CPU; those of safetensors and pt lie in the mapped file.
+
+    Raises: as `weight_files`; ConfigError: a file is damaged.
+    """
+    kind, files = weight_files(path, load_format)
+    if load_format == "npcache":
+        yield from _from_numpy(Path(path) / "np", files)
+        return
+    for file in files:
+        yield from _safetensors(file) if kind == "safetensors" else _pickle(file)
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    header(file)  # a clear error for a cut file, and no fault on its missing pages
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+    import pickle
+
+    import torch
+
+    try:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # written before torch 1.6: no zip, so it cannot be mapped
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
+        ) from None
+    for nest in ("state_dict", "model"):
+        if isinstance(state.get(nest), dict):
+            state = state[nest]
+    yield from ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+
+
+def _from_numpy(folder: Path, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint as numpy files beside it, written at the first load; bfloat16 is kept as its bits."""
+    import numpy as np
+    import torch
+
+    index = folder / "index.json"
+    if not index.is_file():
+        try:
+            folder.mkdir(exist_ok=True)
+            names: dict[str, list[str]] = {}
+            for number, (name, tensor) in enumerate(t for file in files for t in _pickle(file)):
+                bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+                np.save(folder / f"{number}.npy", bits.contiguous().numpy())
+                names[name] = [f"{number}.npy", str(tensor.dtype).removeprefix("torch.")]
+            unfinished = folder / "index.json.part"
+            unfinished.write_text(json.dumps(names), encoding="utf-8")
+            os.replace(unfinished, index)
+        except OSError as error:
+            raise ConfigError(
+                f"load_format=npcache writes to {folder}, which failed: {error}"
+            ) from None
+    for name, (file, dtype) in json.loads(index.read_text(encoding="utf-8")).items():
+        array = np.load(folder / file, mmap_mode="c")  # copy on write: torch wants a writable one
+        tensor = torch.from_numpy(array)
+        yield name, tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
