@@ -32,6 +32,7 @@ PUBLIC = {
     "EngineArgs": "quire.config.arguments:EngineArgs",
     "AsyncEngineArgs": "quire.config.arguments:AsyncEngineArgs",
     "ModelRegistry": "quire.registry:ModelRegistry",
+    "install_as_vllm": "quire.compat.as_vllm:install_as_vllm",
     "TextPrompt": "quire.api.prompts:TextPrompt",
     "TokensPrompt": "quire.api.prompts:TokensPrompt",
     "PromptType": "quire.api.prompts:PromptType",

@@ -21,6 +21,7 @@ MAX_FUNCTION_LINES = 80
 
 # Highest first. A package imports those below it, never those beside it or above it.
 ORDER = [
+    {"compat"},
     {"cli"},
     {"bench", "router"},
     {"server"},
@@ -40,7 +41,9 @@ ORDER = [
     {"kvcache", "observe", "embedded"},
     {"config"},
     {"protocol"},
-    {"env", "errors", "logging", "registry"},
+    {"registry"},
+    {"logging"},
+    {"env", "errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 
 from quire.cli.main import main as quire
-from quire.compat import RUN, install_as_vllm
+from quire.compat.as_vllm import RUN, install_as_vllm
 
 
 def main() -> int:
