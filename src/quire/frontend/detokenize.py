@@ -68,15 +68,18 @@ class WindowPieces:
     ):
         self.tokenizer, self.skip_special = tokenizer, skip_special
         self.suppress_spaces = not (skip_special or spaces_between_special)
-        self.ids = list(context[-CONTEXT:])
-        self.read = len(self.ids)
+        start = max(0, len(context) - CONTEXT)
+        while start and 0x80 <= (self._byte(context[start]) or 0) < 0xC0:
+            start -= 1  # not from within a character
+        self.ids = list(context[start:])
+        self.last, self.read = 0, len(self.ids)  # where the previous advance began, where it ended
         self.known = self._decode(self.ids)
-        while self.known.endswith(UNKNOWN) and self._byte(self.ids[self.read - 1]):
+        while self.known.endswith(UNKNOWN) and self._byte(self.ids[self.read - 1]) is not None:
             self.read -= 1  # the context ends inside a character: the output completes it
             self.known = self._decode(self.ids[: self.read])
 
-    def _byte(self, token_id: int) -> bool:
-        return byte_token(self.tokenizer.token(token_id)) is not None
+    def _byte(self, token_id: int) -> int | None:
+        return byte_token(self.tokenizer.token(token_id))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special)
@@ -95,9 +98,10 @@ class WindowPieces:
         added = self.tokenizer.is_added
         if self.suppress_spaces and before and added(before[-1]) and added(held[0]):
             new = new.removeprefix(" ")
-        # The window keeps what was new, so that the next token has neighbours.
-        self.ids = (before[-2:] if len(held) < 3 else []) + held
-        self.read = len(self.ids)
+        # What was new and what was new before it stay, so that the next token has neighbours. Cutting
+        # there cuts between characters.
+        self.ids = before[self.last :] + held
+        self.last, self.read = len(self.ids) - len(held), len(self.ids)
         self.known = self._decode(self.ids)
         return new
 
@@ -106,7 +110,7 @@ class WindowPieces:
         if not held:
             return ""
         text = self._decode(self.ids)
-        if self._byte(held[-1]):
+        if self._byte(held[-1]) is not None:
             text = text.rstrip(UNKNOWN)  # the beginning of a character
         return text[len(self.known) :]
 
