@@ -22,6 +22,7 @@ MAX_FUNCTION_LINES = 80
 # Highest first. A package imports those below it, never those beside it or above it.
 ORDER = [
     {"compat"},
+    {"compat"},
     {"cli"},
     {"bench", "router"},
     {"server"},
@@ -223,7 +224,10 @@ def no_asserts(file: File) -> list[str]:
 def no_pickle(file: File) -> list[str]:
     """Nothing of ours may run code that came in as data."""
     wrong = [
-        f"{file.path}: imports {name}" for name in imports(file) if name.split(".")[0] in PICKLES
+        f"{file.path}: imports {name}"
+        for name in imports(file)
+        if name.split(".")[0] in PICKLES
+        and name != "pickle.UnpicklingError"  # what torch.load raises
     ]
     for node in file.nodes:
         if not isinstance(node, ast.Call):

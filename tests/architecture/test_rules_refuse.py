@@ -61,7 +61,7 @@ CASES = [
     ("names_that_say_something", "quire/worker/utils.py", "", None),
     ("no_asserts", "quire/a.py", "assert x > 0, 'x'", "if x <= 0:\n    raise ValueError('x')"),
     ("no_pickle", "quire/a.py", "import pickle", "import msgspec"),
-    ("no_pickle", "quire/a.py", "from dill import loads", "from json import loads"),
+    ("no_pickle", "quire/a.py", "from dill import loads", "from pickle import UnpicklingError"),
     ("no_pickle", "quire/a.py", "torch.load(p)", "torch.load(p, mmap=True, weights_only=True)"),
     ("no_pickle", "quire/a.py", "torch.load(p, weights_only=False)", "safetensors.load(p)"),
     ("no_pickle", "quire/a.py", "np.load(p, allow_pickle=True)", "np.load(p, allow_pickle=False)"),

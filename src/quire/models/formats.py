@@ -186,7 +186,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
-    import pickle
+    from pickle import UnpicklingError
 
     import torch
 
@@ -195,7 +195,7 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # written before torch 1.6: no zip, so it cannot be mapped
             state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
