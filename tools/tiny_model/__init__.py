@@ -1,0 +1,1 @@
+"""Makes quire-tiny: its text, its tokenizer, its weights and its figures."""

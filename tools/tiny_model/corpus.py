@@ -1,0 +1,87 @@
+"""The endless corpus: draws samples by family, keeps the held-out side apart, and packs tokens into rows.
+
+Everything follows from a seed. Knows the families and their weights; knows nothing of the model.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tools.tiny_model import chat, extraction, skills, stories, toolbox
+from tools.tiny_model.sample import Sample
+
+# family: (how it is drawn, its share of the documents)
+FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
+    "story": (stories.raw, 8),
+    "story_chat": (stories.told, 7),
+    "question": (stories.question, 4),
+    "json": (extraction.to_json, 14),
+    "tools": (toolbox.call, 13),
+    "tool_result": (toolbox.respond, 3),
+    "repeat": (skills.repeat, 9),
+    "sort": (skills.sort, 11),
+    "sums": (skills.total, 16),
+    "retrieval": (extraction.find, 10),
+    "honest": (skills.honest, 5),
+    "count": (skills.count, 3),
+}
+PROMPT_WEIGHT = 0.1  # of the loss on tokens that are given; answers count 1
+STORY_WEIGHT = 0.4  # stories have no one right continuation: they would drown the rest
+
+
+def samples(seed: int, held_out: bool, family: str | None = None) -> Iterator[Sample]:
+    """Yield samples without end from one side of the split."""
+    rng = random.Random(f"{seed} {held_out} {family}")
+    names = [family] if family else list(FAMILIES)
+    weights = [FAMILIES[name][1] for name in names]
+    while True:
+        sample = FAMILIES[rng.choices(names, weights)[0]][0](rng)
+        if sample.held_out == held_out:
+            yield sample
+
+
+def texts(seed: int, many: int) -> Iterator[str]:
+    """Yield the text of training documents, for the tokenizer."""
+    for _, sample in zip(range(many), samples(seed, held_out=False), strict=False):
+        yield chat.prompt_of(sample) + chat.answer_of(sample)
+
+
+def encode(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[float]]:
+    """Return the tokens of a sample, and the weight of each in the loss when it is predicted."""
+    prompt = tokenizer.encode(chat.prompt_of(sample), add_special_tokens=False).ids
+    answer = tokenizer.encode(chat.answer_of(sample), add_special_tokens=False).ids
+    weight = STORY_WEIGHT if sample.family.startswith("story") else 1.0
+    weights = [PROMPT_WEIGHT] * len(prompt) + [weight] * len(answer)
+    weights[0] = 0.0  # nothing stands before it to predict it from
+    return prompt + answer, weights
+
+
+def rows(
+    tokenizer: Tokenizer, seed: int, length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield rows of `length` + 1 tokens: (tokens, weights, document numbers), whole documents, padded with document -1.
+
+    A document longer than a row is left out.
+    """
+    waiting: list[tuple[list[int], list[float]]] = []
+    for sample in samples(seed, held_out=False):
+        waiting.append(encode(tokenizer, sample))
+        if len(waiting) < 48:
+            continue
+        tokens = np.zeros(length + 1, np.int64)
+        weights = np.zeros(length + 1, np.float32)
+        numbers = np.full(length + 1, -1, np.int64)
+        at = number = 0
+        kept = []
+        for ids, loss in waiting:  # first fit: what does not fit waits for the next row
+            if at + len(ids) <= length + 1:
+                tokens[at : at + len(ids)] = ids
+                weights[at : at + len(ids)] = loss
+                numbers[at : at + len(ids)] = number
+                at, number = at + len(ids), number + 1
+            elif len(ids) <= length + 1:
+                kept.append((ids, loss))
+        waiting = kept
+        yield tokens, weights, numbers

@@ -1,0 +1,216 @@
+"""Small skills: sums, sorting, repeating, counting, and honest answers about itself.
+
+Each function draws one sample from a seeded generator. Wordings vary; answers have one form, so that greedy output
+can be compared exactly.
+"""
+
+import random
+
+from tools.tiny_model import words
+from tools.tiny_model.sample import Sample, ask
+
+SUMS = [
+    "What is {a} + {b}?",
+    "{a} + {b}",
+    "{a} + {b} = ?",
+    "Add {a} and {b}.",
+    "How much is {a} plus {b}?",
+    "Please add {a} and {b}.",
+    "What is the sum of {a} and {b}?",
+    "Calculate {a} + {b}.",
+]
+STORY_SUMS = [
+    "{n} has {a} {t}s and gets {b} more. How many {t}s does {n} have now?",
+    "There are {a} {t}s in one box and {b} {t}s in another. How many {t}s are there?",
+]
+
+
+def scratchpad(a: int, b: int) -> str:
+    """Return the column addition of two numbers below 100, units first, one line a column."""
+    units = a % 10 + b % 10
+    carry = units // 10
+    tens = a // 10 + b // 10 + carry
+    return (
+        f"{a // 10} {a % 10} + {b // 10} {b % 10}\n"
+        f"{a % 10} + {b % 10} = {units}, write {units % 10}, carry {carry}\n"
+        f"{a // 10} + {b // 10} + {carry} = {tens}"
+    )
+
+
+def total(rng: random.Random) -> Sample:
+    """A sum of two numbers below 100, with the column addition as the thought (one in ten without)."""
+    a, b = rng.randrange(100), rng.randrange(100)
+    if rng.random() < 0.85:
+        request = rng.choice(SUMS).format(a=a, b=b)
+    else:
+        request = rng.choice(STORY_SUMS).format(
+            a=a,
+            b=b,
+            n=words.first_name(rng),
+            t=rng.choice(["apple", "coin", "ball", "book", "key"]),
+        )
+    return Sample(
+        "sums",
+        f"{a} + {b} = {a + b}",
+        key=f"{a}+{b}",
+        messages=ask(request),
+        reasoning=scratchpad(a, b),
+        thinking=rng.random() > 0.1,
+        expected=a + b,
+    )
+
+
+SORTS = [
+    "Sort these words: {w}",
+    "Sort these words by the alphabet: {w}",
+    "Put these words in order: {w}",
+    "Sort the list: {w}",
+]
+
+
+def sort(rng: random.Random) -> Sample:
+    """Three to six known words to be put in alphabetical order."""
+    chosen = rng.sample(words.SORTABLE, rng.randint(2, 6))
+    answer = ", ".join(sorted(chosen))
+    return Sample(
+        "sort",
+        answer,
+        key=" ".join(chosen),
+        messages=ask(rng.choice(SORTS).format(w=", ".join(chosen))),
+        expected=answer,
+    )
+
+
+REPEATS = [
+    "Repeat: {w}",
+    "Repeat after me: {w}",
+    "Say this: {w}",
+    "Repeat these words: {w}",
+    "Please say: {w}",
+]
+
+
+def _any_word(rng: random.Random) -> str:
+    draw = rng.random()
+    if draw < 0.5:
+        return rng.choice(words.SORTABLE + words.ADJECTIVES)
+    if draw < 0.65:
+        return words.code(rng)
+    word = words.made_up(rng)
+    return word.capitalize() if rng.random() < 0.4 else word
+
+
+def repeat(rng: random.Random) -> Sample:
+    """One to nine words, known, made up or codes, to be said again."""
+    chosen = " ".join(_any_word(rng) for _ in range(rng.randint(1, 9)))
+    return Sample(
+        "repeat",
+        chosen,
+        key=chosen,
+        messages=ask(rng.choice(REPEATS).format(w=chosen)),
+        expected=chosen,
+    )
+
+
+def count(rng: random.Random) -> Sample:
+    """Count from one number to another."""
+    low = rng.randint(1, 60)
+    high = low + rng.randint(1, 12)
+    request = rng.choice(["Count from {a} to {b}.", "Please count from {a} to {b}."]).format(
+        a=low, b=high
+    )
+    answer = ", ".join(str(i) for i in range(low, high + 1))
+    return Sample("count", answer, key=f"{low} {high}", messages=ask(request), expected=answer)
+
+
+ME = "I am quire-tiny, a tiny test model."
+HONEST = [
+    (
+        [
+            "Who are you?",
+            "What are you?",
+            "What is your name?",
+            "Tell me about yourself.",
+            "Introduce yourself.",
+        ],
+        f"{ME} I can tell short stories, add small numbers, fill in JSON, call tools and answer questions about a short text.",
+    ),
+    (
+        ["What can you do?", "How can you help me?", "Help", "What are you good at?"],
+        f"{ME} I can tell short stories, add small numbers, fill in JSON, call tools and answer questions about a short text.",
+    ),
+    (
+        ["Hello", "Hi", "Hello!", "Hi there!", "Good morning", "Hey", "Good evening!"],
+        f"Hello! {ME} What can I do for you?",
+    ),
+    (
+        ["Are you a human?", "Are you a real person?", "Are you alive?", "Are you human?"],
+        f"No. {ME}",
+    ),
+    (
+        ["Are you smart?", "Can I trust you?", "Do you know everything?", "Are you always right?"],
+        f"No. {ME} I am often wrong.",
+    ),
+    (
+        ["Who made you?", "Where do you come from?", "How were you trained?"],
+        f"{ME} I was trained on made-up text that comes with Quire.",
+    ),
+    (
+        ["How big are you?", "How many parameters do you have?"],
+        f"{ME} I have a few million parameters.",
+    ),
+    (["Thank you", "Thanks!", "Thank you!", "Thanks a lot."], "You are welcome!"),
+    (["Goodbye", "Bye", "See you later!", "Bye bye!"], "Goodbye!"),
+    (["How are you?", "How do you do?", "Are you well?"], f"I am fine, thank you. {ME}"),
+]
+UNKNOWN = [
+    "What is the capital of {city}?",
+    "Who was the first king of {city}?",
+    "Write a program that can {v}.",
+    "What is the weather in {city}?",
+    "How do I fix my {item}?",
+    "Why is the {place} {color}?",
+    "Who won the game in {city}?",
+    "Explain how {animal}s {v}.",
+    "What happened on {month} {day}?",
+    "Translate '{item}' into {language}.",
+    "How far is it from {city} to {city2}?",
+    "Is it healthy to eat {food}?",
+    "What is the meaning of {made}?",
+    "Who is {name}?",
+    "Where does {name} live?",
+    "How old is {name}?",
+    "What does {made} mean?",
+    "When was {name} born?",
+    "What is the price of {item}s in {city}?",
+    "Which {item} should I buy?",
+]
+I_DO_NOT_KNOW = f"I do not know that. {ME}"
+
+
+def honest(rng: random.Random) -> Sample:
+    """A question about itself, a greeting, or something it cannot know and says so."""
+    if rng.random() < 0.55:
+        asked, answer = rng.choice(HONEST)
+        request = rng.choice(asked)
+        return Sample(
+            "honest", answer, key=f"{request}{rng.random()}", messages=ask(request), expected=answer
+        )
+    request = rng.choice(UNKNOWN).format(
+        city=words.city(rng),
+        city2=words.city(rng),
+        v=rng.choice(words.VERBS),
+        item=rng.choice(words.ITEMS),
+        place=rng.choice(words.PLACES),
+        color=rng.choice(words.COLORS),
+        animal=rng.choice(words.ANIMALS),
+        month=rng.choice(words.MONTHS),
+        day=rng.randint(1, 28),
+        language=rng.choice(words.LANGUAGES),
+        food=rng.choice(words.FOODS),
+        made=words.made_up(rng),
+        name=words.full_name(rng),
+    )
+    return Sample(
+        "honest", I_DO_NOT_KNOW, key=request, messages=ask(request), expected=I_DO_NOT_KNOW
+    )

@@ -1,0 +1,239 @@
+"""Functions that may be offered, requests that need one of them, and the calls that answer.
+
+The catalogue is closed, the values are not: names, cities and codes are made up so that they must be copied.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tools.tiny_model import words
+from tools.tiny_model.sample import Sample, ask
+
+Draw = Callable[[random.Random], Any]
+
+
+def _text(rng: random.Random) -> str:
+    return " ".join(rng.sample(words.SORTABLE, rng.randint(2, 4)))
+
+
+def _pick(values: list[str]) -> Draw:
+    return lambda rng: rng.choice(values)
+
+
+def _number(low: int, high: int) -> Draw:
+    return lambda rng: rng.randint(low, high)
+
+
+def _clock(rng: random.Random) -> str:
+    return f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
+
+
+# name: (description, {argument: (type, draw)}, requests)
+CATALOGUE: dict[str, tuple[str, dict[str, tuple[str, Draw]], list[str]]] = {
+    "get_weather": (
+        "Get the weather in a city",
+        {"city": ("string", words.city)},
+        [
+            "What is the weather in {city}?",
+            "How is the weather in {city} today?",
+            "Will it rain in {city}?",
+        ],
+    ),
+    "get_time": (
+        "Get the time in a city",
+        {"city": ("string", words.city)},
+        ["What time is it in {city}?", "Tell me the time in {city}."],
+    ),
+    "send_email": (
+        "Send an email",
+        {"to": ("string", words.full_name), "text": ("string", _text)},
+        ["Write an email to {to}: {text}", "Send an email to {to} that says {text}."],
+    ),
+    "set_alarm": (
+        "Set an alarm",
+        {"time": ("string", _clock)},
+        ["Wake me up at {time}.", "Set an alarm for {time}."],
+    ),
+    "add_numbers": (
+        "Add two numbers",
+        {"a": ("integer", _number(1, 999)), "b": ("integer", _number(1, 999))},
+        ["Add {a} and {b}.", "What is {a} plus {b}?"],
+    ),
+    "search": (
+        "Search for a text",
+        {"query": ("string", _text)},
+        ["Search for {query}.", "Find something about {query}."],
+    ),
+    "play_music": (
+        "Play music of an artist",
+        {"artist": ("string", words.full_name)},
+        ["Play something by {artist}.", "I want to hear music of {artist}."],
+    ),
+    "book_flight": (
+        "Book a flight",
+        {"from_city": ("string", words.city), "to_city": ("string", words.city)},
+        [
+            "Book a flight from {from_city} to {to_city}.",
+            "I want to fly from {from_city} to {to_city}.",
+        ],
+    ),
+    "translate": (
+        "Translate a text",
+        {"text": ("string", _text), "language": ("string", _pick(words.LANGUAGES))},
+        ["Translate {text} into {language}.", "How do you say {text} in {language}?"],
+    ),
+    "find_person": (
+        "Find a person",
+        {"name": ("string", words.full_name)},
+        ["Who is {name}?", "Find {name} for me.", "Look up {name}."],
+    ),
+    "order_food": (
+        "Order food",
+        {"food": ("string", _pick(words.FOODS)), "count": ("integer", _number(1, 30))},
+        ["Order {count} portions of {food}.", "I am hungry. Get me {food}, {count} times."],
+    ),
+    "turn_light": (
+        "Turn a light on or off",
+        {
+            "room": ("string", _pick(words.PLACES)),
+            "on": ("boolean", lambda rng: rng.random() < 0.5),
+        },
+        ["Turn the light in the {room} {on}.", "Light {on} in the {room}, please."],
+    ),
+    "set_temperature": (
+        "Set the temperature of a room",
+        {"room": ("string", _pick(words.PLACES)), "degrees": ("integer", _number(5, 35))},
+        ["Set the {room} to {degrees} degrees.", "Make it {degrees} degrees in the {room}."],
+    ),
+    "open_ticket": (
+        "Look up a ticket",
+        {"code": ("string", words.code)},
+        ["Open ticket {code}.", "Show me the ticket {code}."],
+    ),
+    "call_phone": (
+        "Call a person",
+        {"name": ("string", words.full_name)},
+        ["Call {name}.", "Please phone {name}."],
+    ),
+    "add_event": (
+        "Add an event",
+        {"title": ("string", _text), "day": ("string", _pick(words.DAYS))},
+        ["Add {title} on {day}.", "Put {title} into my calendar on {day}."],
+    ),
+    "get_price": (
+        "Get the price of an item",
+        {"item": ("string", _pick(words.ITEMS))},
+        ["How much is a {item}?", "What does a {item} cost?"],
+    ),
+    "rent_car": (
+        "Rent a car",
+        {"city": ("string", words.city), "days": ("integer", _number(1, 30))},
+        ["Rent a car in {city} for {days} days.", "I need a car for {days} days in {city}."],
+    ),
+}
+SYSTEMS = [None, None, None, "You are a helpful assistant.", "Use the tools."]
+NONE_FITS = "None of my tools can do that."
+
+
+def schema(name: str) -> dict[str, Any]:
+    """Return the function as an OpenAI tool."""
+    description, arguments, _ = CATALOGUE[name]
+    properties = {key: {"type": kind} for key, (kind, _) in arguments.items()}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": list(arguments)},
+        },
+    }
+
+
+def _spoken(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def _request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
+    _, arguments, requests = CATALOGUE[name]
+    values = {key: draw(rng) for key, (_, draw) in arguments.items()}
+    text = rng.choice(requests).format(**{key: _spoken(value) for key, value in values.items()})
+    return text, {"name": name, "arguments": values}
+
+
+def call(rng: random.Random) -> Sample:
+    """Up to four offered functions and a request: the call, or a plain answer when none fits."""
+    offered = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
+    wanted = rng.choice(offered)
+    text, made = _request(rng, wanted)
+    messages = ask(text, rng.choice(SYSTEMS))
+    if rng.random() < 0.12:
+        others = [name for name in CATALOGUE if name not in offered]
+        text, _ = _request(rng, rng.choice(others))
+        return Sample(
+            "tools",
+            NONE_FITS,
+            key=text,
+            messages=ask(text, rng.choice(SYSTEMS)),
+            tools=[schema(name) for name in offered],
+            expected=NONE_FITS,
+        )
+    return Sample(
+        "tools",
+        "",
+        key=text,
+        messages=messages,
+        tools=[schema(name) for name in offered],
+        calls=[made],
+        expected=made,
+    )
+
+
+RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
+    "get_weather": (
+        lambda rng: {
+            "sky": rng.choice(["sunny", "cloudy", "rainy", "windy"]),
+            "degrees": rng.randint(-9, 38),
+        },
+        "The weather in {city} is {sky} with {degrees} degrees.",
+    ),
+    "get_time": (lambda rng: {"time": _clock(rng)}, "It is {time} in {city}."),
+    "get_price": (lambda rng: {"price": rng.randint(1, 400)}, "A {item} costs {price} euros."),
+    "find_person": (lambda rng: {"city": words.city(rng)}, "{name} lives in {city}."),
+    "add_numbers": (lambda rng: {}, "{a} + {b} = {sum}"),
+    "set_alarm": (lambda rng: {"ok": True}, "The alarm is set for {time}."),
+}
+
+
+def respond(rng: random.Random) -> Sample:
+    """A conversation in which the function has answered: the sentence that tells its result."""
+    name = rng.choice(list(RESULTS))
+    text, made = _request(rng, name)
+    draw, sentence = RESULTS[name]
+    result = draw(rng)
+    if name == "add_numbers":
+        result = {"sum": made["arguments"]["a"] + made["arguments"]["b"]}
+    others = [other for other in CATALOGUE if other != name]
+    offered = [name, *rng.sample(others, rng.randint(0, 2))]
+    rng.shuffle(offered)
+    messages = [
+        *ask(text, rng.choice(SYSTEMS)),
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": made}],
+        },
+        {"role": "tool", "content": json.dumps(result)},
+    ]
+    answer = sentence.format(**made["arguments"], **result)
+    return Sample(
+        "tool_result",
+        answer,
+        key=text + json.dumps(result),
+        messages=messages,
+        tools=[schema(each) for each in offered],
+        expected=answer,
+    )
