@@ -45,6 +45,10 @@ class StartupError(QuireError, RuntimeError):
         self.detail = detail
 
 
+class StepFailed(QuireError, RuntimeError):
+    """A step could not be run, but the device is sound: its requests end with an error, others go on."""
+
+
 class EngineDeadError(QuireError, RuntimeError):
     """The engine cannot answer any more; the message says why."""
 

@@ -1,0 +1,29 @@
+"""Hook: what happens around a forward pass on one device, by features that the worker cannot name.
+
+Knows when it is called. A hook and the gate of the same name talk through `plan.extras` and
+`StepResult.extras`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.batch import Batch
+    from quire.protocol.plan import StepPlan
+
+
+class Hook:
+    """The base does nothing; a feature overrides what it needs."""
+
+    name = "hook"
+
+    def before(self, plan: StepPlan, batch: Batch) -> None:
+        """The batch is built; the model has not run."""
+
+    def after(self, plan: StepPlan, batch: Batch) -> None:
+        """The model has run and tokens are being drawn."""
+
+    def report(self) -> bytes | None:
+        """What rides up in result.extras[name]; asked once a step, when its result is read."""
+        return None

@@ -1,0 +1,95 @@
+"""Rows: what a device remembers of each request, so that plans need not say it again.
+
+Knows tokens, counts, blocks and sampling parameters, by row. Does not know batches, models or the rules of
+sampling. Sampled tokens are written here by the sink, on the device, and are read here by the next step:
+that is why no plan carries them.
+
+    token_ids_RL   on the device: prompt, then output as it is drawn
+    the rest       on the host: it is known without asking the device
+
+Shape suffixes: R rows, L places for tokens, M places for blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import Entered, Work
+
+
+class Rows:
+    """State of up to `max_rows` requests. A row is taken by `enter` and given back by `leave`."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ):
+        self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
+        self.device = torch.device(device)
+        # Untouched pages of a zeroed tensor cost nothing, so a long limit is free until it is used.
+        self.token_ids_RL = torch.zeros(
+            (max_rows, max_model_len + 1), dtype=torch.int32, device=device
+        )
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.computed = np.zeros(max_rows, np.int64)
+        self.length = np.zeros(max_rows, np.int64)  # tokens it has, those being drawn included
+        most = -(-(max_model_len + 1) // block_size)
+        self.blocks = [np.zeros((max_rows, most), np.int32) for _ in range(num_groups)]
+        self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
+        self.params: list[SamplingParams | None] = [None] * max_rows
+        self.ids: list[str | None] = [None] * max_rows
+
+    def enter(self, new: Entered) -> None:
+        """Seat a request.
+
+        Raises:
+            RuntimeError: the row is taken, or what it brings does not fit: the plan is wrong.
+        """
+        row, length = new.row, len(new.tokens)
+        if self.ids[row] is not None:
+            raise RuntimeError(f"row {row} is taken by {self.ids[row]!r}; {new.id!r} cannot enter")
+        if length > self.max_model_len or not 0 <= new.computed < length:
+            raise RuntimeError(
+                f"{new.id!r} enters with {length} tokens, {new.computed} of them computed;"
+                f" a row holds {self.max_model_len}"
+            )
+        self.ids[row], self.params[row] = new.id, new.params
+        self.token_ids_RL[row, :length] = torch.tensor(new.tokens, dtype=torch.int32)
+        self.num_prompt[row], self.computed[row], self.length[row] = (
+            new.num_prompt, new.computed, length,
+        )  # fmt: skip
+        self.num_blocks[:, row] = 0
+        self.add_blocks(row, new.blocks)
+
+    def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Append blocks to a row's tables, by cache group; nothing if no group grew."""
+        for group, new in enumerate(blocks):
+            if new:
+                start = int(self.num_blocks[group, row])
+                self.blocks[group][row, start : start + len(new)] = new
+                self.num_blocks[group, row] = start + len(new)
+
+    def leave(self, row: int) -> None:
+        """Raises RuntimeError: nobody sits there."""
+        if self.ids[row] is None:
+            raise RuntimeError(f"row {row} is left, but nobody sits there")
+        self.ids[row] = self.params[row] = None
+
+    def grow(self, work: Sequence[Work]) -> None:
+        """Take in the blocks that this step's work brings."""
+        for item in work:
+            if item.new_blocks:
+                self.add_blocks(item.row, item.new_blocks)
+
+    def advance(self, rows_B: np.ndarray, ends_B: np.ndarray, samples_B: np.ndarray) -> None:
+        """These rows' tokens up to `ends_B` are now computed or in flight; some draw one more."""
+        self.computed[rows_B] = ends_B
+        self.length[rows_B] = np.maximum(self.length[rows_B], ends_B + samples_B)

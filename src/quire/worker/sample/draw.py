@@ -1,0 +1,105 @@
+"""The draw: a token from logits, as a pure function of (seed, position, token id).
+
+Knows logits, seeds and positions. Does not know requests. There is no generator and so no state: the same
+request draws the same token at any place in any batch, whatever was drawn before or beside it.
+
+    token = argmax over survivors of  logit / temperature + gumbel(seed, position, token id)
+
+which is a draw from softmax(logit / temperature) over the survivors. `position` is that of the token being
+drawn, counted from the start of the prompt. All arithmetic is on 32-bit words that wrap:
+
+    mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16     (C. Wellons)
+    key:      a = mix(mix(mix(seed_low) ^ seed_high) ^ position);   b = mix(a + 0x9E3779B9)
+    word:     mix(mix(token * 0x9E3779B9 + a) ^ b)
+    gumbel:   -log(-log1p(-v)),  v = ((word & 0x7FFFFFFF) + 0.5) / 2^31 rounded to float32, at most 1 - 2^-24
+
+`key` is computed once a row (numpy), `word` once a row and token (torch int32, whose product wraps; a
+kernel does the same on uint32). v is finest near 0, where the large values of gumbel come from.
+
+Shape suffixes: S rows, V vocabulary, K candidates of a row.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B9
+MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B
+MOST_AT_ONCE = 1 << 21  # words that are in the making at a time: what a cache holds
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The mixer on uint32 words."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(MULTIPLIER_1)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(MULTIPLIER_2)
+    return x ^ (x >> np.uint32(16))
+
+
+def seed_words(seeds: list[int]) -> np.ndarray:
+    """What of a key does not depend on the position: mix(mix(low) ^ high), of seeds modulo 2^64."""
+    words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
+    low, high = words.astype(np.uint32), (words >> np.uint64(32)).astype(np.uint32)
+    return mix(mix(low) ^ high)
+
+
+def keys(seed_words_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
+    """[2, S] int32: the words a and b of each row."""
+    a = mix(seed_words_S ^ positions_S.astype(np.uint32))
+    b = mix(a + np.uint32(GOLDEN))
+    return np.stack([a, b]).view(np.int32)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _mix_(x: Tensor, spare: Tensor) -> None:
+    """The mixer on int32 in place; `>>` keeps the sign there, so what it brings in is masked off."""
+    for shift, multiplier in ((16, MULTIPLIER_1), (15, MULTIPLIER_2), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=spare)
+        spare &= (1 << (32 - shift)) - 1
+        x ^= spare
+        if multiplier is not None:
+            x *= _signed(multiplier)
+
+
+def gumbel(keys_2S: Tensor, ids: Tensor) -> Tensor:
+    """Float32 noise of tokens `ids` ([V], or [S, K] by row) for rows with these keys: [S, V] or [S, K]."""
+    x = ids * _signed(GOLDEN) + keys_2S[0, :, None]
+    spare = torch.empty_like(x)
+    _mix_(x, spare)
+    x ^= keys_2S[1, :, None]
+    _mix_(x, spare)
+    x &= 0x7FFFFFFF
+    v = x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=4)
+def _all_ids(vocab: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab, dtype=torch.int32, device=device)
+
+
+def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
+    """Token ids, int64 [S], from logits that are divided by the temperature (float32) already."""
+    count, vocab = scaled_SV.shape
+    ids = _all_ids(vocab, scaled_SV.device)
+    rows = max(1, MOST_AT_ONCE // vocab)
+    parts = []
+    for start in range(0, count, rows):
+        noise = gumbel(keys_2S[:, start : start + rows], ids)
+        parts.append(noise.add_(scaled_SV[start : start + rows]).argmax(dim=-1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def draw_among(values_SK: Tensor, ids_SK: Tensor, keys_2S: Tensor) -> Tensor:
+    """As `draw`, from candidates in any order; those of value -inf are out. Equal sums: the lower id."""
+    score = gumbel(keys_2S, ids_SK.to(torch.int32)).add_(values_SK)
+    best = score.amax(dim=-1, keepdim=True)
+    return ids_SK.masked_fill(score < best, torch.iinfo(ids_SK.dtype).max).amin(dim=-1)

@@ -1,0 +1,76 @@
+"""Log-probabilities of drawn tokens and of prompts.
+
+Knows logits and token ids. Does not know what was drawn from or why. "Scores" are log-probabilities or
+logits, as `logprobs_mode` says; they are float32, and each row's are computed from that row alone.
+
+Shape suffixes: N positions, V vocabulary, K tokens reported of each (the chosen one first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.protocol.output import Logprobs
+
+MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+
+@dataclass(slots=True)
+class Scored:
+    """Tokens of N positions with their scores, on the device until asked for."""
+
+    ids_NK: Tensor
+    values_NK: Tensor
+    ranks_N: Tensor
+
+    def to_host(self) -> None:
+        self.ids_NK = self.ids_NK.to("cpu", non_blocking=True)
+        self.values_NK = self.values_NK.to("cpu", non_blocking=True)
+        self.ranks_N = self.ranks_N.to("cpu", non_blocking=True)
+
+    def report(self, start: int, first: int = 0, last: int | None = None) -> Logprobs:
+        """Positions first : last of these, as positions from `start` on."""
+        part = slice(first, last)
+        return Logprobs(
+            start,
+            self.ids_NK[part].tolist(),
+            self.values_NK[part].tolist(),
+            self.ranks_N[part].tolist(),
+        )
+
+
+def score(
+    logits_NV: Tensor, chosen_N: Tensor, top: int, also_NK: Tensor | None, normalise: bool
+) -> Scored:
+    """The chosen token, then the `top` best (-1: all), or the tokens `also_NK` instead of the best.
+
+    A rank counts the tokens that score higher, plus one.
+    """
+    scores_NV = logits_NV.float()
+    if normalise:
+        scores_NV = torch.log_softmax(scores_NV, dim=-1)
+    chosen_N1 = chosen_N[:, None].long()
+    value_N1 = scores_NV.gather(1, chosen_N1)
+    ranks_N = (scores_NV > value_N1).sum(dim=1) + 1
+    if also_NK is not None:
+        more_NK, values_NK = also_NK, scores_NV.gather(1, also_NK)
+    else:
+        vocab = scores_NV.shape[1]
+        values_NK, more_NK = scores_NV.topk(vocab if top < 0 else min(top, vocab), dim=-1)
+    return Scored(
+        torch.cat([chosen_N1, more_NK], dim=1), torch.cat([value_N1, values_NK], dim=1), ranks_N
+    )
+
+
+def joined(parts: list[Scored]) -> Scored:
+    """Consecutive positions that were scored in pieces."""
+    if len(parts) == 1:
+        return parts[0]
+    return Scored(
+        torch.cat([part.ids_NK for part in parts]),
+        torch.cat([part.values_NK for part in parts]),
+        torch.cat([part.ranks_N for part in parts]),
+    )

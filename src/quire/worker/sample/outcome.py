@@ -1,0 +1,77 @@
+"""Outcome: what a step drew, on its way from the device to the host.
+
+Knows tensors of a step and where in its result they belong. Does not know how they came about. On a device
+that works beside the host, copies are queued when the step is, and `result` waits for these alone.
+
+Shape suffixes: S rows that draw.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.protocol.output import Logprobs
+from quire.protocol.plan import StepResult
+from quire.worker.sample.logprobs import Scored
+
+NOT_FINITE, NO_TOKEN_LEFT = 1, 2
+MESSAGES = {
+    NOT_FINITE: (
+        "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
+        " may not fit this input: try dtype=float32 or bfloat16"
+    ),
+    NO_TOKEN_LEFT: (
+        "no token is left to choose: allowed_token_ids, bad_words, min_tokens, logit_bias or a logits"
+        " processor together exclude them all"
+    ),
+}
+
+
+class Outcome:
+    """A pending StepResult. `items[s]` is the work item that row s of S belongs to."""
+
+    def __init__(self, step: int, num_items: int):
+        self.step, self.num_items = step, num_items
+        self.items: list[int] = []
+        self.tokens_S: Tensor | None = None
+        self.codes_S: Tensor | None = None
+        self.scored: list[
+            tuple[Scored, list[tuple[int, int]]]
+        ] = []  # with (item, position) of each
+        self.prompts: dict[int, tuple[int, Scored]] = {}  # by item: first position, scores
+        self.errors: dict[int, str] = {}  # by item
+        self.event: torch.Event | None = None
+
+    def leave_device(self) -> None:
+        """Queue the copies to the host."""
+        if self.tokens_S is not None and self.tokens_S.device.type != "cpu":
+            device = self.tokens_S.device
+            self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
+            if self.codes_S is not None:
+                self.codes_S = self.codes_S.to("cpu", non_blocking=True)
+            for scored, _ in self.scored:
+                scored.to_host()
+            for _, scored in self.prompts.values():
+                scored.to_host()
+            self.event = torch.Event(device)
+            self.event.record()
+
+    def result(self) -> StepResult:
+        """Wait for the device, then say what it drew."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[list[int]] = [[] for _ in range(self.num_items)]
+        errors = dict(self.errors)
+        if self.tokens_S is not None and self.codes_S is not None:
+            codes = self.codes_S.tolist()
+            for item, token, code in zip(self.items, self.tokens_S.tolist(), codes, strict=True):
+                tokens[item] = [token]
+                if code:
+                    errors.setdefault(item, MESSAGES[code])
+        logprobs: dict[int, Logprobs] = {}
+        for scored, places in self.scored:
+            for at, (item, position) in enumerate(places):
+                logprobs[item] = scored.report(position, at, at + 1)
+        prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
+        return StepResult(self.step, tokens, logprobs, prompts, errors)

@@ -1,0 +1,30 @@
+"""TokenSource: what enters the model, when that is token ids.
+
+Knows the two tensors that every model takes. Does not know rows, caches or what becomes of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from quire.batch import Batch
+
+
+class Source(Protocol):
+    """Runs the model on a batch: hidden states of its tokens, [T, D]."""
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+
+class TokenSource:
+    """Token ids and positions in, hidden states out."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """hidden_TD of the batch's tokens."""
+        hidden_TD: Tensor = self.model(batch.token_ids_T, batch.positions_T)
+        return hidden_TD

@@ -1,0 +1,153 @@
+"""Worker: one device. What goes in, what comes out and what happens around it are chosen at assembly.
+
+Knows the order of a step. Does not know which features are on, nor any by name. Keep it so: a feature
+that must act here is a hook, a source or a sink.
+
+    rows that left -> rows that enter -> batch -> hooks before -> source -> sink -> hooks after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from quire.batch import Batch, running
+from quire.errors import StepFailed
+from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.worker.batcher import Batcher
+from quire.worker.hooks import Hook
+from quire.worker.rows import Rows
+from quire.worker.source import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Pending(Protocol):
+    """A step that is queued on the device."""
+
+    def result(self) -> StepResult: ...
+
+
+class Sink(Protocol):
+    """What is made of the model's output."""
+
+    def enter(self, new: Entered) -> None: ...
+    def leave(self, row: int) -> None: ...
+    def finish(self, plan: StepPlan, batch: Batch, hidden_TD: Tensor) -> Pending: ...
+
+
+class Worker:
+    """Runs plans in the order in which they come.
+
+    Args:
+        platform: the device's facts; None: the CPU, as tests use it.
+        rows: state by row; `batcher` defaults to one over it.
+        functions: what `call` may name, besides the worker's own.
+    """
+
+    def __init__(
+        self,
+        platform: Any,
+        model: nn.Module,
+        source: Source,
+        sink: Sink,
+        hooks: Sequence[Hook],
+        rows: Rows,
+        batcher: Batcher | None = None,
+        functions: dict[str, Callable[..., Any]] | None = None,
+    ):
+        self.platform, self.model, self.source, self.sink = platform, model, source, sink
+        self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or Batcher(rows)
+        self.functions: dict[str, Callable[..., Any]] = {
+            "ping": lambda: True,
+            "num_parameters": lambda: sum(p.numel() for p in model.parameters()),
+            "collective_rpc": self._rpc,
+            **(functions or {}),
+        }
+        # Some models keep a cache of their own for each row, and must be told when one changes hands.
+        self.forget = model.forget if getattr(model, "per_request", False) else None
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Pending:
+        """Queue one step.
+
+        Raises:
+            StepFailed: the forward pass failed; the rows are as the plan wants them, so others may go on.
+            RuntimeError: the plan contradicts what came before; nothing can be trusted any more.
+        """
+        self._seat(plan)
+        if not plan.work:
+            return _Step(_Nothing(plan.step), self.hooks)
+        batch = self.batcher.build(plan)
+        try:
+            for hook in self.hooks:
+                hook.before(plan, batch)
+            with running(batch):
+                hidden_TD = self.source.forward(batch)
+            pending = self.sink.finish(plan, batch, hidden_TD)
+            for hook in self.hooks:
+                hook.after(plan, batch)
+        except torch.AcceleratorError:
+            raise  # the device itself is lost
+        except Exception as error:
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+        return _Step(pending, self.hooks)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A named function of this worker.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if (function := self.functions.get(name)) is None:
+            known = ", ".join(sorted(self.functions))
+            raise ValueError(f"the worker has no function {name!r}; it has {known}")
+        return function(*args)
+
+    def _rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function by name, with keywords; else a public method of the worker (or of its subclass)."""
+        function = self.functions.get(method)
+        if function is None and not method.startswith("_"):
+            function = getattr(self, method, None)
+        if not callable(function):
+            raise ValueError(f"the worker has no function or method {method!r}")
+        return function(*args, **(kwargs or {}))
+
+    def _seat(self, plan: StepPlan) -> None:
+        for row in plan.left:
+            self.rows.leave(row)
+            self.sink.leave(row)
+        for new in plan.entered:
+            self.rows.enter(new)
+            self.sink.enter(new)
+        if self.forget is not None and (plan.left or plan.entered):
+            self.forget([*plan.left, *(new.row for new in plan.entered)])
+
+
+class _Step:
+    """A sink's pending result, with what hooks have to say."""
+
+    def __init__(self, pending: Pending, hooks: Sequence[Hook]):
+        self.pending, self.hooks = pending, hooks
+
+    def result(self) -> StepResult:
+        result = self.pending.result()
+        for hook in self.hooks:
+            if (extra := hook.report()) is not None:
+                result.extras[hook.name] = extra
+        return result
+
+
+class _Nothing:
+    """The result of a plan without work."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def result(self) -> StepResult:
+        return StepResult(self.step, [])

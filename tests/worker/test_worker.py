@@ -1,0 +1,205 @@
+"""A worker's steps: what its rows remember, what the batch says, what fails alone and what fails all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import BLOCK, Driver, TinyModel, enter, generate, make_worker
+
+from quire.batch import current_batch
+from quire.errors import StepFailed
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import StepPlan, Work
+from quire.worker.hooks import Hook
+
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+def follow(model: TinyModel, tokens: list[int], count: int) -> list[int]:
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(model.after(tokens[-1], len(tokens) - 1).argmax()))
+    return tokens[-count:]
+
+
+def test_rows_go_on_by_themselves():
+    worker = make_worker()
+    prompts = {3: ([5, 6, 7], GREEDY), 0: ([9], GREEDY), 5: (list(range(20)), GREEDY)}
+    texts, _ = generate(worker, prompts, 6)
+    assert texts == {row: follow(worker.model, tokens, 6) for row, (tokens, _) in prompts.items()}
+
+
+def test_chunks_do_not_matter():
+    worker = make_worker()
+    prompt = list(range(30, 47))
+    drive = Driver(worker)
+    entered = [enter(2, prompt, GREEDY)]
+    assert drive([Work(2, 5, samples=False)], entered).tokens == [[]]
+    assert drive([Work(2, 11, samples=False)]).tokens == [[]]
+    assert drive([Work(2, 1)]).tokens == [follow(worker.model, prompt, 1)]
+    # and one that resumes with output and a cached prefix
+    text = follow(worker.model, prompt, 4)
+    drive.left = [2]
+    assert drive([Work(2, 5)], [enter(2, prompt + text[:3], GREEDY, 17, 15)]).tokens == [text[3:]]
+
+
+class Watch(Hook):
+    name = "watch"
+
+    def __init__(self):
+        self.seen = []
+
+    def before(self, plan, batch):
+        self.seen.append(batch)
+
+    def report(self):
+        return b"seen %d" % len(self.seen)
+
+
+def test_the_batch_says_where_everything_is():
+    worker = make_worker()
+    watch = Watch()
+    worker.hooks.append(watch)
+    seen = []
+    forward = worker.source.forward
+    worker.source.forward = lambda batch: (seen.append(current_batch() is batch), forward(batch))[1]
+    drive = Driver(worker)
+    result = drive(
+        [Work(1, 6, samples=False), Work(4, 3)],
+        [enter(1, list(range(10, 20)), GREEDY), enter(4, [1, 2, 3], GREEDY)],
+    )
+    assert seen == [True]
+    assert result.extras == {"watch": b"seen 1"}
+    drive([Work(4, 1), Work(1, 4)])
+    batch = watch.seen[1]
+    drawn = result.tokens[1][0]
+    assert batch.token_ids_T.tolist() == [drawn, 16, 17, 18, 19]
+    assert batch.positions_T.tolist() == [3, 6, 7, 8, 9]
+    assert batch.rows_B.tolist() == [4, 1]
+    assert batch.query_start_B1.tolist() == [0, 1, 5]
+    assert batch.lengths_B.tolist() == batch.lengths == [4, 10]
+    assert batch.query_lens == [1, 4]
+    assert batch.sample_at_S.tolist() == [0, 4]
+    tables = [[1 + row * 16 + i for i in range(3)] for row in (4, 1)]
+    assert batch.block_tables[0].tolist() == tables
+    slots = [
+        tables[b][p // BLOCK] * BLOCK + p % BLOCK
+        for b, p in [(0, 3), *((1, p) for p in range(6, 10))]
+    ]
+    assert batch.slots[0].tolist() == slots
+    assert (batch.max_query, batch.max_length, batch.num_tokens, batch.num_rows) == (4, 10, 5, 2)
+    wanted = {"token_ids_T": 8, "positions_T": 8, "rows_B": 8, "query_start_B1": 4, "lengths_B": 4}
+    assert {name: getattr(batch, name).element_size() for name in wanted} == wanted
+
+
+def test_blocks_are_added_as_the_plan_brings_them():
+    worker = make_worker()
+    watch = Watch()
+    worker.hooks.append(watch)
+    drive = Driver(worker)
+    entered = enter(0, [1, 2, 3, 4], GREEDY)
+    entered.blocks = [[7]]
+    drive([Work(0, 4)], [entered])
+    drive([Work(0, 1, [[9]])])
+    assert watch.seen[1].block_tables[0].tolist() == [[7, 9]]
+    assert watch.seen[1].slots[0].tolist() == [9 * BLOCK]
+
+
+def test_nan_fails_its_row_alone():
+    model = TinyModel()
+    model.nan_after = {17}
+    worker = make_worker(model)
+    params = [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, seed=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2, seed=3),
+    ]
+    sick = {row: ([3, 4 if row % 2 else 17], params[row // 2]) for row in range(8)}
+    well = {row: ([3, 4], params[row // 2]) for row in range(8)}
+    expected, _ = generate(make_worker(), well, 1)
+    drive = Driver(worker)
+    result = drive([Work(row, 2) for row in sick], [enter(row, *sick[row]) for row in sick])
+    assert sorted(result.errors) == [0, 2, 4, 6]
+    assert "NaN" in result.errors[0]
+    assert [result.tokens[row] for row in (1, 3, 5, 7)] == [expected[row] for row in (1, 3, 5, 7)]
+    # the greedy path has its own check
+    worker = make_worker(model)
+    result = Driver(worker)(
+        [Work(0, 1), Work(1, 1)], [enter(0, [17], GREEDY), enter(1, [4], GREEDY)]
+    )
+    assert list(result.errors) == [0]
+
+
+def test_a_failing_pass_fails_its_step_alone():
+    worker = make_worker()
+    drive = Driver(worker)
+    drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
+    worker.model.fail = True
+    with pytest.raises(StepFailed, match="ValueError: the toy fails"):
+        drive([Work(1, 2)], [enter(1, [5, 6], GREEDY)])
+    worker.model.fail = False
+    drive.left = [1]
+    assert drive([Work(0, 1)]).tokens == [follow(worker.model, [5, 6], 2)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (StepPlan(1, [], [], [0]), "nobody sits there"),
+        (StepPlan(1, [enter(0, [1], GREEDY), enter(0, [1], GREEDY)], [], []), "is taken"),
+        (StepPlan(1, [enter(0, [1] * 65, GREEDY)], [], []), "holds 64"),
+        (StepPlan(1, [enter(0, [1], GREEDY)], [Work(0, 2)], []), "lacks the tokens"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(plan, message):
+    with pytest.raises(RuntimeError, match=message):
+        make_worker().run(plan)
+
+
+def test_token_ids_outside_the_vocabulary_fail_their_row_alone():
+    worker = make_worker()
+    drive = Driver(worker)
+    wrong = SamplingParams(temperature=0.0, logit_bias={211: 1.0}, seed=0)
+    result = drive(
+        [Work(0, 1), Work(1, 2), Work(2, 1)],
+        [enter(0, [5], GREEDY), enter(1, [5, 211], GREEDY), enter(2, [5], wrong)],
+    )
+    assert result.errors == {
+        1: "prompt has a token id outside the vocabulary of 211",
+        2: "logit_bias has a token id outside the vocabulary of 211",
+    }
+    assert result.tokens[0] == follow(worker.model, [5], 1)
+
+
+def test_models_that_keep_rows_are_told_of_changes():
+    model = TinyModel()
+    told = []
+    model.per_request, model.forget = True, lambda rows: told.append(rows)
+    drive = Driver(make_worker(model))
+    drive([Work(1, 1)], [enter(1, [5], GREEDY)])
+    drive([Work(1, 1)])
+    drive.left = [1]
+    drive([Work(2, 1)], [enter(2, [5], GREEDY)])
+    assert told == [[1], [1, 2]]
+
+
+def test_calls():
+    worker = make_worker()
+    assert worker.call("ping") is True
+    assert worker.call("num_parameters") == sum(p.numel() for p in worker.model.parameters())
+    assert worker.call("collective_rpc", "ping") is True
+    worker.greet = lambda name, sign=".": f"hello {name}{sign}"
+    assert worker.call("collective_rpc", "greet", ["you"], {"sign": "!"}) == "hello you!"
+    with pytest.raises(ValueError, match="no function 'nonsense'; it has"):
+        worker.call("nonsense")
+    with pytest.raises(ValueError, match="no function or method '_seat'"):
+        worker.call("collective_rpc", "_seat")
+
+
+def test_tokens_are_kept_in_rows():
+    worker = make_worker()
+    generate(worker, {0: ([5, 6], GREEDY)}, 3)
+    text = follow(worker.model, [5, 6], 3)
+    assert worker.rows.token_ids_RL[0, :5].tolist() == [5, 6, *text]
+    assert worker.rows.token_ids_RL.dtype == torch.int32
