@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
+from models.harness import make_batch
 
 from quire.attention.reference import ReferenceAttention
 from quire.batch import Batch, running
 from quire.layers.attention import Attention
-from tests.models.harness import make_batch
 
 torch.set_num_threads(1)
 

@@ -76,6 +76,7 @@ class TransformersModel(nn.Module):
         self._frozen = loading.freeze_rope(model, max_model_len)
         self._trunk, self._output = find_trunk(model)
         self._runner = runner_of(model, self._trunk)
+        self._dropped = drop_towers(model, self._runner)
         names = inspect.signature(self._runner.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
@@ -195,6 +196,8 @@ class TransformersModel(nn.Module):
             ]
             if self._caches is not None and self._caches.one_by_one:
                 parts.append("only the first chunk of a prompt is computed at once")
+        if self._dropped:
+            parts.append(f"text only: {', '.join(self._dropped)} not kept")
         return "; ".join(parts + self._frozen)
 
     def _become_packed(self, max_model_len: int) -> None:
@@ -350,6 +353,33 @@ def runner_of(model: PreTrainedModel, trunk: nn.Module) -> nn.Module:
     if inner is not trunk and any(inner is module for module in trunk.modules()):
         return inner
     return trunk
+
+
+def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
+    """Free the weights of a wrapper that only pictures and sounds touch; returns what was dropped.
+
+    Nothing is dropped inside what runs text, nor anything that holds it, nor the head.
+    """
+    if runner is model or not any(part is runner for part in model.modules()):
+        return []
+    keep = {*runner.modules(), model.get_output_embeddings(), model.get_input_embeddings()}
+    dropped = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            inside = f"{path}{name}"
+            if child in keep:
+                continue
+            if keep.isdisjoint(child.modules()):
+                if any(True for _ in child.parameters()):
+                    child.to("meta")
+                    dropped.append(inside)
+            else:
+                walk(child, f"{inside}.")
+
+    if model.config.get_text_config(decoder=True) is not model.config:
+        walk(model, "")
+    return dropped
 
 
 def _hidden_of(output: Any) -> Any:
