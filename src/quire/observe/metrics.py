@@ -1,0 +1,137 @@
+"""/metrics: the rows of `rows.py` brought to Prometheus.
+
+Knows snapshots of the engine and times of requests. Does not know HTTP routes or how text is made. One
+registry for each instance, so that two servers in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from quire.observe.buckets import buckets
+from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
+from quire.protocol.output import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ENGINE = "0"
+
+
+class SnapshotCollector(Collector):
+    """Reads the engine's statistics at each scrape."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], legacy: bool):
+        self.model_name, self.stats = model_name, stats
+        self.rows = [row for row in SNAPSHOTS if legacy or not row.legacy]
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats()
+        for row in self.rows:
+            yield self.metric(row, stats)
+
+    def metric(self, row: Snapshot, stats: EngineStats) -> Metric:
+        labels = ["model_name", "engine"] + ([row.label] if row.label else [])
+        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+        metric = kind(row.name, row.help, labels=labels)
+        value = row.value(stats)
+        if isinstance(value, Mapping):
+            for label, number in value.items():
+                metric.add_metric([self.model_name, ENGINE, label], number)
+        else:
+            metric.add_metric([self.model_name, ENGINE], value)
+        return metric
+
+
+class AliasCollector(Collector):
+    """A histogram once more, under its old name."""
+
+    def __init__(self, name: str, source: Histogram):
+        self.name, self.source = name, source
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self.source.collect():
+            alias = Metric(self.name, f"Old name of {metric.name}.", metric.type)
+            alias.samples = [
+                Sample(self.name + s.name.removeprefix(metric.name), *s[1:]) for s in metric.samples
+            ]
+            yield alias
+
+
+class Metrics:
+    """All metrics of one server, or of one `LLM`."""
+
+    def __init__(self, model_name: str, *, legacy: bool = True, process: bool = True):
+        self.model_name, self.legacy = model_name, legacy
+        self.registry = CollectorRegistry()
+        self._observed: dict[str, Histogram] = {}
+        self._latest: Callable[[], EngineStats] = EngineStats
+        self.registry.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
+        if process:
+            ProcessCollector(registry=self.registry)
+            PlatformCollector(registry=self.registry)
+            GCCollector(registry=self.registry)
+        self.rejected = Counter(
+            "vllm:admission_rejections",
+            "Requests refused because too many wait.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "quire:request_errors",
+            "Requests answered with an error, by status.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+        self.startup = Gauge(
+            "quire:startup_seconds", "How long each stage of start-up took.", ["stage"], registry=self.registry
+        )  # fmt: skip
+
+    def attach(
+        self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
+    ) -> None:
+        """The engine is there: where its statistics come from, and how it is set up."""
+        self._latest = stats
+        for row in OBSERVED:
+            histogram = Histogram(
+                row.name,
+                row.help,
+                ["model_name", "engine"],
+                buckets=buckets(row.family, max_model_len),
+                registry=self.registry,
+            )
+            self._observed[row.name] = histogram.labels(self.model_name, ENGINE)
+            for alias, source in ALIASES.items():
+                if self.legacy and source == row.name:
+                    self.registry.register(AliasCollector(alias, histogram))
+        labels = {key: str(value) for key, value in info.items()} | {"engine": ENGINE}
+        gauge = Gauge("vllm:cache_config_info", "How the KV cache is set up.", list(labels), registry=self.registry)  # fmt: skip
+        gauge.labels(**labels).set(1)
+
+    def observe(self, name: str, value: float) -> None:
+        """Put a value into a histogram; nothing happens before `attach`."""
+        if (histogram := self._observed.get(name)) is not None:
+            histogram.observe(value)
+
+    def refused(self, reason: str = "max_num_queued_reqs") -> None:
+        """A request was turned away because too many wait."""
+        self.rejected.labels(self.model_name, reason).inc()
+
+    def latest(self) -> EngineStats:
+        return self._latest()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def cache_info(cache_config: Any, **more: Any) -> dict[str, Any]:
+    """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
+    return {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)} | more

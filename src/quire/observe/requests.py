@@ -1,0 +1,75 @@
+"""What becomes of one request, told to the metrics and the log.
+
+Knows times and counts. Does not know text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.observe.metrics import Metrics
+
+
+@dataclass(slots=True)
+class RequestTimer:
+    """Made when a request arrives; told of each output; ended once. Times are of time.monotonic()."""
+
+    metrics: Metrics
+    arrived: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float | None = None
+
+    def output(self, *, whole: bool = False) -> None:
+        """New tokens came; `whole`: all of them at once, which says nothing of when the first one did."""
+        now = time.monotonic()
+        if whole:
+            pass
+        elif self.last is None:
+            self.first = now
+            self.metrics.observe("vllm:time_to_first_token_seconds", now - self.arrived)
+        else:
+            self.metrics.observe("vllm:inter_token_latency_seconds", now - self.last)
+        self.last = now
+
+    def end(
+        self,
+        *,
+        prompt_tokens: int,
+        cached: int,
+        output_tokens: list[int],
+        max_tokens: int | None,
+        n: int,
+        times: Any = None,
+    ) -> None:
+        """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
+        now = self.last or time.monotonic()
+        queued = float(getattr(times, "queued", 0.0) or 0.0)
+        preemptions = int(getattr(times, "num_preemptions", 0) or 0)
+        latency = getattr(times, "first_token_latency", None)
+        if self.first is None and latency:
+            self.first = self.arrived + latency
+            self.metrics.observe("vllm:time_to_first_token_seconds", latency)
+        total, observe = sum(output_tokens), self.metrics.observe
+        whole = now - self.arrived
+        observe("vllm:e2e_request_latency_seconds", whole)
+        observe("vllm:request_queue_time_seconds", queued)
+        observe("vllm:request_inference_time_seconds", max(0.0, whole - queued))
+        if self.first is not None:
+            observe(
+                "vllm:request_prefill_time_seconds", max(0.0, self.first - self.arrived - queued)
+            )
+            observe("vllm:request_decode_time_seconds", now - self.first)
+            if (longest := max(output_tokens, default=0)) > 1 and now > self.first:
+                observe(
+                    "vllm:request_time_per_output_token_seconds", (now - self.first) / (longest - 1)
+                )
+        observe("vllm:request_prompt_tokens", prompt_tokens)
+        observe("vllm:request_prefill_kv_computed_tokens", max(0, prompt_tokens - cached))
+        observe("vllm:request_generation_tokens", total)
+        observe("vllm:request_max_num_generation_tokens", max(output_tokens, default=0))
+        if max_tokens is not None:
+            observe("vllm:request_params_max_tokens", max_tokens)
+        observe("vllm:request_params_n", n)
+        observe("vllm:request_num_preemptions", preemptions)

@@ -1,0 +1,110 @@
+"""Every metric as one row of a table.
+
+Names are those that dashboards, routers and autoscalers in the field read; old names stand beside the new
+as rows of their own. A counter is exposed with `_total` behind its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.protocol.output import EngineStats
+
+Value = float | Mapping[str, float]
+"""A number, or one number for each value of the row's own label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A metric that is read off the engine's statistics whenever somebody asks."""
+
+    name: str
+    kind: str
+    """gauge or counter."""
+    help: str
+    value: Callable[[EngineStats], Value]
+    label: str | None = None
+    legacy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A histogram of what happened to requests."""
+
+    name: str
+    family: str
+    """Buckets, by `buckets.FAMILIES`."""
+    help: str
+
+
+REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+def finished(stats: EngineStats) -> Mapping[str, float]:
+    return {reason: stats.finished.get(reason, 0) for reason in REASONS}
+
+
+def hit_rate(stats: EngineStats) -> float:
+    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+
+
+SNAPSHOTS: tuple[Snapshot, ...] = (
+    Snapshot("vllm:num_requests_running", "gauge", "Requests that hold a row.", lambda s: s.running),
+    Snapshot("vllm:num_requests_waiting", "gauge", "Requests that wait for a row.", lambda s: s.waiting),
+    Snapshot(
+        "vllm:num_requests_waiting_by_reason", "gauge", "Waiting requests, by what they wait for.",
+        lambda s: {"capacity": s.waiting, "deferred": 0}, label="reason",
+    ),
+    Snapshot("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
+    Snapshot("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    Snapshot("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    Snapshot("vllm:num_preemptions", "counter", "Requests that lost their row for want of KV blocks.", lambda s: s.preemptions),
+    Snapshot("vllm:prompt_tokens", "counter", "Prompt tokens processed.", lambda s: s.prompt_tokens),
+    Snapshot(
+        "vllm:prompt_tokens_by_source", "counter", "Prompt tokens, by where their KV came from.",
+        lambda s: {
+            "local_compute": max(0, s.prompt_tokens - s.prefix_hits),
+            "local_cache_hit": s.prefix_hits,
+            "external_kv_transfer": 0,
+        },
+        label="source",
+    ),
+    Snapshot("vllm:prompt_tokens_cached", "counter", "Prompt tokens that cost nothing.", lambda s: s.prefix_hits),
+    Snapshot("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
+    Snapshot("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
+    Snapshot("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",
+             lambda s: {"awake": 1, "weights_offloaded": 0, "discard_all": 0}, label="sleep_state"),
+    Snapshot("quire:engine_steps", "counter", "Forward passes.", lambda s: s.steps),
+    # old names
+    Snapshot("vllm:gpu_cache_usage_perc", "gauge", "Old name of kv_cache_usage_perc.", lambda s: s.kv_usage, legacy=True),
+    Snapshot("vllm:gpu_prefix_cache_queries", "counter", "Old name of prefix_cache_queries.", lambda s: s.prefix_queries, legacy=True),
+    Snapshot("vllm:gpu_prefix_cache_hits", "counter", "Old name of prefix_cache_hits.", lambda s: s.prefix_hits, legacy=True),
+    Snapshot("vllm:gpu_prefix_cache_hit_rate", "gauge", "prefix_cache_hits / prefix_cache_queries.", hit_rate, legacy=True),
+    Snapshot("vllm:num_requests_swapped", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
+    Snapshot("vllm:cpu_cache_usage_perc", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
+)  # fmt: skip
+
+OBSERVED: tuple[Observed, ...] = (
+    Observed("vllm:time_to_first_token_seconds", "time_to_first_token", "Arrival to first token."),
+    Observed("vllm:inter_token_latency_seconds", "inter_token_latency", "Gap between two outputs of a request."),
+    Observed("vllm:request_time_per_output_token_seconds", "inter_token_latency", "A request's mean time per token after its first."),
+    Observed("vllm:e2e_request_latency_seconds", "request_latency", "Arrival to last token."),
+    Observed("vllm:request_queue_time_seconds", "request_latency", "Arrival to first step."),
+    Observed("vllm:request_inference_time_seconds", "request_latency", "First step to last token."),
+    Observed("vllm:request_prefill_time_seconds", "request_latency", "First step to first token."),
+    Observed("vllm:request_decode_time_seconds", "request_latency", "First token to last token."),
+    Observed("vllm:request_prompt_tokens", "request_tokens", "Prompt tokens of a request."),
+    Observed("vllm:request_generation_tokens", "request_tokens", "Tokens generated for a request."),
+    Observed("vllm:request_max_num_generation_tokens", "request_tokens", "The longest of a request's completions."),
+    Observed("vllm:request_params_max_tokens", "request_tokens", "max_tokens of a request."),
+    Observed("vllm:request_prefill_kv_computed_tokens", "request_tokens", "Prompt tokens computed, without those found in the cache."),
+    Observed("vllm:request_params_n", "request_params_n", "n of a request."),
+    Observed("vllm:request_num_preemptions", "request_num_preemptions", "How often a request was preempted."),
+    Observed("vllm:iteration_tokens_total", "iteration_tokens", "Tokens a step, as a mean over a second."),
+)  # fmt: skip
+
+ALIASES: dict[str, str] = {
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+"""Old histogram -> the one it now is."""

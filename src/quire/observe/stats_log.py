@@ -1,0 +1,52 @@
+"""The line every ten seconds, in the words that people grep for.
+
+Knows two snapshots of the engine. Does not know who asked for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.logging import get_logger
+from quire.protocol.output import EngineStats
+
+log = get_logger("quire.observe.stats")
+
+
+@dataclass(slots=True)
+class StatsLog:
+    """Call `tick` every `interval` seconds."""
+
+    latest: Callable[[], EngineStats]
+    interval: float = 10.0
+    device: str = "CPU"
+    before: EngineStats = field(default_factory=EngineStats)
+    was_idle: bool = True
+
+    def tick(self, seconds: float) -> str:
+        """Write and return the line for the `seconds` since the last one; at level DEBUG while idle."""
+        now, before = self.latest(), self.before
+        self.before = now
+        prompt = rate(now.prompt_tokens, before.prompt_tokens, seconds)
+        generation = rate(now.generation_tokens, before.generation_tokens, seconds)
+        queries = now.prefix_queries
+        hits = 100.0 * now.prefix_hits / queries if queries else 0.0
+        preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
+        line = (
+            f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, "
+            f"Avg generation throughput: {generation:.1f} tokens/s, "
+            f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {preemptions}"
+            f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
+        )
+        idle = not (prompt or generation or now.running or now.waiting)
+        if idle and self.was_idle:
+            log.debug(line)
+        else:
+            log.info(line)
+        self.was_idle = idle
+        return line
+
+
+def rate(now: int, before: int, seconds: float) -> float:
+    return max(0, now - before) / seconds if seconds > 0 else 0.0
