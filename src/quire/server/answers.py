@@ -1,0 +1,62 @@
+"""What completions and chat answers have in common: ids, the head of a frame, usage, fingerprint.
+
+Knows OpenAI's outer shapes. Does not know choices.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from quire.server.errors import invalid
+from quire.server.schemas import Sampling
+from quire.server.state import ServerState
+
+_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def new_id(kind: str, request: Request, body: Sampling) -> str:
+    """`chatcmpl-X`: X is the header X-Request-Id, else the body's request_id, else random."""
+    header = request.headers.get("x-request-id")
+    if header is not None and not _ID.fullmatch(header):
+        raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
+    return f"{kind}-{header or body.request_id or secrets.token_hex(16)}"
+
+
+def priority(request: Request, body: Sampling) -> int:
+    """The header X-Vllm-Priority, else the body's; lower goes first."""
+    header = request.headers.get("x-vllm-priority", "")
+    return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
+
+
+class Frames:
+    """Frames of one stream: their head is rendered once."""
+
+    def __init__(self, kind: str, id: str, model: str, fingerprint: str, body: Sampling, state: ServerState):  # fmt: skip
+        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        self._head = b"data: " + msgspec.json.encode(head)[:-1]
+        self._print = b',"system_fingerprint":' + msgspec.json.encode(fingerprint)
+        self._encode = msgspec.json.Encoder().encode
+        options, force = body.stream_options, state.config.server.enable_force_include_usage
+        self.final_usage = force or (options is not None and options.include_usage)
+        self.running_usage = force or (
+            self.final_usage and options is not None and options.continuous_usage_stats
+        )
+
+    def frame(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, last: bool = False
+    ) -> bytes:
+        """`last`: the frame that carries the fingerprint."""
+        parts = [self._head, b',"choices":', self._encode(choices)]
+        if last:
+            parts.append(self._print)
+        if usage is not None:
+            kept = {key: value for key, value in usage.items() if value is not None}
+            parts += [b',"usage":', self._encode(kept)]
+        parts.append(b"}\n\n")
+        return b"".join(parts)

@@ -1,0 +1,121 @@
+"""A request's body: read within a limit, parsed, and turned into a Struct.
+
+Knows bytes, JSON and Structs. Does not know what any field means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from quire.logging import get_logger
+from quire.server.errors import ApiError, invalid
+from quire.server.state import ServerState
+
+log = get_logger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<where>[^`]*)`$", re.DOTALL)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 when it is longer than `limit` bytes, however it is sent.
+    """
+    told = request.headers.get("content-length", "0")
+    parts: list[bytes] = []
+    size = int(told) if told.isdigit() else 0
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                break
+            parts.append(part)
+    if size > limit:
+        raise ApiError(
+            413,
+            f"the body is longer than {limit} bytes (--max-body-bytes)",
+            headers={"Connection": "close"},
+        )
+    return b"".join(parts)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object, without the keys whose value is null: null means "not given".
+
+    Raises:
+        ApiError: 400 or 413.
+        ClientDisconnect: nobody is there any more.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise invalid("Unsupported Media Type: Only 'application/json' is allowed")
+    state: ServerState = request.app.state.quire
+    raw = await read_body(request, state.config.server.max_body_bytes)
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", kind="Bad Request") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", kind="Bad Request") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", kind="Bad Request")
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def convert(body: dict[str, Any], kind: type[T]) -> T:
+    """A body as a Struct. Numbers may come as text, as many clients send them.
+
+    Unknown keys are ignored, and logged: a slip of the pen would otherwise go unseen.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    if unknown := body.keys() - known:
+        near = {
+            key: close[0]
+            for key in unknown
+            if (close := difflib.get_close_matches(key, known, 1, 0.85))
+        }
+        for key, meant in near.items():
+            log.warning_every(f"field {key}", 60, "ignored field %r: was %r meant?", key, meant)
+        log.debug("ignored fields: %s", ", ".join(sorted(unknown)))
+    try:
+        return msgspec.convert(body, kind, strict=False)
+    except msgspec.ValidationError as error:
+        found = _AT.match(str(error))
+        what, where = (found["what"], found["where"]) if found else (str(error), "")
+        if missing := re.search(r"missing required field `(\w+)`", what):
+            where = f"{where}.{missing[1]}".lstrip(".")
+        raise ApiError(
+            400,
+            f"1 validation error: {where or 'body'}: {what}",
+            param=where or None,
+            kind="Bad Request",
+        ) from error
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    return convert(await read_object(request), kind)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(body),
+        status_code=status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+__all__ = ["ClientDisconnect", "convert", "json_response", "read", "read_body", "read_object"]

@@ -1,0 +1,225 @@
+"""POST /v1/chat/completions: a message is answered.
+
+Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server import logprobs as shapes
+from quire.server.answers import Frames, new_id, priority
+from quire.server.bodies import json_response, read
+from quire.server.engine import ChatOptions, Prompt, TextEngine
+from quire.server.errors import invalid
+from quire.server.generation import Delta, Generation
+from quire.server.prompts import check_length, check_messages, encode, truncated
+from quire.server.respond import answer
+from quire.server.sampling import chat_params
+from quire.server.schemas import ChatRequest, TokenizeRequest
+from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.state import ServerState
+
+
+def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
+    """Raises ApiError 400: a template of the client's own, where the server does not trust clients."""
+    server = state.config.server
+    if body.chat_template is not None and not server.trust_request_chat_template:
+        raise invalid(
+            "`chat_template`: requests may bring their own only if the server was started with"
+            " --trust-request-chat-template",
+            "chat_template",
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one to false",
+            "continue_final_message",
+        )
+    kwargs = dict(server.default_chat_template_kwargs)
+    effort = getattr(body, "reasoning_effort", None)
+    if effort is not None:
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    kwargs |= body.chat_template_kwargs
+    return ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template=body.chat_template,
+        template_kwargs=kwargs,
+        tools=body.tools,
+        documents=getattr(body, "documents", None),
+    )
+
+
+def check_tools(body: ChatRequest) -> None:
+    """Tools may be shown to the model; reading its calls is not here yet.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    if body.tools == []:
+        raise invalid("`tools` is empty; leave it out", "tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise invalid("`tool_choice`: making the model call a tool is not supported yet", "tool_choice")  # fmt: skip
+    if body.tools and body.tool_choice != "none":
+        raise invalid(
+            '`tools`: reading tool calls is not supported yet; with `tool_choice: "none"` the tools are'
+            " shown to the model and its answer is plain text",
+            "tools",
+        )
+
+
+async def chat_prompt(body: ChatRequest, engine: TextEngine, state: ServerState) -> Prompt:
+    check_messages(body.messages)
+    check_tools(body)
+    text = engine.render(body.messages, chat_options(body, state))
+    tokens = await encode(engine, text, special=body.add_special_tokens)
+    tokens = truncated(tokens, body, engine)
+    check_length(tokens, body, engine)
+    return Prompt(tokens, text, body.cache_salt or "")
+
+
+@dataclass(slots=True)
+class Shaper:
+    body: ChatRequest
+    generation: Generation
+    name: shapes.Name
+    role: str
+    started: set[int] = field(default_factory=set)
+
+    @property
+    def echo(self) -> str:
+        """The last message, which the answer repeats when asked to and when it is of the same role."""
+        last = self.body.messages[-1]
+        content = last.get("content")
+        if not self.body.echo or last["role"] != self.role or not content:
+            return ""
+        if isinstance(content, str):
+            return content
+        parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
+        return "".join(parts)
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None or not self.body.logprobs:
+            return None
+        top = self.body.top_logprobs or 0
+        return shapes.chat(delta.tokens, delta.logprobs, top, self.name)
+
+    def ids(self, delta: Delta) -> list[int] | None:
+        return delta.tokens if self.body.return_token_ids else None
+
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "message": {
+                "role": self.role,
+                "content": self.echo + delta.text,
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "reasoning": None,
+            },
+            "logprobs": self.logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": self.ids(delta),
+        }
+
+    def opening(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks before a choice's first words: its role, and the echo."""
+        if delta.index in self.started:
+            return []
+        self.started.add(delta.index)
+        chunks = [part(delta.index, {"role": self.role, "content": ""})]
+        if self.echo:
+            chunks.append(part(delta.index, {"content": self.echo}))
+        return chunks
+
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """What is new; None for nothing that can be shown."""
+        logprobs, ids = self.logprobs(delta), self.ids(delta)
+        if not (delta.text or delta.finish_reason or logprobs or ids):
+            return None
+        chunk = part(delta.index, {"content": delta.text} if delta.text else {})
+        chunk |= {"logprobs": logprobs, "finish_reason": delta.finish_reason, "token_ids": ids}
+        if delta.finish_reason is not None:
+            chunk["stop_reason"] = delta.stop_reason
+        return chunk
+
+
+def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def chat(request: Request) -> Response | EventStream:
+    """The endpoint."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    body = await read(request, ChatRequest)
+    model = state.check_model(body.model)
+    params = chat_params(body, engine.defaults())
+    prompt = await chat_prompt(body, engine, state)
+    generation = Generation(
+        state, engine, new_id("chatcmpl", request, body), [prompt], params,
+        priority(request, body), body.timeout, body.stream_interval or 1,
+    )  # fmt: skip
+    as_ids = body.return_tokens_as_token_ids
+    as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
+    name = shapes.naming(as_ids, engine.token_text)
+    shaper = Shaper(body, generation, name, state.config.server.response_role)
+    details = state.config.server.enable_prompt_tokens_details
+    if body.stream:
+        frames = Frames(
+            "chat.completion.chunk", generation.id, model, engine.fingerprint, body, state
+        )
+        return await answer(request, streamed(shaper, frames, details))
+    created = int(time.time())
+    deltas = await or_hung_up(request.receive, generation.whole())
+    told = generation.counts[0].prompt_logprobs
+    whole = {
+        "id": generation.id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [shaper.choice(delta) for delta in deltas],
+        "service_tier": None,
+        "system_fingerprint": engine.fingerprint,
+        "usage": generation.usage(details),
+        "prompt_logprobs": shapes.prompt(told) if body.prompt_logprobs is not None else None,
+        "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
+        "kv_transfer_params": None,
+    }
+    if body.return_prompt_text:
+        whole["prompt_text"] = prompt.text
+    return json_response(whole)
+
+
+async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenerator[bytes, None]:
+    generation, body = shaper.generation, shaper.body
+    prompt = generation.prompts[0]
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            usage = generation.usage(details) if frames.running_usage else None
+            for at, opening in enumerate(shaper.opening(delta)):
+                if at == 0 and body.return_token_ids:
+                    opening["prompt_token_ids"] = prompt.tokens
+                if at == 0 and body.return_prompt_text:
+                    opening["prompt_text"] = prompt.text
+                start = usage and usage | {
+                    "completion_tokens": 0,
+                    "total_tokens": usage["prompt_tokens"],
+                }
+                yield frames.frame([opening], start)
+            if (chunk := shaper.chunk(delta)) is not None:
+                ended = delta.finish_reason is not None
+                yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
+    if frames.final_usage:
+        yield frames.frame([], generation.usage(details), last=True)
+    yield DONE

@@ -1,0 +1,137 @@
+"""POST /v1/completions: text goes on.
+
+Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become choices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server import logprobs as shapes
+from quire.server.answers import Frames, new_id, priority
+from quire.server.bodies import json_response, read
+from quire.server.engine import Prompt, TextEngine
+from quire.server.generation import Delta, Generation
+from quire.server.prompts import completion_prompts
+from quire.server.respond import answer
+from quire.server.sampling import completion_params
+from quire.server.schemas import CompletionRequest
+from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.state import ServerState
+
+
+@dataclass(slots=True)
+class Shaper:
+    """Deltas -> choices; remembers how far the text of each completion has come."""
+
+    body: CompletionRequest
+    engine: TextEngine
+    generation: Generation
+    name: shapes.Name
+    offsets: dict[int, int] = field(default_factory=dict)
+    echoed: set[int] = field(default_factory=set)
+
+    def prompt_of(self, delta: Delta) -> Prompt:
+        return self.generation.prompts[delta.prompt]
+
+    def choice(self, delta: Delta, whole: bool) -> dict[str, Any]:
+        """`whole`: an answer of its own, not a part of a stream."""
+        first = delta.index not in self.echoed
+        self.echoed.add(delta.index)
+        text, tokens, positions = delta.text, delta.tokens, list(delta.logprobs or [])
+        finish, stop = delta.finish_reason, delta.stop_reason
+        if self.body.max_tokens == 0:  # one token was drawn, since the engine draws at least one
+            text, tokens, positions, finish, stop = "", [], [], "length", None
+        shown = tokens
+        prompt = self.prompt_of(delta)
+        if self.body.echo and first:
+            if prompt.text is None:
+                prompt.text = self.engine.decode(prompt.tokens)
+            text = prompt.text + text
+            if self.body.logprobs is not None:
+                told = self.generation.counts[delta.prompt].prompt_logprobs or []
+                shown, positions = prompt.tokens + tokens, [*told, *positions]
+        choice: dict[str, Any] = {"index": delta.index, "text": text, "logprobs": None}
+        if self.body.logprobs is not None and shown:
+            offset = self.offsets.get(delta.index, 0)
+            choice["logprobs"], self.offsets[delta.index] = shapes.legacy(
+                shown, positions, self.body.logprobs, self.name, offset
+            )
+        ids = self.body.return_token_ids
+        choice |= {
+            "finish_reason": finish,
+            "stop_reason": stop,
+            "token_ids": tokens if ids else None,
+        }
+        if whole:
+            told = self.generation.counts[delta.prompt].prompt_logprobs
+            asked = self.body.prompt_logprobs is not None
+            choice["prompt_logprobs"] = shapes.prompt(told) if asked else None
+        if whole or first:
+            choice["prompt_token_ids"] = prompt.tokens if ids else None
+        return choice
+
+    def usage(self, details: bool) -> dict[str, Any]:
+        usage = self.generation.usage(details)
+        if self.body.max_tokens == 0:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+
+async def completions(request: Request) -> Response | EventStream:
+    """The endpoint."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    body = await read(request, CompletionRequest)
+    model = state.check_model(body.model)
+    params = completion_params(body, engine.defaults())
+    prompts = await completion_prompts(body, engine)
+    generation = Generation(
+        state, engine, new_id("cmpl", request, body), prompts, params,
+        priority(request, body), body.timeout, body.stream_interval or 1,
+    )  # fmt: skip
+    as_ids = body.return_tokens_as_token_ids
+    as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
+    shaper = Shaper(body, engine, generation, shapes.naming(as_ids, engine.token_text))
+    details = state.config.server.enable_prompt_tokens_details
+    if body.stream:
+        frames = Frames("text_completion", generation.id, model, engine.fingerprint, body, state)
+        return await answer(request, streamed(shaper, frames, details))
+    created = int(time.time())
+    deltas = await or_hung_up(request.receive, generation.whole())
+    return json_response(
+        {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": [shaper.choice(delta, whole=True) for delta in deltas],
+            "service_tier": None,
+            "system_fingerprint": engine.fingerprint,
+            "usage": shaper.usage(details),
+            "kv_transfer_params": None,
+        }
+    )
+
+
+async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenerator[bytes, None]:
+    left = len(shaper.generation.prompts) * shaper.body.n
+    async with aclosing(shaper.generation.deltas()) as deltas:
+        async for delta in deltas:
+            choice = shaper.choice(delta, whole=False)
+            ended = delta.finish_reason is not None
+            left -= ended
+            if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
+                continue  # half a character, or what may become a stop string
+            usage = shaper.usage(details) if frames.running_usage else None
+            yield frames.frame([choice], usage, last=ended and not frames.final_usage)
+    if frames.final_usage:
+        yield frames.frame([], shaper.usage(details), last=True)
+    yield DONE

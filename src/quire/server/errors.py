@@ -1,0 +1,129 @@
+"""The error body, and the one table from exception to status.
+
+Knows OpenAI's envelope and our exceptions. Does not know endpoints. What a client reads never holds a
+traceback, a memory address or a path of this machine.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.errors import (
+    EngineDeadError,
+    QueueFull,
+    QuireError,
+    StartupError,
+    Unsupported,
+    ValidationError,
+)
+from quire.logging import get_logger
+
+log = get_logger(__name__)
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "Method Not Allowed",
+    408: "RequestTimeout",
+    409: "Conflict",
+    413: "RequestTooLarge",
+    415: "BadRequestError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+MESSAGE_LIMIT = 2000  # characters: what is echoed of a request stays readable
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PATH = re.compile(r"(?<![\w:/.])/(?:[\w.@+-]+/)+[\w.@+-]+")
+
+
+class ApiError(QuireError):
+    """An answer that is an error: status, message, the parameter at fault, and headers."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.kind = kind or TYPES.get(status, HTTPStatus(status).phrase)
+        self.headers = headers or {}
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+def unavailable(message: str, retry_after: int = 5) -> ApiError:
+    return ApiError(503, message, headers={"Retry-After": str(retry_after)})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The table. An exception that is not in it is ours to fix: logged in full, told in one sentence."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return ApiError(400, str(error), param=error.parameter)
+        case Unsupported():
+            return ApiError(501, str(error))
+        case QueueFull():
+            return unavailable(str(error), 1)
+        case EngineDeadError():
+            return ApiError(500, f"the engine has stopped: {error}")
+        case StartupError():
+            return unavailable(str(error))
+        case TimeoutError():
+            return ApiError(408, str(error) or "the request ran out of its time")
+        case QuireError():
+            return ApiError(500, str(error))
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply")
+        case ValueError() | TypeError() | OverflowError():
+            # Raised by a library on a value that a client sent (a template, a tokenizer): the client's to change.
+            log.warning("a request was refused: %s: %s", type(error).__name__, error)
+            return ApiError(400, str(error) or type(error).__name__)
+        case _:
+            log.error("a request failed", exc_info=error)
+            return ApiError(500, "the server failed on this request; its log says why")
+
+
+def clean(message: str) -> str:
+    """Without addresses and paths of this machine, and not longer than anyone reads."""
+    message = _PATH.sub("[path]", _ADDRESS.sub("", message))
+    return message if len(message) <= MESSAGE_LIMIT else message[:MESSAGE_LIMIT] + " ..."
+
+
+def envelope(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": clean(error.message),
+            "type": error.kind,
+            "param": error.param,
+            "code": error.status,
+        }
+    }
+
+
+def error_response(error: BaseException) -> Response:
+    known = as_api_error(error)
+    return Response(
+        msgspec.json.encode(envelope(known)),
+        status_code=known.status,
+        media_type="application/json",
+        headers=known.headers,
+    )

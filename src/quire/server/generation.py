@@ -1,0 +1,231 @@
+"""One HTTP request's generations: a prompt or several, each one request of the engine, merged into one stream.
+
+Knows prompts, deltas, times and counts. Does not know the shape of any answer. However it ends (in full, by
+an error, by a client who hangs up), every request of the engine that still runs is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.errors import QueueFull
+from quire.logging import get_logger
+from quire.observe.requests import RequestTimer
+from quire.protocol.params import SamplingParams
+from quire.server.engine import OutputLike, Prompt, TextEngine
+from quire.server.errors import ApiError
+from quire.server.logprobs import Position
+from quire.server.sampling import FINAL_ONLY
+from quire.server.sse import ended
+from quire.server.state import ServerState
+
+log = get_logger(__name__)
+
+MAX_BUFFERED = 256  # outputs of several prompts that wait to be written
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one completion; merged with others, all of it."""
+
+    prompt: int
+    index: int
+    """Prompt-major over all completions of the HTTP request."""
+    text: str
+    tokens: list[int]
+    logprobs: list[Position] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def add(self, later: Delta) -> None:
+        self.text += later.text
+        self.tokens += later.tokens
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+@dataclass(slots=True)
+class Count:
+    """What one prompt has come to."""
+
+    prompt_tokens: int
+    cached: int = 0
+    output_tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: Sequence[Position] | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    state: ServerState
+    engine: TextEngine
+    id: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    priority: int = 0
+    timeout: float | None = None
+    interval: int = 1
+    """Tokens that are collected before they are told (stream_interval)."""
+    counts: list[Count] = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = self.params.n
+        self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
+
+    def usage(self, details: bool) -> dict[str, Any]:
+        prompt = sum(count.prompt_tokens for count in self.counts)
+        output = sum(sum(count.output_tokens) for count in self.counts)
+        cached = {"cached_tokens": sum(count.cached for count in self.counts)}
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + output,
+            "completion_tokens": output,
+            "prompt_tokens_details": cached if details else None,
+        }
+
+    async def whole(self) -> list[Delta]:
+        """All completions, complete, by index."""
+        found: dict[int, Delta] = {}
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                if (before := found.get(delta.index)) is not None:
+                    before.add(delta)
+                else:
+                    found[delta.index] = delta
+        return [found[index] for index in sorted(found)]
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What is new, as it comes.
+
+        Raises:
+            ApiError: a request failed; 408 when `timeout` ran out.
+        """
+        end = None if self.timeout is None else time.monotonic() + self.timeout
+        async with aclosing(self._collected()) as deltas:
+            while True:
+                try:
+                    if end is None:
+                        delta = await anext(deltas)
+                    else:
+                        left = end - time.monotonic()
+                        delta = await asyncio.wait_for(anext(deltas), max(left, 0))
+                except StopAsyncIteration:
+                    return
+                except TimeoutError as error:
+                    raise ApiError(
+                        408, f"the request was not done in {self.timeout:g} s", param="timeout"
+                    ) from error
+                except QueueFull:
+                    self.state.metrics.refused()
+                    raise
+                yield delta
+
+    async def _collected(self) -> AsyncGenerator[Delta, None]:
+        waiting: dict[int, Delta] = {}
+        async with aclosing(self._merged()) as deltas:
+            async for delta in deltas:
+                if (before := waiting.pop(delta.index, None)) is not None:
+                    before.add(delta)
+                    delta = before
+                if delta.finish_reason is None and len(delta.tokens) < self.interval:
+                    waiting[delta.index] = delta
+                else:
+                    yield delta
+
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
+        if len(self.prompts) == 1:
+            async with aclosing(self._one(0)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            return
+        # Bounded: an engine that is faster than the client waits for it here.
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(MAX_BUFFERED)
+        tasks = [
+            asyncio.ensure_future(self._into(queue, which)) for which in range(len(self.prompts))
+        ]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            await ended(*tasks)
+
+    async def _into(self, queue: asyncio.Queue[Delta | BaseException | None], which: int) -> None:
+        try:
+            async with aclosing(self._one(which)) as deltas:
+                async for delta in deltas:
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def _one(self, which: int) -> AsyncGenerator[Delta, None]:
+        prompt, count, n = self.prompts[which], self.counts[which], self.params.n
+        name = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        if name in self.state.active:  # clients choose ids, and may choose one twice
+            name = f"{name}-{secrets.token_hex(4)}"
+        timer = RequestTimer(self.state.metrics)
+        # A copy: the rooms below fill in what is this request's own (seed, ends of text).
+        params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
+        self.state.active.add(name)
+        outputs = self.engine.generate(prompt, params, name, priority=self.priority)
+        output: OutputLike | None = None
+        try:
+            async for output in outputs:
+                timer.output(whole=params.output_kind == FINAL_ONLY)
+                for delta in taken(output, which, n, count):
+                    yield delta
+        finally:
+            self.state.active.discard(name)
+            if (close := getattr(outputs, "aclose", None)) is not None:
+                await close()
+            if output is None or not output.finished:
+                await self.engine.abort(name)
+            timer.end(
+                prompt_tokens=count.prompt_tokens,
+                cached=count.cached,
+                output_tokens=count.output_tokens,
+                max_tokens=params.max_tokens,
+                n=n,
+                times=getattr(output, "metrics", None),
+            )
+
+
+def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
+    """The deltas of an output; what it says of the prompt goes into `count`."""
+    count.cached = output.num_cached_tokens or count.cached
+    if output.prompt_logprobs is not None:
+        count.prompt_logprobs = output.prompt_logprobs
+    found = []
+    for one in output.outputs:
+        if one.finish_reason == "error":
+            raise ApiError(500, "the engine failed on this request; the server's log says why")
+        tokens = list(one.token_ids)
+        count.output_tokens[one.index] += len(tokens)
+        found.append(
+            Delta(
+                prompt=which,
+                index=which * n + one.index,
+                text=one.text,
+                tokens=tokens,
+                logprobs=None if one.logprobs is None else list(one.logprobs),
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+            )
+        )
+    return found

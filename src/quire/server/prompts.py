@@ -1,0 +1,128 @@
+"""Prompts as clients write them -> token ids.
+
+Knows text, ids, truncation. Does not know endpoints. Long texts are tokenized in a thread, so that the
+others' streams go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from quire.server.engine import Prompt, TextEngine
+from quire.server.errors import invalid
+from quire.server.sampling import MAX_PROMPTS
+from quire.server.schemas import CompletionRequest, Sampling
+
+LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
+
+
+async def encode(engine: TextEngine, text: str, *, special: bool) -> list[int]:
+    if len(text) < LONG_TEXT:
+        return engine.encode(text, special=special)
+    return await asyncio.to_thread(engine.encode, text, special=special)
+
+
+def truncated(tokens: list[int], request: Sampling, engine: TextEngine) -> list[int]:
+    """The last (or first) truncate_prompt_tokens of a prompt; -1: as many as the model takes."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    if most == -1:
+        most = engine.max_model_len - 1
+    if most == 0:
+        raise invalid("`truncate_prompt_tokens` is 0: nothing of the prompt would be left", "truncate_prompt_tokens")  # fmt: skip
+    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
+
+
+def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> None:
+    """Raises ApiError 400 for a prompt that is empty, holds no tokens of the model, or is too long."""
+    if not tokens:
+        raise invalid("the prompt is empty: it must have at least one token", "prompt")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or (engine.vocab_size and high >= engine.vocab_size):
+        wrong = low if low < 0 else high
+        raise invalid(
+            f"token id {wrong} is out of range: the vocabulary has {engine.vocab_size} tokens",
+            "prompt",
+        )
+    least = 0 if getattr(request, "echo", False) and getattr(request, "max_tokens", 1) == 0 else 1
+    if len(tokens) + least > engine.max_model_len:
+        raise invalid(
+            f"this model's maximum context length is {engine.max_model_len} tokens, but the prompt has"
+            f" {len(tokens)}; make it shorter, or set truncate_prompt_tokens",
+            "input_tokens",
+        )
+
+
+async def completion_prompts(request: CompletionRequest, engine: TextEngine) -> list[Prompt]:
+    given = request.prompt
+    if given is None or given in ("", []):
+        raise invalid("`prompt` is missing or empty", "prompt")
+    many: list[Any]
+    if isinstance(given, str) or isinstance(given[0], int):
+        many = [given]
+    else:
+        many = given
+    if len(many) > MAX_PROMPTS:
+        raise invalid(
+            f"`prompt` has {len(many)} prompts; at most {MAX_PROMPTS} are taken", "prompt"
+        )
+    return [await one_prompt(prompt, request, engine) for prompt in many]
+
+
+async def one_prompt(
+    prompt: str | list[Any], request: CompletionRequest, engine: TextEngine
+) -> Prompt:
+    text: str | None = None
+    if isinstance(prompt, str):
+        text, tokens = prompt, await encode(engine, prompt, special=request.add_special_tokens)
+    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        tokens = prompt
+    else:
+        raise invalid(
+            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists",
+            "prompt",
+        )
+    kept = truncated(tokens, request, engine)
+    if kept is not tokens and len(kept) < len(tokens):
+        text = None
+    check_length(kept, request, engine)
+    return Prompt(kept, text, request.cache_salt or "")
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """The shape of a conversation. What its words must be is the template's to say.
+
+    Raises:
+        ApiError: 400 that names the place.
+    """
+    if not messages:
+        raise invalid("`messages` is empty", "messages")
+    for at, message in enumerate(messages):
+        where = f"messages[{at}]"
+        if not isinstance(message.get("role"), str):
+            raise invalid(f"`{where}.role` is missing", f"{where}.role")
+        content = message.get("content")
+        if isinstance(content, list):
+            for part_at, part in enumerate(content):
+                check_part(part, f"{where}.content[{part_at}]")
+        elif not isinstance(content, str | None):
+            raise invalid(
+                f"`{where}.content` must be a text or a list of parts", f"{where}.content"
+            )
+        elif content is None and message["role"] != "assistant":
+            raise invalid(f"`{where}.content` is missing", f"{where}.content")
+
+
+def check_part(part: Any, where: str) -> None:
+    if isinstance(part, str):
+        return
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+    if kind in ("text", "refusal", "thinking"):
+        if not isinstance(part.get(kind), str):
+            raise invalid(f"`{where}.{kind}` must be a text", where)
+    elif kind is None:
+        raise invalid(f"`{where}` has no type", where)
+    else:
+        raise invalid(f"`{where}`: parts of type {kind!r} are not supported by this model", where)

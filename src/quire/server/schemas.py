@@ -1,0 +1,137 @@
+"""Request bodies of the generating endpoints. One Struct an endpoint; the shared part is a base.
+
+Knows names, kinds and defaults. A field that exists by name and is not here yet is listed, so that it is
+refused by name (`sampling.py`) and never ignored in silence. Null means "not given" and is taken out before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampling(Struct, kw_only=True):
+    """What chat and completions have in common. None: the model's default, or SamplingParams' own."""
+
+    model: str | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    user: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool = False
+    timeout: float | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    # Known by name; refused until their feature is here.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    repetition_detection: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+    prompt_embeds: Any = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    echo: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class RpcRequest(Struct, kw_only=True):
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class AbortRequest(Struct, kw_only=True):
+    request_ids: list[str] = []

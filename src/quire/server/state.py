@@ -1,0 +1,95 @@
+"""What all handlers of one server share: configuration, the engine once it is there, counts, the phase.
+
+Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.config.engine import EngineConfig
+from quire.errors import EngineDeadError
+from quire.observe.metrics import Metrics
+from quire.server.engine import TextEngine
+from quire.server.errors import ApiError, unavailable
+
+
+class Phase(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One for each app; `app.state.quire`."""
+
+    config: EngineConfig
+    metrics: Metrics
+    engine: TextEngine | None = None
+    phase: Phase = Phase.LOADING
+    dev_mode: bool = False
+    started: float = field(default_factory=time.time)
+    active: set[str] = field(default_factory=set)
+    """Generations under way, by request id."""
+    http_requests: int = 0
+    """HTTP requests under way (/load)."""
+    paused: asyncio.Event | None = None
+    """Set while new generations may start; None: never paused."""
+    shut: Callable[[], Awaitable[None]] | None = None
+    stage: str = "starting"
+    """What start-up is at, for those who ask too early."""
+
+    @property
+    def model_names(self) -> list[str]:
+        names = self.config.model.served_model_name
+        if isinstance(names, str):
+            return [names]
+        return list(names) if names else [self.config.model.model]
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    def serving(self) -> TextEngine:
+        """The engine.
+
+        Raises:
+            ApiError: 503 while it loads or drains, 500 when it is dead.
+        """
+        if self.phase is Phase.DRAINING:
+            raise unavailable("the server is shutting down", 30)
+        if self.phase is Phase.DEAD:
+            raise ApiError(500, "the engine has stopped; the server's log says why")
+        if self.engine is None:
+            raise unavailable(f"the model is not ready yet: {self.stage}", 1)
+        return self.engine
+
+    def healthy(self) -> bool:
+        """Whether it answers, or will when it is asked to again (draining counts as well)."""
+        if self.engine is None or self.phase is Phase.DEAD:
+            return False
+        try:
+            self.engine.check_health()
+        except EngineDeadError:
+            self.phase = Phase.DEAD
+            return False
+        return True
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            ApiError: 404 for a name that is not served.
+        """
+        if name is None or name in self.model_names:
+            return name or self.model_name
+        known = ", ".join(f"`{one}`" for one in self.model_names)
+        raise ApiError(
+            404, f"The model `{name[:200]}` does not exist; this server has {known}.", param="model"
+        )
