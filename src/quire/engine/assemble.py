@@ -1,0 +1,263 @@
+"""The composition root: from a configuration to a running engine. The one file that asks what is on.
+
+Knows every room by name, and imports a room only when it builds it: the HTTP process, which calls
+`make_client(process=True)`, gets through this file without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import msgspec
+
+from quire import __version__
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.resolve import resolve
+from quire.config.wire import from_wire, to_wire
+from quire.engine import admin
+from quire.engine.client import InlineClient
+from quire.engine.core import EngineCore
+from quire.engine.memory import ITEMSIZE, MemoryPlan, make_plan, specs_of
+from quire.engine.remote import ProcessClient
+from quire.engine.startup import Stages, table
+from quire.kvcache.hashing import Hasher
+from quire.kvcache.layout import Layout, layout
+from quire.kvcache.manager import KVManager
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.logging import get_logger
+from quire.models import hf
+from quire.models.formats import weight_bytes
+from quire.platforms.facts import facts
+from quire.protocol.output import Ready
+from quire.scheduler.gate import Gate
+from quire.scheduler.scheduler import Limits, Scheduler
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
+    from quire.worker.worker import Worker
+
+log = get_logger(__name__)
+
+
+class WorkerFacts(msgspec.Struct):
+    """What a built worker says of itself: all that the core needs to know of it."""
+
+    specs: list[tuple[int, int, int, int, int]]  # of each layer: fields of a spec; window 0: none
+    num_blocks: int
+    max_model_len: int
+    model_impl: str
+    prefix_caching: bool
+    stages: list[tuple[str, float]]
+
+    def layer_specs(self) -> list[CacheSpec]:
+        return [
+            WindowSpec(*spec[:4], window=spec[4]) if spec[4] else CacheSpec(*spec[:4])
+            for spec in self.specs
+        ]
+
+
+# -- from outside ---------------------------------------------------------------------------------
+@overload
+def make_client(
+    config: EngineConfig, *, process: Literal[True], wait: bool = True
+) -> ProcessClient: ...
+@overload
+def make_client(config: EngineConfig, *, process: Literal[False] = False) -> InlineClient: ...
+def make_client(
+    config: EngineConfig, *, process: bool = False, wait: bool = True
+) -> InlineClient | ProcessClient:
+    """An engine in this process, stepped by whoever asks for outputs; or in its own.
+
+    With `wait=False` the child may still be loading: call `wait_ready` before anything else.
+
+    Raises:
+        ConfigError: what was asked for does not fit together, or not on this machine.
+        StartupError: the child could not start.
+    """
+    stages = Stages()
+    with stages("read the configuration"):
+        resolved = resolve_config(config)
+    if process:
+        client = ProcessClient(resolved)
+        if wait:
+            client.wait_ready()
+        return client
+    core, ready = build_core(resolved, stages)
+    return InlineClient(core, resolved, ready, shut=core.executor.close)
+
+
+def resolve_config(config: EngineConfig) -> Resolved:
+    """Find the checkpoint, read its config.json, settle every "auto"."""
+    path = hf.locate(config.model, config.load)
+    return resolve(config, path, hf.read_config(path, config.model.hf_overrides), facts())
+
+
+# -- the middle room ------------------------------------------------------------------------------
+def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[EngineCore, Ready]:
+    """Executor and scheduler of a resolved configuration; the model is loaded when this returns."""
+    stages = stages or Stages()
+    executor = build_executor(resolved)
+    about = msgspec.convert(executor.call("facts")[0], WorkerFacts)
+    cut = layout(about.layer_specs(), resolved.block_size, about.max_model_len)
+    scheduler = build_scheduler(resolved, about, cut)
+    core = EngineCore(scheduler, executor, resolved.depth)
+    core.functions.update(admin.functions(core))
+    ready = Ready(
+        max_model_len=about.max_model_len,
+        num_blocks=about.num_blocks,
+        block_size=resolved.block_size,
+        vocab_size=int(resolved.hf_config.get("vocab_size") or 0),
+        dtype=resolved.dtype,
+        device=resolved.device,
+        architecture=resolved.architecture,
+        model_impl=about.model_impl,
+        depth=resolved.depth,
+        startup=stages.done + about.stages,
+        pid=os.getpid(),
+        version=__version__,
+    )
+    return core, ready
+
+
+def build_scheduler(resolved: Resolved, about: WorkerFacts, cut: Layout) -> Scheduler:
+    asked = resolved.asked.scheduler
+    caching = resolved.prefix_caching and about.prefix_caching
+    kv = KVManager(
+        BlockPool(about.num_blocks + 1, len(cut.groups)),
+        cut.groups,
+        resolved.block_size,
+        caching=caching,
+        hasher=Hasher(resolved.block_size),
+    )
+    limits = Limits(
+        max_rows=resolved.max_num_seqs,
+        max_step_tokens=resolved.max_num_batched_tokens,
+        max_length=about.max_model_len,
+        chunked=resolved.chunked_prefill,
+        max_chunk=asked.long_prefill_token_threshold,
+        depth=resolved.depth,
+        by_priority=asked.scheduling_policy == "priority",
+        max_waiting=asked.max_num_queued_reqs or 0,
+        max_waiting_tokens=asked.max_num_queued_tokens or 0,
+    )
+    gates: list[Gate] = []
+    return Scheduler(kv, limits, gates)
+
+
+# -- the back room --------------------------------------------------------------------------------
+def build_executor(resolved: Resolved) -> Executor:
+    if resolved.executor == "mp":
+        from quire.executor.processes import ProcessExecutor
+
+        return ProcessExecutor("quire.engine.assemble:worker_from_wire", to_wire(resolved))
+    from quire.executor.inline import InlineExecutor
+
+    return InlineExecutor(build_worker(resolved))
+
+
+def worker_from_wire(payload: bytes) -> Worker:
+    return build_worker(from_wire(payload))
+
+
+def build_worker(resolved: Resolved) -> Worker:
+    """Plan memory, load the model, allocate its cache: one device, ready to run plans.
+
+    Raises:
+        NotEnoughMemory: before anything is loaded.
+        Unsupported: a device, or a model, that is not served yet.
+    """
+    stages = Stages()
+    with stages("plan memory"):
+        forecast = plan_memory(resolved)
+    with stages("import torch"):
+        from quire.models.load import build_model
+        from quire.platforms.cpu import CpuPlatform
+        from quire.worker.rows import Rows
+        from quire.worker.sample.load import load_processors
+        from quire.worker.sample.sink import SampleSink
+        from quire.worker.source import TokenSource
+        from quire.worker.worker import Worker
+
+        platform = CpuPlatform()
+    with stages("load the model"):
+        model = build_model(resolved, platform)
+    with stages("allocate the KV cache"):
+        specs = layer_specs(resolved, model)
+        plan = replan(resolved, forecast, specs)
+        log.info("memory plan\n%s", table(plan.table()))
+        hand_out_cache(resolved, platform, model, plan)
+    groups = plan.layout.groups
+    rows = Rows(
+        resolved.max_num_seqs, plan.max_model_len, len(groups), resolved.block_size, platform.device
+    )
+    asked = resolved.asked.model
+    sink = SampleSink(model, rows, asked.logprobs_mode, load_processors(asked.logits_processors))
+    worker = Worker(platform, model, TokenSource(model), sink, [], rows)
+    about = WorkerFacts(
+        specs=[_flat(spec) for spec in specs],
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        model_impl=getattr(model, "description", "native"),
+        prefix_caching=getattr(model, "supports_prefix_caching", True),
+        stages=stages.done,
+    )
+    worker.functions["facts"] = lambda: msgspec.to_builtins(about)
+    worker.functions["apply_model"] = lambda function: function(model)
+    return worker
+
+
+def plan_memory(resolved: Resolved) -> MemoryPlan:
+    """Before anything is loaded: from what config.json and the weights' headers forecast."""
+    about = facts()
+    weights = weight_bytes(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
+    specs = specs_of(resolved.hf_config, kv_dtype(resolved))
+    return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
+
+
+def replan(resolved: Resolved, forecast: MemoryPlan, specs: list[CacheSpec]) -> MemoryPlan:
+    """The same sum with the layers' own word; it differs where a model keeps other KV than its config says."""
+    return make_plan(resolved, forecast.weights, forecast.total, forecast.available, specs)
+
+
+def kv_dtype(resolved: Resolved) -> str:
+    asked = resolved.asked.cache.kv_cache_dtype
+    return resolved.dtype if asked == "auto" else asked
+
+
+def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
+    """What each layer keeps; of a model that keeps its own cache, the forecast stands."""
+    dtype = kv_dtype(resolved)
+    specs = [layer.cache_spec(ITEMSIZE[dtype]) for layer in model.attention_layers()]
+    return specs or specs_of(resolved.hf_config, dtype)
+
+
+def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> None:
+    """Choose a backend that serves every layer, and give each its part of the cache."""
+    import torch
+
+    from quire.attention.base import Needs, choose
+    from quire.worker.cache import allocate_cache
+
+    layers = model.attention_layers()
+    if not layers:
+        return
+    needs = Needs.of(
+        layers,
+        device=resolved.device,
+        dtype=resolved.dtype,
+        kv_dtype=resolved.asked.cache.kv_cache_dtype,
+        block_size=resolved.block_size,
+    )
+    _, backend = choose(resolved.attention_backend, platform.attention, needs)
+    dtype = getattr(torch, kv_dtype(resolved))
+    groups = plan.layout.groups
+    allocate_cache(
+        model, groups, plan.num_blocks + 1, resolved.block_size, dtype, backend, platform
+    )
+
+
+def _flat(spec: CacheSpec) -> tuple[int, int, int, int, int]:
+    window = spec.window if isinstance(spec, WindowSpec) else 0
+    return spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.itemsize, window

@@ -1,0 +1,153 @@
+"""Tiny random checkpoints, engines on them, and Transformers' own answer.
+
+Knows `make_client`. Every run here is fp32 on one thread unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from quire.config.engine import EngineConfig
+from quire.engine import assemble
+from quire.engine.client import InlineClient
+from quire.protocol.output import EngineOutput
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
+
+VOCAB = 211
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64},
+    "mistral": {"sliding_window": 24, "head_dim": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "mamba": {"state_size": 8, "expand": 2},
+}  # fmt: skip
+
+
+def make_checkpoint(kind: str, folder: Path) -> str:
+    """A model whose logits have a range, and whose norms and biases are not ones and zeros."""
+    settings = {**BASE, **KINDS[kind]}
+    if kind in ("gpt2", "mamba"):
+        settings = {key: value for key, value in settings.items() if key != "num_attention_heads"}
+    torch.manual_seed(len(kind))
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 and "A_log" not in name:
+                weight.add_(0.2 * torch.randn_like(weight))
+            elif "A_log" not in name:
+                weight.normal_(std=0.3 if "embed" in name else 0.12)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def plain(path: str, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens, by Transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    """Of awkward lengths; each second one shares its beginning with the one before."""
+    draw = torch.Generator().manual_seed(seed)
+    out: list[list[int]] = []
+    for index in range(count):
+        length = int(torch.randint(1, longest, (), generator=draw))
+        prompt = torch.randint(3, VOCAB, (length,), generator=draw).tolist()
+        if index % 2:
+            prompt = (out[-1][:40] + prompt)[:longest]
+        out.append(prompt)
+    return out
+
+
+class Engine:
+    """A client and a count of what was asked."""
+
+    def __init__(self, client: InlineClient):
+        self.client = client
+        self.numbers = itertools.count()
+
+    def run(
+        self, prompts: list[list[int]], params: list[SamplingParams] | SamplingParams
+    ) -> list[list[EngineOutput]]:
+        """All outputs of each, together in one batch. An error of any is an error of the test."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids = [str(next(self.numbers)) for _ in prompts]
+        for id, prompt, param in zip(ids, prompts, each, strict=True):
+            self.client.submit(EngineRequest(id, prompt, param))
+        got: dict[str, list[EngineOutput]] = {id: [] for id in ids}
+        while not all(outputs and outputs[-1].finish for outputs in got.values()):
+            for output in self.client.outputs():
+                if output.finish == "error":
+                    raise RuntimeError(output.error)
+                got[output.id].append(output)
+        return [got[id] for id in ids]
+
+    def tokens(
+        self, prompts: list[list[int]], params: list[SamplingParams] | SamplingParams
+    ) -> list[list[int]]:
+        return [[t for out in outs for t in out.tokens] for outs in self.run(prompts, params)]
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.client.call("stats"))
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
+
+
+@contextmanager
+def engine(path: str, depth: int | None = None, **keywords: Any) -> Iterator[Engine]:
+    """An engine in this process; `depth` beyond what flags can say."""
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 64 << 20,
+        **keywords,
+    }
+    resolved = assemble.resolve_config(EngineConfig.from_keywords(model=path, **settings))
+    if depth is not None:
+        resolved = replace(resolved, depth=depth)
+    core, ready = assemble.build_core(resolved)
+    client = InlineClient(core, resolved, ready, core.executor.close)
+    try:
+        yield Engine(client)
+    finally:
+        client.close()

@@ -1,0 +1,136 @@
+"""The engine equals Transformers and itself, whatever the batch, chunking, cache state, depth and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from engines import KINDS, Engine, engine, greedy, plain, prompts
+
+from quire.protocol.params import SamplingParams
+
+Checkpoint = Callable[[str], str]
+COUNT = 64
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "two at a time": {"max_num_seqs": 2},
+    "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    "chunked by threshold": {"long_prefill_token_threshold": 5},
+    "blocks of 16": {"block_size": 16},
+    "blocks of 128": {"block_size": 128},
+    "depth 2": {"async_scheduling": True},
+    "depth 3, chunked": {"depth": 3, "max_num_batched_tokens": 11},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "another process": {"distributed_executor_backend": "mp"},
+}
+
+
+@cache
+def reference(path: str) -> list[list[int]]:
+    return [plain(path, prompt, COUNT) for prompt in prompts(6)]
+
+
+def same(got: list[list[int]], want: list[list[int]]) -> None:
+    for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert mine == theirs, f"prompt {index}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers(kind: str, checkpoint: Checkpoint) -> None:
+    path = checkpoint(kind)
+    with engine(path, block_size=32) as one:
+        alone = [one.tokens([prompt], greedy(COUNT))[0] for prompt in prompts(6)]
+        same(alone, reference(path))
+        same(one.tokens(prompts(6), greedy(COUNT)), reference(path))  # batched, and prefix-cached
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_no_setting_changes_a_token(kind: str, setting: str, checkpoint: Checkpoint) -> None:
+    path = checkpoint(kind)
+    with engine(path, **SETTINGS[setting]) as one:
+        same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text", "mamba"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preemption_changes_no_token(kind: str, depth: int, checkpoint: Checkpoint) -> None:
+    path = checkpoint(kind)
+    groups = {"gemma3_text": 4}.get(kind, 1)
+    tight = {"block_size": 16, "num_gpu_blocks_override": 14 * groups, "max_model_len": 128}
+    with engine(path, depth, **tight) as one:
+        same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
+        assert one.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_a_cached_prefix_changes_no_token(kind: str, checkpoint: Checkpoint) -> None:
+    path = checkpoint(kind)
+    with engine(path, block_size=16) as one:
+        same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
+        before = one.stats()["prefix_hits"]
+        again = one.run(prompts(6), greedy(COUNT))
+        same([[t for out in outs for t in out.tokens] for outs in again], reference(path))
+        assert one.stats()["prefix_hits"] > before
+        assert sum(outs[-1].cached for outs in again) == one.stats()["prefix_hits"] - before
+
+
+def mixed() -> list[SamplingParams]:
+    """One of each way to choose a token."""
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    return [
+        SamplingParams(temperature=1.0, seed=1, **common),
+        SamplingParams(temperature=0.7, seed=1, top_k=12, **common),
+        SamplingParams(temperature=1.3, seed=2, top_p=0.8, logprobs=3, **common),
+        SamplingParams(temperature=0.9, seed=3, min_p=0.1, repetition_penalty=1.2, **common),
+        SamplingParams(temperature=0.0, seed=0, presence_penalty=0.5, prompt_logprobs=2, **common),
+        SamplingParams(temperature=1.0, seed=4, logit_bias={7: 3.0}, bad_word_ids=[[5]], **common),
+    ]
+
+
+def logprobs_of(one: Engine, setting_prompts: list[list[int]]) -> list[list[tuple]]:
+    runs = one.run(setting_prompts, mixed())
+    return [
+        [
+            (lp.start + p, lp.token_ids[p], lp.ranks[p], [round(v, 4) for v in lp.values[p]])
+            for out in outs
+            if (lp := out.logprobs) is not None
+            for p in range(len(lp.token_ids))
+        ]
+        for outs in runs
+    ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_what_is_drawn(setting: str, checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen3")
+    with engine(path) as one:
+        alone = [one.tokens([p], m)[0] for p, m in zip(prompts(6), mixed(), strict=True)]
+    assert len({tuple(tokens) for tokens in alone}) == 6
+    with engine(path, **SETTINGS[setting]) as one:
+        same(one.tokens(prompts(6), mixed()), alone)
+
+
+def test_a_seed_is_a_text_and_another_is_another(checkpoint: Checkpoint) -> None:
+    prompt = prompts(1)[0]
+    with engine(checkpoint("qwen2")) as one:
+        seeds = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in (1, 1, 2)]
+        first, second, third = one.tokens([prompt] * 3, seeds)
+    assert first == second != third
+
+
+def test_an_abort_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen3")
+    with engine(path) as one:
+        from quire.protocol.request import EngineRequest
+
+        one.client.submit(EngineRequest("doomed", prompts(6)[0], greedy(60)))
+        for _ in range(5):
+            one.client.outputs()
+        one.client.abort(["doomed"])
+        [last] = [out for out in one.client.outputs() if out.finish]
+        assert (last.id, last.finish) == ("doomed", "abort")
+        same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
