@@ -26,6 +26,6 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
 
     def collective_rpc(method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method of every worker; one answer each."""
-        return core.executor.call(method, args, kwargs)
+        return list(core.executor.call("collective_rpc", method, args, kwargs))
 
     return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc)}

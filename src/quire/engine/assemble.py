@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 
-from quire import __version__
+from quire import __version__, env
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
 from quire.config.wire import from_wire, to_wire
 from quire.engine import admin
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
+from quire.engine.host import EngineHost, Patience
 from quire.engine.memory import ITEMSIZE, MemoryPlan, make_plan, specs_of
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import Stages, table
@@ -80,12 +81,21 @@ def make_client(
     with stages("read the configuration"):
         resolved = resolve_config(config)
     if process:
-        client = ProcessClient(resolved)
+        host = EngineHost(to_wire(resolved), patience=patience())
+        client = ProcessClient(resolved, host.folder, host)
         if wait:
             client.wait_ready()
         return client
     core, ready = build_core(resolved, stages)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
+
+
+def patience() -> Patience:
+    return Patience(
+        heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
+        start=float(env.get("ENGINE_READY_TIMEOUT_S")),
+        restarts=int(env.get("MAX_ENGINE_RESTARTS")),
+    )
 
 
 def resolve_config(config: EngineConfig) -> Resolved:

@@ -1,33 +1,41 @@
-"""A core as a process: `python -m quire.engine.process FOLDER PARENT`, its configuration on stdin.
+"""A core as a process: `python -m quire.engine.process FOLDER GENERATION FRONTENDS LIFELINE PARENT`.
 
-Knows sockets, signals and how to die: with a last message that says why, and never later than its
-parent. One thread reads what comes and puts it into the core's inbox; the main thread is the loop.
+Its configuration comes on stdin. Knows sockets, signals and how to die: with a last message that says why,
+and never later than its parent. One thread takes in what comes, one shows that we live; the main thread is the loop.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 import zmq
 
+from quire import env
 from quire.engine.core import EngineCore
+from quire.engine.flight import Recorded, Recorder
+from quire.engine.lifeline import Speaker
+from quire.engine.pulse import Pulse, Timed
 from quire.errors import QuireError
-from quire.logging import get_logger
-from quire.protocol.output import Died, FromEngine
+from quire.logging import configure, get_logger
+from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import ToEngine
 
 log = get_logger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_S = 1.0
+YOUNG_OBJECTS = 20_000  # allocations between collections of the youngest; Python's own is 700
 
 
 class Stop(Exception):
@@ -35,21 +43,36 @@ class Stop(Exception):
 
 
 class Link:
-    """The child's ends of the two sockets."""
+    """The child's ends of the sockets: one that all front rooms push into, and one to each of them."""
 
-    def __init__(self, folder: str):
-        self.context = zmq.Context()
-        self.down = self.context.socket(zmq.PULL)
-        self.up = self.context.socket(zmq.PUSH)
-        for socket in (self.down, self.up):
-            socket.setsockopt(zmq.SNDHWM, 0)
+    def __init__(self, folder: Path, frontends: int):
+        context = zmq.Context()
+        self.down = context.socket(zmq.PULL)
+        self.up = [context.socket(zmq.PUSH) for _ in range(frontends)]
+        for socket in (self.down, *self.up):
+            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
             socket.setsockopt(zmq.RCVHWM, 0)
-        self.down.connect(f"ipc://{folder}/down")
-        self.up.connect(f"ipc://{folder}/up")
+        self.down.bind(f"ipc://{folder}/down")
+        for number, socket in enumerate(self.up):
+            socket.connect(f"ipc://{folder}/up-{number}")
         self.encoder = msgspec.msgpack.Encoder()
 
-    def send(self, messages: list[FromEngine]) -> None:
-        self.up.send(self.encoder.encode(messages))
+    def send(self, messages: list[EngineOutput | Reply]) -> None:
+        """Each to the front room that asked."""
+        if len(self.up) == 1:
+            self.up[0].send(self.encoder.encode(messages))
+            return
+        parts: dict[int, list[FromEngine]] = {}
+        for message in messages:
+            parts.setdefault(message.client, []).append(message)
+        for client, part in parts.items():
+            if 0 <= client < len(self.up):
+                self.up[client].send(self.encoder.encode(part))
+
+    def tell_all(self, stats: EngineStats) -> None:
+        data = self.encoder.encode([stats])
+        for socket in self.up:
+            socket.send(data)
 
     def read_into(self, core: EngineCore) -> None:
         decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -61,7 +84,8 @@ class Link:
                 log.exception("a message of %d bytes could not be read", len(message))
 
     def close(self) -> None:
-        self.up.close(linger=1000)
+        for socket in self.up:
+            socket.close(linger=1000)
         # The reading thread still waits on `down`; the process ends with it.
 
 
@@ -86,50 +110,68 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise Stop
 
 
-def loop(core: EngineCore, link: Link) -> None:
+def loop(core: EngineCore, link: Link, pulse: Pulse) -> None:
     """Until SIGTERM, or an error that no request can be blamed for."""
     told = 0.0
     while True:
-        outbox: list[FromEngine] = list(core.turn())
+        outbox = core.receive(block=core.idle)
+        with pulse.working():
+            outbox += core.step()
+        if outbox:
+            link.send(outbox)
         now = time.monotonic()
         if now - told > STATS_EVERY_S or (outbox and not core.scheduler.has_requests):
             told = now
-            outbox.append(core.stats())
-        if outbox:
-            link.send(outbox)
+            link.tell_all(core.stats())
 
 
-def main(folder: str, parent: int) -> int:
+def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
+    """Build the engine, say that it is ready, run it."""
+    from quire.config.wire import from_wire
+    from quire.engine.assemble import build_core
+
+    link = Link(folder, frontends)
+    core, ready = build_core(from_wire(sys.stdin.buffer.read()))
+    pulse = Pulse(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
+    core.executor = Timed(core.executor, pulse)
+    if env.get("FLIGHT_RECORDER"):
+        core.executor = Recorded(core.executor, Recorder(folder))
+    # What was built stays; without this a collection walks all of it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 50)
+    threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
+    speaker.say(ready)
+    pulse.send_by(speaker.say)
+    try:
+        loop(core, link, pulse)
+    finally:
+        core.executor.close()
+        link.close()
+
+
+def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
+    configure("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, stop)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
-    link = Link(folder)
-    core: EngineCore | None = None
+    speaker = Speaker(lifeline)
     try:
-        from quire.config.wire import from_wire
-        from quire.engine.assemble import build_core
-
-        core, ready = build_core(from_wire(sys.stdin.buffer.read()))
-        link.send([ready])
-        threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
-        loop(core, link)
+        serve(folder, frontends, speaker)
     except Stop:
         return 0
     except QuireError as error:
-        link.send([Died(str(error))])
+        speaker.say(Died(str(error)))
         return 1
     except BaseException as error:
-        log.exception("the engine stopped")
-        link.send([Died(f"{type(error).__name__}: {error}", traceback.format_exc())])
+        speaker.say(Died(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return 1
-    finally:
-        if core is not None:
-            core.executor.close()
-        link.close()
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]))
+    place, generation, count, pipe, keeper = sys.argv[1:]
+    code = main(Path(place) / generation, int(count), int(pipe), int(keeper))
     sys.stdout.flush()
     os._exit(code)

@@ -1,73 +1,92 @@
-"""ProcessClient: a core in another process, reached over ZMQ.
+"""ProcessClient: a core in another process, reached over ZMQ, that may die and be replaced.
 
-Knows sockets, the life and death of one child, and bytes. Does not know requests, except that they
-have an encoding. Two rules keep it from hanging: every wait has an end, and at the end it looks
-whether the child still lives.
+Knows sockets, the engine's state file, and which requests of ours are under way. Does not know how an engine
+is kept alive (`host.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
+the end it looks how the engine stands. When the engine is replaced, requests that it had begun end with an
+error, and those that still waited are sent again, once.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
 from quire.config.engine import Resolved
-from quire.config.wire import to_wire
 from quire.engine.client import answer
-from quire.errors import EngineDeadError, StartupError
-from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Ready, Reply
+from quire.engine.host import EngineHost, State, StateFile
+from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.protocol.output import EngineOutput, EngineStats, FromEngine, Ready, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
-LOOK_AGAIN_MS = 200  # how often a wait looks whether the child still lives
+LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
+
+
+class Wires:
+    """Both sockets to one generation of the engine."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
+        self.down, self.up = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket in (self.down, self.up):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
+            socket.setsockopt(zmq.RCVHWM, 0)
+        folder.mkdir(exist_ok=True)
+        self.down.connect(f"ipc://{folder}/down")
+        self.up.bind(f"ipc://{folder}/up-{client}")
+
+    def close(self) -> None:
+        self.down.close()
+        self.up.close()
+
+
+class _Mine:
+    """A request of ours that has not ended."""
+
+    __slots__ = ("begun", "request", "sent")
+
+    def __init__(self, request: EngineRequest):
+        self.request, self.sent, self.begun = request, 1, False
 
 
 class ProcessClient:
-    """An EngineClient. `wait_ready` must have returned before `ready` is read."""
+    """An EngineClient. `wait_ready` must have returned before `ready` is read.
+
+    Args:
+        host: the engine's keeper, if it is ours to close.
+        client: our number among the front rooms.
+    """
 
     ready: Ready
 
-    def __init__(self, resolved: Resolved):
-        self.resolved = resolved
-        self._folder = tempfile.mkdtemp(prefix="quire-")
-        self._context = zmq.Context()
-        self._down = self._bind(zmq.PUSH, "down")
-        self._up = self._bind(zmq.PULL, "up")
+    def __init__(
+        self, resolved: Resolved, folder: Path, host: EngineHost | None = None, client: int = 0
+    ):
+        self.resolved, self.client, self.host = resolved, client, host
+        self._folder, self._file = folder, StateFile(folder)
+        self._context: zmq.Context[Any] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
+        self._mine: dict[str, _Mine] = {}
         self._held: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
         self._numbers = itertools.count(1)
         self._dead: EngineDeadError | None = None
         self.stats = EngineStats()  # the latest that came by itself
-        self.process = self._spawn(to_wire(resolved))
+        self.generation = self._file.look().generation
+        self._wires = Wires(self._context, folder / str(self.generation), client)
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(f"ipc://{self._folder}/{name}")
-        return socket
-
-    def _spawn(self, payload: bytes) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "quire.engine.process", self._folder, str(os.getpid())]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE)
-        stdin = child.stdin
-        if stdin is not None:
-            stdin.write(payload)
-            stdin.close()
-        return child
+    @property
+    def state(self) -> State:
+        """How the engine stands, as its host last said."""
+        return self._file.look()
 
     def wait_ready(self, timeout: float | None = None) -> Ready:
         """Block until the model is loaded.
@@ -77,82 +96,97 @@ class ProcessClient:
         """
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
-            for message in self._receive():
-                if isinstance(message, Ready):
-                    self.ready = message
-                    return message
-                if isinstance(message, Died):
-                    self.close()
-                    raise StartupError(message.error, message.traceback)
-            if (code := self.process.poll()) is not None:
+            state = self._file.look()
+            if state.condition == "ready" and state.ready is not None:
+                self.ready = state.ready
+                return state.ready
+            if state.condition in ("dead", "closed"):
                 self.close()
-                raise StartupError(f"the engine process ended at start with exit code {code}")
+                raise StartupError(state.error or "the engine was shut down", state.traceback)
+            time.sleep(0.01)
         self.close()
         raise StartupError(f"the engine was not ready after {timeout:.0f} s")
 
     # -- what a front room asks -----------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
-        self._send(request)
+        self._alive()
+        if request.client != self.client:
+            request = msgspec.structs.replace(request, client=self.client)
+        with self._sending:
+            # An id that is taken already is the engine's to refuse; the first one stays ours.
+            self._mine.setdefault(request.id, _Mine(request))
+            self._put(request)
 
     def abort(self, ids: list[str]) -> None:
-        self._send(Abort(ids))
+        self._alive()
+        with self._sending:
+            self._put(Abort(ids))
 
     def call(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)
-        self._send(Call(number, name, list(args)))
+        self._alive()
+        with self._sending:
+            asked = self.generation
+            self._put(Call(number, name, list(args), self.client))
         while True:
             if self._reading.acquire(blocking=False):  # nobody else takes messages in
                 try:
-                    self._keep(self._receive(10))
+                    self._receive(10)
                 finally:
                     self._reading.release()
             with self._replied:
                 if (reply := self._replies.pop(number, None)) is not None:
                     return answer(reply)
                 self._alive()
+                if self.generation != asked:
+                    raise QuireError(f"the engine was replaced before it answered {name!r}")
                 self._replied.wait(0.01)
 
     def outputs(self) -> list[EngineOutput]:
         with self._reading:
             while not self._held:
                 self._alive()
-                self._keep(self._receive())
+                self._receive(LOOK_AGAIN_MS)
             outputs, self._held = self._held, []
             return outputs
 
     def close(self, patience: float = 5.0) -> None:
-        """Stop the child: asked, then told, then killed."""
         if self._dead is None:
             self._dead = EngineDeadError("the engine was shut down")
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(patience)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        if self.host is not None:
+            self.host.close(patience)
         with self._sending, self._reading:
             self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- messages -------------------------------------------------------------------------------
-    def _send(self, message: ToEngine) -> None:
-        self._alive()
-        with self._sending:
-            self._down.send(self._encoder.encode(message))
-
-    def _receive(self, wait_ms: int = LOOK_AGAIN_MS) -> list[FromEngine]:
+    def _put(self, message: ToEngine) -> None:
         try:
-            if not self._up.poll(wait_ms):
-                return []
-            return self._decoder.decode(self._up.recv())
+            self._wires.down.send(self._encoder.encode(message))
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
+
+    def _receive(self, wait_ms: int) -> None:
+        """Take in what came; while nothing comes, look how the engine stands. Holds `_reading`."""
+        try:
+            if self._wires.up.poll(wait_ms):
+                self._keep(self._decoder.decode(self._wires.up.recv()))
+                return
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine was shut down") from error
+        state = self._file.look()
+        if state.generation != self.generation:
+            self._follow(state)
+        elif state.condition in ("dead", "closed") and self._dead is None:
+            self._dead = EngineDeadError(state.error or "the engine was shut down")
 
     def _keep(self, messages: list[FromEngine]) -> None:
         for message in messages:
             match message:
                 case EngineOutput():
+                    if (mine := self._mine.get(message.id)) is not None:
+                        mine.begun = True
+                        if message.finish is not None:
+                            del self._mine[message.id]
                     self._held.append(message)
                 case Reply():
                     with self._replied:
@@ -160,11 +194,27 @@ class ProcessClient:
                         self._replied.notify_all()
                 case EngineStats():
                     self.stats = message
-                case Died():
-                    self._dead = EngineDeadError(message.error)
+
+    def _follow(self, state: State) -> None:
+        """The engine was replaced: end what cannot be had again, send the rest to the new one."""
+        while self._wires.up.poll(0):  # what the old one had said before it died is true
+            self._keep(self._decoder.decode(self._wires.up.recv()))
+        lost = set(state.lost)
+        with self._sending:
+            self._wires.close()
+            self.generation = state.generation
+            self._wires = Wires(self._context, self._folder / str(self.generation), self.client)
+            for id, mine in list(self._mine.items()):
+                if mine.begun or id in lost or mine.sent > 1:
+                    del self._mine[id]
+                    error = f"the engine was restarted while this request ran: {state.error}"
+                    self._held.append(
+                        EngineOutput(id, [], "error", error=error, client=self.client)
+                    )
+                else:
+                    mine.sent += 1
+                    self._put(mine.request)
 
     def _alive(self) -> None:
-        if self._dead is None and (code := self.process.poll()) is not None:
-            self._dead = EngineDeadError(f"the engine process ended with exit code {code}")
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))

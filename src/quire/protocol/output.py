@@ -95,4 +95,13 @@ class Died(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
     traceback: str = ""
 
 
-FromEngine = EngineOutput | Reply | EngineStats | Ready | Died
+class Beat(Struct, array_like=True, gc=False, tag="beat"):
+    """A sign of life: how long the present step takes already, and how long it may (seconds)."""
+
+    steps: int
+    busy: float
+    allowed: float
+
+
+FromEngine = EngineOutput | Reply | EngineStats  # to a front room
+Lifeline = Ready | Died | Beat  # to whoever keeps the engine's process alive

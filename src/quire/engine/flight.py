@@ -1,0 +1,199 @@
+"""The flight recorder: the last plans and results of an engine, on disk, so that they outlive any death.
+
+Knows wire 2 and files. Does not know models. `Recorded` stands between a core and its executor; neither
+notices. A recording can be fed to a worker again (`cli/replay.py`), because every segment starts with what
+each seated row held: a worker that computes those rows from nothing is where the recorded one was.
+
+    FOLDER/flight-0, flight-1    segments of `SEGMENT` plans, the older one overwritten when the newer is full
+    a segment                    frames of (length: 4 bytes, msgpack): Seated, then StepPlan and StepResult
+
+A frame is one write() into the page cache: a process that is killed loses nothing that it had written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from quire.protocol.plan import Entered, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor, Pending
+
+SEGMENT = 64
+
+
+class Seated(Struct, array_like=True, tag="seated"):
+    """The rows at the start of a segment, each as if it entered now; `done` of its tokens were computed."""
+
+    rows: list[Entered]
+    done: list[int]
+    steps: int  # before this segment
+
+
+Frame = Seated | StepPlan | StepResult
+
+
+class Recording(Struct):
+    """What can be read back: where it starts, and what happened then."""
+
+    seated: Seated
+    frames: list[StepPlan | StepResult]
+
+    def unfinished(self) -> set[str]:
+        """Ids of the requests that plans without a result were working for."""
+        results = {f.step for f in self.frames if isinstance(f, StepResult)}
+        ids = {row.row: row.id for row in self.seated.rows}
+        stuck: set[str] = set()
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                ids |= {new.row: new.id for new in frame.entered}
+                if frame.step not in results:
+                    stuck |= {ids[item.row] for item in frame.work if item.row in ids}
+        return stuck
+
+    def seen(self) -> set[str]:
+        """Ids of all requests that had a row at any time of it."""
+        ids = {row.id for row in self.seated.rows}
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                ids |= {new.id for new in frame.entered}
+        return ids
+
+
+class Recorder:
+    """Writes frames, and keeps what a new segment must start with."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._rows: dict[int, Entered] = {}
+        self._done: dict[int, int] = {}
+        self._work: dict[
+            int, list[Entered | None]
+        ] = {}  # who draws, by work item, of steps in flight
+        self._plans = 0
+        self._file: Any = None
+
+    def plan(self, plan: StepPlan) -> None:
+        if self._plans % SEGMENT == 0:
+            self._turn_page()
+        self._plans += 1
+        self._write(plan)
+        for row in plan.left:
+            self._rows.pop(row, None)
+        for new in plan.entered:
+            # A copy: tokens and blocks grow here as they do in the worker.
+            self._rows[new.row] = msgspec.structs.replace(
+                new, tokens=list(new.tokens), blocks=[list(column) for column in new.blocks]
+            )
+            self._done[new.row] = new.computed
+        for item in plan.work:
+            self._done[item.row] += item.num_tokens - item.drafts
+            if item.new_blocks:
+                for column, added in zip(self._rows[item.row].blocks, item.new_blocks, strict=True):
+                    column.extend(added)
+        self._work[plan.step] = [
+            self._rows[item.row] if item.samples else None for item in plan.work
+        ]
+
+    def result(self, result: StepResult) -> None:
+        self._write(result)
+        for request, tokens in zip(self._work.pop(result.step), result.tokens, strict=True):
+            if request is not None and tokens:
+                request.tokens.extend(tokens)
+                if self._rows.get(request.row) is request:  # else another has the row by now
+                    self._done[request.row] += len(tokens) - 1
+
+    def failed(self, step: int) -> None:
+        """There will be no result of this step."""
+        self._work.pop(step, None)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _turn_page(self) -> None:
+        self.close()
+        number = self._plans // SEGMENT % 2
+        self._file = (self.folder / f"flight-{number}").open("wb", buffering=0)
+        rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
+        done = [min(self._done[row.row], len(row.tokens)) for row in rows]
+        self._write(Seated(rows, done, self._plans))
+
+    def _write(self, frame: Frame) -> None:
+        data = self._encoder.encode(frame)
+        self._file.write(struct.pack("<I", len(data)) + data)
+
+
+def frames(path: Path) -> Iterator[Frame]:
+    """Frames of a segment, up to its end or to the first that was not wholly written."""
+    decoder = msgspec.msgpack.Decoder(Frame)
+    data = path.read_bytes()
+    at = 0
+    while at + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        if at + 4 + length > len(data):
+            return
+        yield decoder.decode(data[at + 4 : at + 4 + length])
+        at += 4 + length
+
+
+def read(folder: Path) -> Recording | None:
+    """The last one or two segments as one recording; None if nothing was recorded.
+
+    Raises:
+        ValueError: a file there is not one of ours.
+    """
+    segments: list[tuple[Seated, list[StepPlan | StepResult]]] = []
+    for path in sorted(folder.glob("flight-*")):
+        try:
+            first, *rest = frames(path)
+        except (ValueError, msgspec.DecodeError) as why:
+            raise ValueError(f"{path} is not a flight recording: {why}") from None
+        if not isinstance(first, Seated):
+            raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
+        segments.append((first, [f for f in rest if not isinstance(f, Seated)]))
+    if not segments:
+        return None
+    segments.sort(key=lambda segment: segment[0].steps)
+    return Recording(segments[0][0], [frame for _, part in segments for frame in part])
+
+
+class Recorded:
+    """An executor that writes down what goes through it."""
+
+    def __init__(self, executor: Executor, recorder: Recorder):
+        self._executor, self._recorder = executor, recorder
+        self.recoverable = executor.recoverable
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._recorder.plan(plan)
+        return _Noted(self._executor.launch(plan), self._recorder, plan.step)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        return self._executor.call(name, *args)
+
+    def close(self) -> None:
+        self._executor.close()
+        self._recorder.close()
+
+
+class _Noted:
+    def __init__(self, pending: Pending, recorder: Recorder, step: int):
+        self._pending, self._recorder, self._step = pending, recorder, step
+
+    def result(self) -> StepResult:
+        try:
+            result = self._pending.result()
+        except BaseException:
+            self._recorder.failed(self._step)
+            raise
+        self._recorder.result(result)
+        return result

@@ -1,0 +1,65 @@
+"""The lifeline: a pipe from an engine's process to whoever keeps it alive. It breaks when the process does.
+
+Knows frames (4 bytes of length, msgpack) and file descriptors. Does not know what is done about a death.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+
+import msgspec
+
+from quire.protocol.output import Lifeline
+
+MOST = 1 << 24  # bytes; a frame that claims more is noise
+
+
+class Speaker:
+    """The child's end; several threads may speak."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def say(self, message: Lifeline) -> None:
+        """Raises OSError: nobody listens any more."""
+        data = msgspec.msgpack.encode(message)
+        data = struct.pack("<I", len(data)) + data
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+class Listener:
+    """The parent's end."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._data = b""
+        self._decoder = msgspec.msgpack.Decoder(Lifeline)
+        self.broken = False
+
+    def hear(self, wait: float) -> list[Lifeline]:
+        """What was said, after at most `wait` seconds; sets `broken` when the other end is gone."""
+        if not select.select([self._fd], [], [], wait)[0]:
+            return []
+        data = os.read(self._fd, 1 << 16)
+        self.broken = not data
+        self._data += data
+        heard: list[Lifeline] = []
+        while len(self._data) >= 4:
+            (length,) = struct.unpack_from("<I", self._data)
+            if length > MOST:
+                self.broken = True
+                break
+            if len(self._data) < 4 + length:
+                break
+            heard.append(self._decoder.decode(self._data[4 : 4 + length]))
+            self._data = self._data[4 + length :]
+        return heard
+
+    def close(self) -> None:
+        os.close(self._fd)

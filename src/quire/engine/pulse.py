@@ -1,0 +1,105 @@
+"""Pulse: signs of life of a process that works for another, and how long its present step may take.
+
+Knows a clock, a cost and a way to send. Does not know what a step is made of. The bound follows the work: a long
+prefill on a slow machine is not a hang. Before anything was measured the bound is `first`.
+
+    allowed = FLOOR + FACTOR * (seconds a token took lately) * (tokens of this step)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from quire.protocol.output import Beat
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor, Pending
+    from quire.protocol.plan import StepPlan
+
+BEAT_EVERY_S = 0.5
+FLOOR_S = 20.0
+FACTOR = 10.0
+FORGET = 0.9  # of the old rate, at each step
+
+
+class Pulse:
+    """`with pulse.working(): ...` around everything that must come to an end."""
+
+    def __init__(self, first: float, clock: Callable[[], float] = time.monotonic):
+        self.first, self.clock = first, clock
+        self.rate: float | None = None  # seconds a token
+        self.steps = 0
+        self._since: float | None = None
+        self._tokens = 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._since = self.clock()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def launched(self, tokens: int) -> None:
+        """The work at hand is a step of so many tokens."""
+        self._tokens = tokens
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens came to its end."""
+        self.steps += 1
+        rate = seconds / max(tokens, 1)
+        self.rate = rate if self.rate is None else max(rate, FORGET * self.rate)
+
+    def beat(self) -> Beat:
+        since = self._since
+        busy = 0.0 if since is None else self.clock() - since
+        if self.rate is None:
+            return Beat(self.steps, busy, self.first)
+        return Beat(self.steps, busy, FLOOR_S + FACTOR * self.rate * self._tokens)
+
+    def send_by(self, send: Callable[[Beat], None]) -> None:
+        """A thread that beats until the process ends, or nobody hears it."""
+
+        def run() -> None:
+            while True:
+                try:
+                    send(self.beat())
+                except OSError:
+                    return
+                time.sleep(BEAT_EVERY_S)
+
+        threading.Thread(target=run, name="pulse", daemon=True).start()
+
+
+class Timed:
+    """An executor whose steps are measured."""
+
+    def __init__(self, executor: Executor, pulse: Pulse):
+        self._executor, self._pulse = executor, pulse
+        self.recoverable = executor.recoverable
+
+    def launch(self, plan: StepPlan) -> Pending:
+        tokens = sum(item.num_tokens for item in plan.work)
+        self._pulse.launched(tokens)
+        began = self._pulse.clock()
+        return _Measured(self._executor.launch(plan), self._pulse, tokens, began)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        return self._executor.call(name, *args)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _Measured:
+    def __init__(self, pending: Pending, pulse: Pulse, tokens: int, began: float):
+        self._pending, self._pulse, self._tokens, self._began = pending, pulse, tokens, began
+
+    def result(self) -> Any:
+        result = self._pending.result()
+        self._pulse.stepped(self._tokens, self._pulse.clock() - self._began)
+        return result
