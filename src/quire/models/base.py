@@ -52,6 +52,7 @@ class CausalLM(nn.Module):
 
     per_request = False
     supports_prefix_caching = True
+    description = "native"
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__()
@@ -78,6 +79,10 @@ class CausalLM(nn.Module):
     def attention_layers(self) -> list[Attention]:
         """In the order in which they run."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.cfg.vocab_size)
 
     @property
     def dtype(self) -> torch.dtype:

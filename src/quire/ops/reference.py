@@ -56,9 +56,7 @@ def add_rms_norm(
 
 
 @op
-def rotate(
-    x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False
-) -> Tensor:
+def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate pairs of features by their angles; cos and sin: float32 one value a pair.
 
     Pairs are (i, i + R / 2) of the first R features, or (2 i, 2 i + 1) when interleaved; features from R on

@@ -89,6 +89,10 @@ def facts() -> PlatformFacts:
         raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
     if gpu:
         logger.info("%s is here and not used: %s", gpu.name, missing)
+    return cpu_facts()
+
+
+def cpu_facts() -> PlatformFacts:
     total, available = memory()
     return PlatformFacts(
         device="cpu",

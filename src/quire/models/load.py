@@ -1,0 +1,269 @@
+"""From a checkpoint to a model that is ready to run.
+
+Knows which tensors go where, by the names that layers give (`layers/weights.py`), and the names that wrappers
+put around them. Does not know file formats (`formats.py`), or what any family is made of.
+
+    choose        native class, or the code of Transformers
+    construct     on "meta": shapes and names, no memory
+    fill          tensor by tensor, from the mapped file; a whole tensor in the right dtype becomes the
+                  parameter itself, parts are copied side by side (q, k, v; gate, up)
+    check         nothing missing, nothing of the decoder left over
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.engine import Resolved
+from quire.errors import ConfigError
+from quire.layers.embedding import Head
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.weights import Layer, Slot
+from quire.logging import get_logger
+from quire.models import registry
+from quire.models.formats import tensors, weight_files
+from quire.models.hf import WRAPPED, TextConfig
+from quire.ops.dispatch import bind
+
+if TYPE_CHECKING:
+    from quire.platforms.base import Platform
+
+log = get_logger(__name__)
+
+WRAPPERS = re.compile(
+    r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model|llm)\.|^thinker\.(?=model\.|lm_head\.)"
+)
+"""What checkpoints of text models inside wrappers put before the names of the text model."""
+
+COMPUTED = re.compile(r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)$")
+"""Tensors that old checkpoints store and everybody works out."""
+
+SHOWN = 5  # names in a message
+
+
+def build_model(resolved: Resolved, platform: Platform) -> nn.Module:
+    """The model that `resolved` names, with its weights, on the platform's device, in eval mode, without gradients.
+
+    Raises:
+        ModelNotFound: no weights there.
+        ConfigError: they are not the weights that config.json describes; the message names the tensors.
+        Unsupported: Transformers has no such model, or none that can be run correctly.
+    """
+    bind(platform.kernels)
+    impl, reason = registry.choose_impl(
+        resolved.architecture, resolved.hf_config, resolved.asked.model.model_impl
+    )
+    log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
+    if impl == "transformers":
+        from quire.models.transformers import TransformersModel
+
+        return TransformersModel.build(resolved, platform)
+    return _native(resolved, platform)
+
+
+def _native(resolved: Resolved, platform: Platform) -> nn.Module:
+    began = time.perf_counter()
+    target = registry.MODELS[resolved.architecture]
+    with construction(getattr(torch, resolved.dtype)):
+        model = _model_class(target)(TextConfig(resolved.hf_config), resolved.max_model_len)
+    load_format = resolved.asked.load.load_format
+    if load_format == "dummy":
+        source = f"random weights (seed {resolved.asked.model.seed})"
+        found = random_tensors(model, resolved.asked.model.seed)
+    else:
+        kind, files = weight_files(resolved.path, load_format)
+        source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
+        found = tensors(resolved.path, load_format)
+    fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
+    model.to(platform.device)  # buffers; the weights are there
+    model.eval()
+    bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
+    log.info(
+        "loaded %s: %.2f GiB in %s from %s, %.1f s",
+        *(target.partition(":")[2], bytes_held / 2**30, resolved.dtype),
+        *(source, time.perf_counter() - began),
+    )
+    return model
+
+
+def _model_class(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model class {target} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def construction(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, parameters are born in `dtype` and on "meta": they have shapes, and no memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ------------------------------------------------------------------------------------ filling
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Checkpoint name -> where it goes, of every layer of the model."""
+    found: dict[str, Slot] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            found.update(layer.slots(path))
+    return found
+
+
+def fill(
+    model: nn.Module,
+    found: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    *,
+    wrapped: bool = False,
+) -> None:
+    """Put (name, tensor) pairs where they belong, each once, then let schemes repack.
+
+    `wrapped`: the checkpoint is of a larger model, whose other parts are passed over.
+
+    Raises:
+        ConfigError: tensors are missing, have other shapes, or belong to the decoder and have no place in it.
+    """
+    slots = slots_of(model)
+    filled: set[str] = set()
+    aside: dict[str, Tensor] = {}  # a second table of a model that says it has one
+    odd: list[str] = []
+    outside: list[str] = []
+    for called, tensor in found:
+        name = _own_name(called, slots)
+        if name in slots:
+            slots[name].fill(tensor, device, called)
+            filled.add(name)
+        elif name == "lm_head.weight":
+            aside[name] = tensor
+        elif not COMPUTED.search(name):
+            (odd if _of_the_decoder(name, len(model.model.layers)) else outside).append(called)
+    _settle_head(model, slots, filled, aside, device)
+    if missing := _missing(slots, filled):
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} of the tensors that config.json asks for: {_some(missing)}"
+            + (f"; it has {_some(odd + outside)}, which have no place" if odd or outside else "")
+        )
+    if odd:
+        raise ConfigError(
+            f"the checkpoint has {len(odd)} tensors that {type(model).__name__} has no place for: {_some(odd)};"
+            " if config.json is right, --model-impl transformers may run it"
+        )
+    if outside:
+        (log.info if wrapped else log.warning)(
+            "%d tensors of the checkpoint are not used: %s", len(outside), _some(outside)
+        )
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.scheme.after_load(layer)
+
+
+def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
+    """The name as a text model that stands alone has it."""
+    if called in slots:
+        return called
+    name = WRAPPERS.sub("", called)
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without its head
+        name = f"model.{name}"
+    return name
+
+
+def _of_the_decoder(name: str, num_layers: int) -> bool:
+    """Would leaving it out change what the decoder computes? (Layers that config.json cuts off would not.)"""
+    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+        return int(layer[1]) < num_layers
+    return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
+
+
+def _settle_head(
+    model: nn.Module,
+    slots: dict[str, Slot],
+    filled: set[str],
+    aside: Mapping[str, Tensor],
+    device: torch.device,
+) -> None:
+    """A tied head that is in the checkpoint too: the same table, or the config is wrong and it counts."""
+    table = aside.get("lm_head.weight")
+    if table is None:
+        return
+    embeddings = "model.embed_tokens.weight"
+    if embeddings in slots and embeddings not in filled:
+        slots[embeddings].fill(table, device, "lm_head.weight")
+        filled.add(embeddings)
+        return
+    own = slots[embeddings].layer.get_parameter("weight")
+    if torch.equal(table.to(device=own.device, dtype=own.dtype), own):
+        return
+    log.warning(
+        "config.json ties the head to the embeddings, but the checkpoint has a head of its own: that one is used"
+    )
+    vocab, size = own.shape
+    with construction(own.dtype):
+        model.lm_head = Head(vocab, size)
+    Slot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
+
+
+def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
+    """Names of what no tensor came for. A parameter is whole by one tensor, or by all of its parts."""
+    by_parameter: dict[tuple[int, str], list[str]] = {}
+    for name, slot in slots.items():
+        by_parameter.setdefault((id(slot.layer), slot.name), []).append(name)
+    missing = []
+    for names in by_parameter.values():
+        whole = [name for name in names if slots[name].dim is None]
+        if filled.isdisjoint(whole):
+            parts = [name for name in names if slots[name].dim is not None] or whole[:1]
+            missing += [name for name in parts if name not in filled]
+    return missing
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(sorted(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# ------------------------------------------------------------------------------------ without a checkpoint
+
+
+def random_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """A tensor for every slot, drawn from (seed, name) alone: small normal numbers; norms near one.
+
+    Values that come out are as harmless as those of a fresh model, so that speed and plumbing can be tried
+    without a download.
+    """
+    done: set[tuple[int, str]] = set()
+    for name, slot in slots_of(model).items():
+        if slot.dim is None:
+            if (id(slot.layer), slot.name) in done:
+                continue
+            if isinstance(slot.layer, Linear) and slot.layer.parts:
+                continue  # by its parts, so that packed and split checkpoints are alike
+        done.add((id(slot.layer), slot.name))
+        like = slot.layer.get_parameter(slot.name)
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor = torch.empty(slot.shape(), dtype=like.dtype, device="cpu")
+        if not tensor.is_floating_point():
+            yield name, tensor.zero_()
+            continue
+        tensor.normal_(0.0, 0.02, generator=draw)
+        if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:
+            tensor += 1
+        yield name, tensor

@@ -1,0 +1,47 @@
+"""What a device must say of itself: tensors' place, memory, defaults, and what serves best on it.
+
+Knows names. Does not know models, layers or caches. One class a kind of device (`cpu.py`); what can be found
+out without torch is in `facts.py`, and a platform says the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Memory(NamedTuple):
+    """Bytes of the device, or of the cgroup around this process if that is less."""
+
+    total: int
+    available: int
+
+
+class Platform(Protocol):
+    """A device that models run on."""
+
+    name: str
+    """cpu, cuda, ..."""
+    description: str
+    """What the maker calls it."""
+    device: torch.device
+    attention: tuple[str, ...]
+    """Names of `attention/base.py`, best first: the first that can serve a model does."""
+    kernels: tuple[str, ...]
+    """Kinds of op implementations, best first (`ops/dispatch.py`); the reference is always last."""
+    default_depth: int
+    default_block_size: int
+    default_num_batched_tokens: int
+
+    def memory(self) -> Memory:
+        """As it is now."""
+        ...
+
+    def supports(self, dtype: str) -> bool:
+        """Does it multiply this format with instructions of its own? Others work too, slower."""
+        ...
+
+    def preferred_dtype(self, checkpoint: str) -> str:
+        """The format to compute in for weights stored as `checkpoint`."""
+        ...
