@@ -125,6 +125,10 @@ class Metrics:
         """A request was turned away because too many wait."""
         self.rejected.labels(self.model_name, reason).inc()
 
+    def failed(self, status: int) -> None:
+        """A request was answered with an error."""
+        self.errors.labels(self.model_name, str(status)).inc()
+
     def latest(self) -> EngineStats:
         return self._latest()
 

@@ -60,7 +60,9 @@ async def read_object(request: Request) -> dict[str, Any]:
     if kind != "application/json":
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed")
     state: ServerState = request.app.state.quire
-    raw = await read_body(request, state.config.server.max_body_bytes)
+    raw = getattr(request, "_body", None)  # /invocations has read it
+    if raw is None:
+        raw = await read_body(request, state.config.server.max_body_bytes)
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import QueueFull
+from quire.frontend.outputs import ERRORS
 from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
 from quire.protocol.params import SamplingParams
@@ -179,6 +180,7 @@ class Generation:
         name = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if name in self.state.active:  # clients choose ids, and may choose one twice
             name = f"{name}-{secrets.token_hex(4)}"
+        await self.state.admitted()
         timer = RequestTimer(self.state.metrics)
         # A copy: the rooms below fill in what is this request's own (seed, ends of text).
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
@@ -214,7 +216,9 @@ def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
     found = []
     for one in output.outputs:
         if one.finish_reason == "error":
-            raise ApiError(500, "the engine failed on this request; the server's log says why")
+            kind = ERRORS[getattr(one, "error_kind", "internal")]
+            why = getattr(one, "error", None) or "the server's log says why"
+            raise kind(f"the engine failed on this request: {why}")
         tokens = list(one.token_ids)
         count.output_tokens[one.index] += len(tokens)
         found.append(

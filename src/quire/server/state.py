@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire import env
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
 from quire.observe.metrics import Metrics
@@ -81,6 +82,23 @@ class ServerState:
             return False
         return True
 
+    def told(self) -> str:
+        """Why it does not take requests, in a few words; "" if it does."""
+        match self.phase:
+            case Phase.LOADING:
+                return f"loading: {self.stage}"
+            case Phase.DRAINING:
+                return "shutting down"
+            case Phase.DEAD:
+                return "the engine has stopped"
+            case Phase.READY:
+                return ""
+
+    async def admitted(self) -> None:
+        """Wait while new generations are paused."""
+        if self.paused is not None:
+            await self.paused.wait()
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with.
 
@@ -89,6 +107,8 @@ class ServerState:
         """
         if name is None or name in self.model_names:
             return name or self.model_name
+        if env.get("SKIP_MODEL_NAME_VALIDATION"):
+            return name
         known = ", ".join(f"`{one}`" for one in self.model_names)
         raise ApiError(
             404, f"The model `{name[:200]}` does not exist; this server has {known}.", param="model"

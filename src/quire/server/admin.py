@@ -1,0 +1,114 @@
+"""Development routes: look into the engine, empty its cache, stop requests. Only in dev mode.
+
+Knows named functions of the engine and the server's state. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import platform
+import sys
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__, env
+from quire.server.bodies import convert, json_response, read, read_object
+from quire.server.errors import ApiError, invalid
+from quire.server.health import state_of
+from quire.server.schemas import AbortRequest, RpcRequest
+
+RPC_TIMEOUT_S = 300.0
+SECRET = ("api_key", "hf_token", "ssl_keyfile")
+
+
+def told(value: Any, name: str = "") -> Any:
+    """A configuration as JSON's types; keys are not shown."""
+    if name in SECRET:
+        return None if value is None else "***"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: told(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): told(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [told(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+async def server_info(request: Request) -> Response:
+    config = told(state_of(request).config)
+    if request.query_params.get("config_format", "text") == "text":
+        config = "\n".join(f"{section}: {fields}" for section, fields in config.items())
+    system = {"quire": __version__, "python": sys.version.split()[0], "system": platform.platform()}
+    info = {"vllm_config": config, "vllm_env": env.given(), "system_env": system}
+    return json_response(info | {"pid": os.getpid(), "torch": "torch" in sys.modules})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached prefixes; `success` is false when running requests hold some."""
+    done = await state_of(request).serving().call("reset_prefix_cache")
+    return json_response({"success": bool(done)})
+
+
+async def collective_rpc(request: Request) -> Response:
+    """Call a named function of every worker."""
+    engine = state_of(request).serving()
+    body = await read(request, RpcRequest)
+    patience = RPC_TIMEOUT_S if body.timeout is None else body.timeout
+    if not 0 < patience <= RPC_TIMEOUT_S:
+        raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
+    call = engine.call("collective_rpc", body.method, body.args, body.kwargs)
+    try:
+        results = await asyncio.wait_for(call, patience)
+    except TimeoutError as error:
+        raise ApiError(408, f"`{body.method}` did not answer in {patience:g} s") from error
+    return json_response({"results": [told(result) for result in results]})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End these generations, or all of them when no ids are given."""
+    state = state_of(request)
+    engine = state.serving()
+    raw = await read_object(request) if request.headers.get("content-length", "0") != "0" else {}
+    body = convert(raw, AbortRequest)
+    wanted = set(body.request_ids)
+    ids = [name for name in sorted(state.active) if not wanted or name in wanted]
+    for name in ids:
+        await engine.abort(name)
+    return json_response({"status": "aborted", "request_ids": ids})
+
+
+async def pause(request: Request) -> Response:
+    """Take no new generations: they wait. `mode`: keep what runs, wait for its end, or abort it."""
+    state = state_of(request)
+    engine = state.serving()
+    mode = request.query_params.get("mode", "abort")
+    if mode not in ("abort", "wait", "keep"):
+        raise invalid("`mode` must be abort, wait or keep", "mode")
+    if state.paused is None:
+        state.paused = asyncio.Event()
+    state.paused.clear()
+    if mode == "abort":
+        for name in sorted(state.active):
+            await engine.abort(name)
+    while mode != "keep" and state.active:
+        await asyncio.sleep(0.02)
+    if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
+        await engine.call("reset_prefix_cache")
+    return json_response({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    state = state_of(request)
+    if state.paused is not None:
+        state.paused.set()
+        state.paused = None
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    paused = state_of(request).paused
+    return json_response({"is_paused": paused is not None and not paused.is_set()})

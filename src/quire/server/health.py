@@ -1,0 +1,62 @@
+"""Is it there, and what is it: health, version, load, metrics.
+
+Knows the server's state. Does not know requests' contents.
+
+    /health, /ping   200 while it answers requests, or will again; 503 while it loads, and when it is dead
+    /health/live     200 as long as the process runs: a restart would not help
+    /health/startup  200 once the model is loaded
+    /health/ready    200 while new requests are taken
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.observe.metrics import CONTENT_TYPE
+from quire.server.bodies import json_response
+from quire.server.state import Phase, ServerState
+
+
+def state_of(request: Request) -> ServerState:
+    found: ServerState = request.app.state.quire
+    return found
+
+
+def status(good: bool, why: str = "") -> Response:
+    if good:
+        return Response(status_code=200)
+    return Response(why, status_code=503, media_type="text/plain", headers={"Retry-After": "1"})
+
+
+async def health(request: Request) -> Response:
+    state = state_of(request)
+    return status(state.healthy(), state.told())
+
+
+async def live(request: Request) -> Response:
+    return Response(status_code=200)
+
+
+async def startup(request: Request) -> Response:
+    state = state_of(request)
+    return status(state.phase is not Phase.LOADING, state.told())
+
+
+async def ready(request: Request) -> Response:
+    state = state_of(request)
+    return status(state.healthy() and state.phase is Phase.READY, state.told())
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def load(request: Request) -> Response:
+    """How many HTTP requests are under way, this one not counted."""
+    return json_response({"server_load": max(0, state_of(request).http_requests - 1)})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(state_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})

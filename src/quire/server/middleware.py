@@ -1,0 +1,110 @@
+"""What every HTTP request passes before its route: counting, a request id, the key.
+
+Knows headers and paths as the router sees them. Does not know endpoints, except the few that need no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError, error_response
+from quire.server.state import ServerState
+
+OPEN = frozenset(
+    ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
+)
+"""Paths that need no key: probes and scrapers have none. Every other path needs it, known or not."""
+
+_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class Counted:
+    """Counts the HTTP requests under way (/load), and the answers that are errors, by status."""
+
+    def __init__(self, app: ASGIApp, state: ServerState):
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self.state.metrics.failed(message["status"])
+            await send(message)
+
+        self.state.http_requests += 1
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            self.state.http_requests -= 1
+
+
+class RequestIds:
+    """Answers with X-Request-Id: the client's own, or a new one, which then names the generation too."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        told = Headers(scope=scope).get("x-request-id")
+        if told is None:
+            name = secrets.token_hex(16)
+            scope = {**scope, "headers": [*scope["headers"], (b"x-request-id", name.encode())]}
+        else:
+            name = told if _ID.fullmatch(told) else ""  # a bad one is refused later; never echoed
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start" and name:
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+class Guard:
+    """Without one of the keys there is 401 for every path that is not OPEN.
+
+    The path is compared exactly as the router will compare it, so that no other spelling of it gets by.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]):
+        self.app = app
+        self.digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._passes(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+        else:
+            error = ApiError(
+                401,
+                "Unauthorized: this server needs an API key, as `Authorization: Bearer KEY`",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error_response(error)(scope, receive, send)
+
+    def _passes(self, scope: Scope) -> bool:
+        # A browser sends no key with OPTIONS, and no route of ours does anything for it.
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            return True
+        if get_route_path(scope) in OPEN:
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        # All are compared, so that the time does not tell which one was close.
+        same = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return scheme.lower() == "bearer" and any(same)

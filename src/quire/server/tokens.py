@@ -1,0 +1,58 @@
+"""POST /tokenize and /detokenize.
+
+Knows texts, messages and ids. Does not run the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.bodies import json_response, read
+from quire.server.chat import chat_options
+from quire.server.errors import invalid
+from quire.server.health import state_of
+from quire.server.prompts import check_messages, encode
+from quire.server.schemas import DetokenizeRequest, TokenizeRequest
+
+
+async def tokenize(request: Request) -> Response:
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, TokenizeRequest)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either `prompt` or `messages`", "prompt")
+    special = body.add_special_tokens
+    if body.prompt is not None:
+        tokens = await encode(engine, body.prompt, special=True if special is None else special)
+    else:
+        check_messages(body.messages or [])
+        text = engine.render(body.messages or [], chat_options(body, state))
+        tokens = await encode(engine, text, special=bool(special))
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": engine.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [engine.token_text(token) for token in tokens]
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, DetokenizeRequest)
+    state.check_model(body.model)
+    for token in body.tokens:
+        if not 0 <= token < engine.vocab_size:
+            raise invalid(
+                f"`tokens` has {token}, which is no token of this model: ids go from 0 to"
+                f" {engine.vocab_size - 1}",
+                "tokens",
+            )
+    return json_response({"prompt": engine.decode(body.tokens)})

@@ -1,0 +1,147 @@
+"""A text engine that says what it was told to: for tests of the HTTP room alone.
+
+Its tokens are the code points of characters, so that every test can read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace as Object
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.errors import EngineDeadError, ValidationError
+from quire.observe.metrics import Metrics
+from quire.protocol.output import EngineStats
+from quire.server.sampling import FINAL_ONLY
+from quire.server.state import Phase, ServerState
+
+CREATED = 1_700_000_000
+
+
+class ScriptedEngine:
+    """Answers each request with `script`: texts, one an output; an exception is raised at its place."""
+
+    fingerprint = "scripted"
+    created = CREATED
+    max_model_len = 64
+    vocab_size = 0x110000
+
+    def __init__(self, *script: str | Exception, finish: str = "stop"):
+        self.script: Sequence[str | Exception] = script or ("Hel", "lo")
+        self.finish = finish
+        self.gate: asyncio.Event | None = None  # outputs after the first wait for it
+        self.asked: list[Object] = []
+        self.aborted: list[str] = []
+        self.closed: list[str] = []
+        self.called: list[tuple[Any, ...]] = []
+        self.dead: str | None = None
+        self.cached = 0
+
+    def defaults(self) -> dict[str, Any]:
+        return {}
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return ([1] if special else []) + [ord(char) for char in text]
+
+    def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
+        return "".join(chr(token) for token in tokens if token != 1)
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
+
+    def render(self, messages: list[dict[str, Any]], options: Any) -> str:
+        if any(message["role"] == "alien" for message in messages):
+            raise ValidationError("the template knows no aliens", parameter="messages")
+        lines = [f"{message['role'][0]}:{message.get('content') or ''}" for message in messages]
+        return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[Object, None]:
+        self.asked.append(Object(prompt=prompt, params=params, id=request_id, priority=priority))
+        try:
+            if params.output_kind == FINAL_ONLY:
+                texts = [text for text in self.script if isinstance(text, str)]
+                failures = [one for one in self.script if isinstance(one, Exception)]
+                if self.gate is not None:
+                    await self.gate.wait()
+                if failures:
+                    raise failures[0]
+                yield self.output(prompt, params, request_id, "".join(texts), True)
+                return
+            for at, text in enumerate(self.script):
+                if at and self.gate is not None:
+                    await self.gate.wait()
+                await asyncio.sleep(0)
+                if isinstance(text, Exception):
+                    raise text
+                yield self.output(prompt, params, request_id, text, at + 1 == len(self.script))
+        finally:
+            self.closed.append(request_id)
+
+    def output(self, prompt: Any, params: Any, request_id: str, text: str, ended: bool) -> Object:
+        outputs = []
+        for index in range(params.n):
+            ids = [ord(char) for char in text]
+            outputs.append(
+                Object(
+                    index=index,
+                    text=text,
+                    token_ids=ids,
+                    logprobs=None
+                    if params.logprobs is None
+                    else [self.position(token, params.logprobs) for token in ids],
+                    finish_reason=self.finish if ended else None,
+                    stop_reason=None,
+                )
+            )
+        told = None
+        if params.prompt_logprobs is not None:
+            told = [
+                None,
+                *(self.position(token, params.prompt_logprobs) for token in prompt.tokens[1:]),
+            ]
+        return Object(
+            request_id=request_id,
+            prompt_token_ids=prompt.tokens,
+            prompt_logprobs=told,
+            outputs=outputs,
+            finished=ended,
+            num_cached_tokens=self.cached,
+        )
+
+    def position(self, token: int, top: int) -> dict[int, Object]:
+        """The chosen token has rank 1, and the next ones follow it."""
+        return {
+            token + rank: Object(
+                logprob=-0.5 - rank, rank=rank + 1, decoded_token=chr(token + rank)
+            )
+            for rank in range(max(1, top))
+        }
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def check_health(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.asked) - len(self.closed), num_blocks=10, block_size=16)
+
+    async def call(self, name: str, *args: Any) -> Any:
+        self.called.append((name, *args))
+        return [args] if name == "collective_rpc" else True
+
+
+def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:
+    """A serving state around an engine; `keywords` are configuration, flat."""
+    keywords.setdefault("served_model_name", "toy")
+    config = EngineConfig.from_keywords(**keywords)
+    state = ServerState(config, Metrics("toy", process=False))
+    if engine is not None:
+        state.engine, state.phase = engine, Phase.READY
+        state.metrics.attach(engine.stats, engine.max_model_len, {"block_size": 16})
+    return state
