@@ -1,0 +1,84 @@
+"""Replay: a flight recording, run again on an executor of one's own.
+
+Knows recordings and wire 2. Does not know where the executor comes from (`cli/replay.py` builds it). KV that the
+recorded engine had from before the recording is computed first, by plans of our own without a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.engine.flight import Recording
+from quire.protocol.plan import Entered, StepPlan, StepResult, Work
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One step, then and now."""
+
+    plan: StepPlan
+    recorded: StepResult | None
+    """None: the engine died, or failed, in this step."""
+    result: StepResult | None
+    error: BaseException | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the same plan came out otherwise."""
+        if self.recorded is None or self.result is None:
+            return self.recorded is not self.result
+        return self.recorded.tokens != self.result.tokens
+
+
+def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Replayed]:
+    """Run it step by step, ending at the first step that fails.
+
+    Args:
+        budget: the most tokens of a step (max_num_batched_tokens).
+    """
+    recorded = {f.step: f for f in recording.frames if isinstance(f, StepResult)}
+    seated = recording.seated
+    if seated.rows:
+        for plan in _compute(seated.rows, seated.done, [], budget):
+            executor.launch(plan).result()
+    for plan in recording.frames:
+        if not isinstance(plan, StepPlan):
+            continue
+        if known := [new for new in plan.entered if new.computed]:
+            done = [new.computed for new in known]
+            fresh = [msgspec.structs.replace(new, computed=0) for new in known]
+            for before in _compute(fresh, done, plan.left, budget):
+                executor.launch(before).result()
+            left = [new.row for new in known]
+            now = msgspec.structs.replace(plan, left=left)
+        else:
+            now = plan
+        try:
+            result, error = executor.launch(now).result(), None
+        except Exception as why:
+            result, error = None, why
+        yield Replayed(plan, recorded.get(plan.step), result, error)
+        if error is not None:
+            return
+
+
+def _compute(
+    rows: list[Entered], done: list[int], left: list[int], budget: int
+) -> Iterator[StepPlan]:
+    """Plans that seat these rows and compute the first `done` tokens of each, drawing nothing."""
+    entered, togo = rows, dict(zip((new.row for new in rows), done, strict=True))
+    while entered or any(togo.values()):
+        work, room = [], budget
+        for row, tokens in togo.items():
+            if n := min(tokens, room):
+                work.append(Work(row, n, samples=False))
+                togo[row], room = tokens - n, room - n
+        yield StepPlan(0, entered, work, left)
+        entered, left = [], []

@@ -1,0 +1,123 @@
+"""The flight recorder: what was written can be read after any death, and replayed to the same tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from test_client import Device, ask, collect, make
+from toy import StepFailed
+
+from quire.engine import flight
+from quire.engine.client import InlineClient
+from quire.engine.replay import replay
+
+
+def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
+    client = make(device)
+    recorder = flight.Recorder(folder)
+    client.core.executor.kin = Kin()
+    wrapped = flight.Recorded(client.core.executor, recorder)
+    wrapped.kin = client.core.executor.kin
+    client.core.executor = wrapped
+    return client
+
+
+class Kin(dict):
+    """Of the toy: every request's KV depends on its tokens alone."""
+
+    def __missing__(self, id):
+        return (None, "")
+
+
+def fresh() -> Device:
+    device = make().core.executor
+    device.kin = Kin()
+    return device
+
+
+def run(client: InlineClient, rng: random.Random, requests: int) -> None:
+    for start in range(0, requests, 6):
+        ids = {f"r{start + i}" for i in range(6)}
+        for id in sorted(ids):
+            ask(client, id, rng.randint(1, 40))
+        collect(client, ids)
+    client.core.executor.close()
+
+
+@pytest.mark.parametrize("requests", [6, 60])
+def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
+    run(recorded(tmp_path), random.Random(requests), requests)
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    steps = list(replay(recording, fresh(), budget=16))
+    assert len(steps) > 30
+    assert all(step.result is not None and not step.differs for step in steps)
+    if requests == 60:
+        assert recording.seated.rows  # it starts in the middle of requests
+
+
+def test_a_difference_is_seen(tmp_path: Path) -> None:
+    run(recorded(tmp_path), random.Random(1), 6)
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    result = next(f for f in recording.frames if isinstance(f, flight.StepResult) and f.tokens[0])
+    result.tokens[0][0] += 1
+    assert sum(step.differs for step in replay(recording, fresh(), budget=16)) == 1
+
+
+def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
+    class Dying(Device):
+        left = 5
+
+        def result(self, step):
+            self.left -= 1
+            if not self.left:
+                raise MemoryError
+            return super().result(step)
+
+    client = recorded(tmp_path, Dying)
+    ask(client, "short", 2)
+    ask(client, "long", 30)
+    with pytest.raises(Exception, match="MemoryError"):
+        collect(client, {"short", "long"})
+    client.core.executor.close()
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    assert recording.unfinished() == {"long"}
+    assert recording.seen() == {"short", "long"}
+
+
+def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
+    run(recorded(tmp_path), random.Random(1), 6)
+    whole = flight.read(tmp_path)
+    for path in tmp_path.glob("flight-*"):
+        path.write_bytes(path.read_bytes()[:-3])
+    cut = flight.read(tmp_path)
+    assert whole is not None
+    assert cut is not None
+    assert cut.frames == whole.frames[:-1]
+
+
+def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
+    run(recorded(tmp_path), random.Random(1), 6)
+    recording = flight.read(tmp_path)
+    assert recording is not None
+
+    class Failing(Device):
+        def launch(self, plan):
+            raise StepFailed
+
+    device = fresh()
+    device.__class__ = Failing
+    steps = list(replay(recording, device, budget=16))
+    assert len(steps) == 1
+    assert isinstance(steps[0].error, StepFailed)
+
+
+def test_nothing_recorded_is_no_recording(tmp_path: Path) -> None:
+    assert flight.read(tmp_path) is None
+    (tmp_path / "flight-0").write_bytes(b"\x03\x00\x00\x00abc")
+    with pytest.raises(ValueError, match="not a flight recording"):
+        flight.read(tmp_path)
