@@ -5,6 +5,9 @@ number i of *every* group, so a block id names the same bytes in whichever group
 
     group 0   layers 0 2 4        storage 0   layers 0 and 1
     group 1   layers 1 3 5        storage 1   layers 2 and 3 ...
+
+Groups whose heads have other sizes share storage among themselves only (`kvcache/layout.by_shape`); a block
+id then costs its bytes in each such class.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import Unsupported
+from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
 
 if TYPE_CHECKING:
@@ -41,27 +45,35 @@ def allocate_cache(
     Returns the storages: for each, the flat parts (keys, values) that layers see under their own shapes.
 
     Raises:
-        Unsupported: the groups' layers want blocks of different bytes.
+        Unsupported: the backend lays out two groups of equal heads differently, or blocks not outermost.
     """
     device = torch.device("cpu") if platform is None else torch.device(platform.device)
     layers = model.attention_layers()
-    shapes = [backend.cache_shape(group.spec, num_blocks, block_size) for group in groups]
-    sizes = [tuple(prod(shape) for shape in parts) for parts in shapes]
-    if len(set(sizes)) > 1 or any(shape[0] != num_blocks for parts in shapes for shape in parts):
-        raise Unsupported(
-            f"a cache whose groups of layers have blocks of different layout ({shapes})",
-            "use a model whose layers have key/value heads of one size",
-        )
-    count = max((len(group.layers) for group in groups), default=0)
-    storages = [
-        tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes[0])
-        for _ in range(count)
-    ]
-    for number, (group, parts) in enumerate(zip(groups, shapes, strict=True)):
-        for storage, index in zip(storages, group.layers, strict=False):
-            layer = layers[index]
-            layer.cache = tuple(
-                flat.view(shape) for flat, shape in zip(storage, parts, strict=True)
+    numbers = {group.layers: number for number, group in enumerate(groups)}
+    everything = []
+    for alike in by_shape(groups).values():
+        shapes = [backend.cache_shape(group.spec, num_blocks, block_size) for group in alike]
+        sizes = tuple(prod(shape) for shape in shapes[0])
+        if any(
+            tuple(prod(shape) for shape in parts) != sizes
+            or any(shape[0] != num_blocks for shape in parts)
+            for parts in shapes
+        ):
+            raise Unsupported(
+                f"a cache whose groups of layers cannot share blocks ({shapes})",
+                "choose another attention_backend",
             )
-            layer.group, layer.backend = number, backend
-    return storages
+        count = max(len(group.layers) for group in alike)
+        storages = [
+            tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+            for _ in range(count)
+        ]
+        for group, parts in zip(alike, shapes, strict=True):
+            for storage, index in zip(storages, group.layers, strict=False):
+                layer = layers[index]
+                layer.cache = tuple(
+                    flat.view(shape) for flat, shape in zip(storage, parts, strict=True)
+                )
+                layer.group, layer.backend = numbers[group.layers], backend
+        everything += storages
+    return everything

@@ -55,8 +55,7 @@ class Processor:
     def name(self) -> str:
         return type(self).__name__
 
-    @classmethod
-    def validate(cls, params: SamplingParams) -> None:
+    def validate(self, params: SamplingParams) -> None:
         """Raise ValueError if these parameters cannot be served."""
 
     def enter(self, new: Entered) -> bool:

@@ -1,0 +1,36 @@
+"""InlineExecutor: the worker lives in this process, and a step runs when it is launched.
+
+Knows one worker. Does not know what it does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import StepFailed
+from quire.executor.base import Failed, Pending
+from quire.protocol.plan import StepPlan
+
+if TYPE_CHECKING:
+    from quire.worker.worker import Worker
+
+
+class InlineExecutor:
+    """An Executor over one worker. `recoverable`: the exceptions that end a step and no more."""
+
+    def __init__(
+        self, worker: Worker, recoverable: tuple[type[BaseException], ...] = (StepFailed,)
+    ):
+        self.worker, self.recoverable = worker, recoverable
+
+    def launch(self, plan: StepPlan) -> Pending:
+        try:
+            return self.worker.run(plan)
+        except self.recoverable as error:
+            return Failed(error)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        return [self.worker.call(name, *args)]
+
+    def close(self) -> None:
+        """Nothing to do: the worker's memory goes when the last reference to it does."""
