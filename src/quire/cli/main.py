@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": ("quire.bench.__main__", "measure a server, or the engine without one"),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
     "collect-env": ("quire.cli.collect_env", "what to paste into a bug report"),
+    "replay": ("quire.cli.replay", "run the last steps of a dead engine again"),
     "version": ("", "print the version"),
 }
 """Word -> (module with `main(argv) -> int`, what it does)."""

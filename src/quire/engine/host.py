@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +27,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from quire import env
 from quire.engine import flight
 from quire.engine.lifeline import Listener
 from quire.logging import get_logger
@@ -35,6 +35,7 @@ from quire.protocol.output import Beat, Died, Ready
 
 log = get_logger(__name__)
 
+CONFIG = "resolved"
 Condition = Literal["starting", "ready", "restarting", "dead", "closed"]
 
 
@@ -100,7 +101,9 @@ class EngineHost:
     def _live_once(self) -> bool:
         """One child from its start to its end; whether there will be another."""
         generation = self.state.generation
-        (self.folder / str(generation)).mkdir(exist_ok=True)
+        place = self.folder / str(generation)
+        place.mkdir(exist_ok=True)
+        (place / CONFIG).write_bytes(self._payload)  # a recording is of use with it only
         reading, writing = os.pipe()
         self.child = child = self._spawn(generation, writing)
         os.close(writing)
@@ -232,14 +235,14 @@ class StateFile:
         return self.now
 
 
-def keep(folder: Path, newest: Callable[[], float] = time.time) -> Path:
+def keep(folder: Path) -> Path:
     """Copy a recording to where it outlives us; the five latest are kept."""
-    from quire import env
-
     root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "crashes"
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target = root / f"{int(newest())}-{os.getpid()}-{folder.name}"
-    shutil.copytree(folder, target, ignore=lambda _, names: [n for n in names if "flight" not in n])
+    target = root / f"{int(time.time())}-{os.getpid()}-{folder.name}"
+    target.mkdir(mode=0o700)
+    for path in (folder / CONFIG, *folder.glob("flight-*")):
+        shutil.copy(path, target)
     for old in sorted(path for path in root.iterdir() if path.is_dir())[:-5]:
         shutil.rmtree(old, ignore_errors=True)
     return target
