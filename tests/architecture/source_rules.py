@@ -22,7 +22,6 @@ MAX_FUNCTION_LINES = 80
 # Highest first. A package imports those below it, never those beside it or above it.
 ORDER = [
     {"compat"},
-    {"compat"},
     {"cli"},
     {"bench", "router"},
     {"server"},
@@ -52,6 +51,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 LONG_FUNCTIONS: dict[str, str] = {}
 FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKING only)
     ("attention", "layers"): "a backend is handed the layer it serves",
+    ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
 GLOBALS = {
     ("quire/batch.py", "_running"): "the step that runs now; passes do not nest, and it says so",
@@ -62,8 +62,8 @@ GLOBALS = {
 # Modules that must load without torch, and whose code never asks for it, not even in a function.
 NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
-    r"|quire/engine/(core|client|process)\.py"
-    r"|quire/executor/base\.py|quire/models/(hf|registry|__init__)\.py|quire/platforms/facts\.py"
+    r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|processes)\.py"
+    r"|quire/models/(hf|registry|__init__)\.py|quire/platforms/facts\.py"
     r"|quire/(env|errors|logging|registry)\.py|quire/features/\w+/gate\.py"
 )
 CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.py")

@@ -11,10 +11,9 @@ from source_rules import SOURCE, source_files
 
 # More than source_rules.NEVER_TORCH: these may ask for torch in a function, but not when they load.
 TORCH_FREE = re.compile(
-    r"quire/(protocol|config|kvcache|scheduler|server|observe|frontend|cli)/"
-    r"|quire/engine/(core|client|clients|process|admin|memory|assemble)\.py"
-    r"|quire/executor/(base|processes)\.py|quire/models/(hf|registry|__init__)\.py"
-    r"|quire/platforms/facts\.py|quire/api/(async_llm|outputs|__init__)\.py"
+    r"quire/(protocol|config|kvcache|scheduler|engine|server|observe|frontend|api|cli|compat)/"
+    r"|quire/executor/(__init__|base|inline|processes)\.py|quire/models/(hf|registry|__init__)\.py"
+    r"|quire/platforms/facts\.py"
     r"|quire/(__init__|env|errors|logging|registry|batch)\.py"
 )
 HEAVY = ("torch", "transformers", "tensorflow", "pandas")
