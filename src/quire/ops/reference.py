@@ -83,7 +83,10 @@ def silu_and_mul(x_TI2: Tensor) -> Tensor:
 def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
     """gelu(first half) times second half; tanh: the approximation."""
     gate, up = x_TI2.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+    if tanh:
+        return F.gelu(gate, approximate="tanh") * up
+    # Torch has another routine, with other bits, for contiguous inputs, and a single row is one.
+    return F.gelu(gate.contiguous()) * up
 
 
 @op

@@ -1,0 +1,149 @@
+"""Tiny checkpoints of every native architecture, in every variation that its config.json can ask for.
+
+One row is one test of `test_native.py`. Transformers writes the checkpoint (random everywhere: norms of one and
+biases of zero hide mistakes) and says what the logits are.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.models.archs import randomise
+
+VOCAB = 131
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+TRAINED = {"original_max_position_embeddings": 64}
+FACTORS = {
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 1.6, 2.0, 2.5, 3.0],
+    "long_factor": [4.0] * 4 + [6.0] * 4,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kind` is Transformers' model_type; `config` goes over BASE, and None takes a key out.
+
+    `file`: what the test writes over config.json afterwards (older spellings of the same).
+    """
+
+    name: str
+    kind: str
+    config: dict[str, Any] = field(default_factory=dict)
+    file: dict[str, Any] = field(default_factory=dict)
+
+
+def rope(name: str, rope_type: str, config: dict[str, Any] | None = None, **more: Any) -> Case:
+    parameters = {"rope_type": rope_type, "rope_theta": 5000.0, **more}
+    return Case(f"llama {name}", "llama", {"rope_parameters": parameters, **(config or {})})
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}
+CASES = [
+    Case("llama", "llama"),
+    Case("llama tied", "llama", {"tie_word_embeddings": True}),
+    Case("llama biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    Case("llama gelu", "llama", {"hidden_act": "gelu"}),
+    Case("llama gelu tanh", "llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    Case("llama of few keys", "llama", {"head_dim": None}, {"head_dim": None, "mlp_bias": None}),
+    Case("llama one kv head", "llama", {"num_key_value_heads": 1}),
+    Case("llama all heads", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    rope("linear", "linear", factor=4.0),
+    rope("dynamic", "dynamic", factor=2.0),  # within the trained length; beyond it: test_rope.py
+    rope("yarn", "yarn", factor=4.0, **TRAINED),
+    rope(
+        "yarn tuned", "yarn", factor=4.0, beta_fast=16, beta_slow=2, attention_factor=1.3, **TRAINED
+    ),
+    rope(
+        "yarn mscale", "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, truncate=False, **TRAINED
+    ),
+    rope("longrope", "longrope", **FACTORS, **TRAINED),
+    rope("llama3", "llama3", **LLAMA3),
+    Case(
+        "llama3 old spelling",
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, **LLAMA3}},
+        {
+            "rope_parameters": None,
+            "rope_theta": 5000.0,
+            "rope_scaling": {"type": "llama3", **LLAMA3},
+        },
+    ),
+    Case("mistral", "mistral", {"sliding_window": None}, {"sliding_window": None}),
+    Case("mistral window", "mistral", {"sliding_window": 7}),
+    Case("mistral wide heads", "mistral", {"sliding_window": None, "head_dim": 32}),
+    Case("qwen2", "qwen2"),
+    Case("qwen2 tied", "qwen2", {"tie_word_embeddings": True, "head_dim": None}),
+    Case(
+        "qwen2 windows above",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    Case(
+        "qwen2 windows, old spelling",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {"layer_types": None},
+    ),
+    Case("qwen3", "qwen3"),
+    Case("qwen3 tied", "qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    Case("qwen3 biases", "qwen3", {"attention_bias": True}),
+    Case(
+        "qwen3 by layer types",
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+]
+"""`keys left out` are covered by `file`: None there takes the key out of config.json."""
+
+
+def write(case: Case, folder: Path, seed: int = 0) -> nn.Module:
+    """Save the case's checkpoint into `folder`; returns Transformers' model of it, float32, in eval mode."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = {**BASE, **case.config}
+    explicit_none = {"sliding_window"}
+    values = {k: v for k, v in values.items() if v is not None or k in explicit_none}
+    config = CONFIG_MAPPING[case.kind](**copy.deepcopy(values))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        randomise(model)
+    save(model, folder)
+    if case.file:
+        edit_config(folder, **case.file)
+    return model
+
+
+def save(model: nn.Module, folder: Path, **how: Any) -> None:
+    """save_pretrained without its progress bar."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, **how)
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Put values over config.json; None takes the key out."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

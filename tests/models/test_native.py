@@ -1,0 +1,74 @@
+"""Our own models against Transformers, from the same files; and against themselves, however they are run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.config.engine import EngineConfig
+from quire.engine.assemble import resolve_config
+from quire.models.base import CausalLM
+from quire.models.load import build_model
+from quire.platforms.cpu import CpuPlatform
+from tests.models.cases import CASES, VOCAB, Case, write
+from tests.models.harness import Runner
+
+CLOSE = 1e-4  # float32, on logits of magnitude 1
+LENGTHS = (61, 9, 34)
+BLOCKS = (16, 32, 128)
+
+
+def build(folder: Path, **asked: Any) -> nn.Module:
+    config = EngineConfig.from_keywords(model=str(folder), **{"dtype": "float32", **asked})
+    return build_model(resolve_config(config), CpuPlatform())
+
+
+def texts(seed: int = 3) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@torch.inference_mode()
+def plain(model: nn.Module, tokens: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def in_pieces(runner: Runner, texts: list[list[int]], seed: int, most: int) -> list[Tensor]:
+    """All logits of all texts, side by side in pieces of 1 to `most` tokens, rows in any order."""
+    draw = random.Random(seed)
+    got: list[list[Tensor]] = [[] for _ in texts]
+    for row, text in enumerate(texts):
+        runner.add(row, text)
+    while left := [r for r, text in enumerate(texts) if runner.computed[r] < len(text)]:
+        rows = draw.sample(left, draw.randint(1, len(left)))
+        work = [(r, min(draw.randint(1, most), len(texts[r]) - runner.computed[r])) for r in rows]
+        for (row, _), logits in zip(work, runner.step(work), strict=True):
+            got[row].append(logits)
+    for row in range(len(texts)):
+        runner.leave(row)
+    return [torch.cat(parts) for parts in got]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in CASES])
+def test_says_what_transformers_says(case: Case, tmp_path: Path) -> None:
+    """Whole, in pieces of any size, beside others, over scattered blocks; and all of these to the same bits."""
+    theirs = write(case, tmp_path)
+    ours = build(
+        tmp_path, model_impl="quire", max_model_len=64 if "longrope" in case.name else None
+    )
+    assert isinstance(ours, CausalLM)
+    wanted = [plain(theirs, text) for text in texts()]
+    assert wanted[0].std() > 0.1, "logits without a range prove nothing"
+    whole = [Runner(ours).prefill(0, text) for text in texts()]
+    for got, want in zip(whole, wanted, strict=True):
+        assert (got - want).abs().max() < CLOSE
+    for block_size, most in zip(BLOCKS, (3, 17, 40), strict=True):
+        runner = Runner(ours, block_size=block_size, num_tokens=768, seed=block_size)
+        pieces = in_pieces(runner, texts(), seed=block_size, most=most)
+        for got, alone in zip(pieces, whole, strict=True):
+            assert torch.equal(got, alone)
