@@ -14,28 +14,61 @@ __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.llm import LLM as LLM
-    from quire.api.outputs import CompletionOutput as CompletionOutput
-    from quire.api.outputs import RequestOutput as RequestOutput
+    from quire.compat.as_vllm import install_as_vllm as install_as_vllm
     from quire.config.arguments import AsyncEngineArgs as AsyncEngineArgs
     from quire.config.arguments import EngineArgs as EngineArgs
+    from quire.frontend.logprobs import Logprob as Logprob
+    from quire.frontend.outputs import CompletionOutput as CompletionOutput
+    from quire.frontend.outputs import RequestOutput as RequestOutput
+    from quire.frontend.prompts import PromptType as PromptType
+    from quire.frontend.prompts import TextPrompt as TextPrompt
+    from quire.frontend.prompts import TokensPrompt as TokensPrompt
+    from quire.protocol.params import BeamSearchParams as BeamSearchParams
+    from quire.protocol.params import RequestOutputKind as RequestOutputKind
     from quire.protocol.params import SamplingParams as SamplingParams
+    from quire.protocol.params import StructuredOutputsParams as StructuredOutputsParams
     from quire.registry import ModelRegistry as ModelRegistry
+
+LATER = "quire.compat.later"
+"""Where the names of features are that come later: importable, refused when used."""
 
 PUBLIC = {
     "LLM": "quire.api.llm:LLM",
     "AsyncLLM": "quire.api.async_llm:AsyncLLM",
     "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
     "SamplingParams": "quire.protocol.params:SamplingParams",
-    "BeamSearchParams": "quire.api.beam:BeamSearchParams",
-    "RequestOutput": "quire.api.outputs:RequestOutput",
-    "CompletionOutput": "quire.api.outputs:CompletionOutput",
+    "BeamSearchParams": "quire.protocol.params:BeamSearchParams",
+    "StructuredOutputsParams": "quire.protocol.params:StructuredOutputsParams",
+    "RequestOutputKind": "quire.protocol.params:RequestOutputKind",
+    "RequestOutput": "quire.frontend.outputs:RequestOutput",
+    "CompletionOutput": "quire.frontend.outputs:CompletionOutput",
+    "BeamSearchOutput": "quire.frontend.outputs:BeamSearchOutput",
+    "BeamSearchSequence": "quire.frontend.outputs:BeamSearchSequence",
+    "Logprob": "quire.frontend.logprobs:Logprob",
     "EngineArgs": "quire.config.arguments:EngineArgs",
     "AsyncEngineArgs": "quire.config.arguments:AsyncEngineArgs",
     "ModelRegistry": "quire.registry:ModelRegistry",
     "install_as_vllm": "quire.compat.as_vllm:install_as_vllm",
-    "TextPrompt": "quire.api.prompts:TextPrompt",
-    "TokensPrompt": "quire.api.prompts:TokensPrompt",
-    "PromptType": "quire.api.prompts:PromptType",
+    "TextPrompt": "quire.frontend.prompts:TextPrompt",
+    "TokensPrompt": "quire.frontend.prompts:TokensPrompt",
+    "EmbedsPrompt": "quire.frontend.prompts:EmbedsPrompt",
+    "PromptType": "quire.frontend.prompts:PromptType",
+    **{
+        name: f"{LATER}:{name}"
+        for name in (
+            "PoolingParams",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+            "LLMEngine",
+            "initialize_ray_cluster",
+        )
+    },
 }
 """Public name -> where it is."""
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from quire.cli.main import main as quire
-from quire.compat.as_vllm import RUN, install_as_vllm
+from quire.compat.as_vllm import install_as_vllm
 
 
 def main() -> int:
@@ -25,11 +24,8 @@ def main() -> int:
     if len(words) < 2:
         print("python -m quire.compat -m MODULE: which module?", file=sys.stderr)
         return 2
-    module = words[1]
-    if module in RUN:
-        return quire([RUN[module], *words[2:]] if RUN[module] else words[2:])
     sys.argv = words[1:]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -1,10 +1,11 @@
-"""For programs written for vLLM: `install_as_vllm()` makes `import vllm` mean Quire, where vLLM is not installed.
+"""For programs written for vLLM: `import vllm` can mean Quire, where vLLM is not installed.
 
     import quire; quire.install_as_vllm()
     from vllm import LLM, SamplingParams
 
-or, for a program that shall not be touched: `python -m quire.compat program.py ARGUMENTS`. Only public names are
-there; a name that Quire does not have is an ImportError that says so. Nothing happens unless asked for.
+or, for a program that shall not be touched, `python -m quire.compat program.py ARGUMENTS`, or the distribution in
+`compat/vllm/`, whose package and command `vllm` are this file's. Only public names are there; a name that Quire does
+not have is an ImportError that says so. Nothing happens unless asked for.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 ROOT = "quire"
+STANDS_IN = "quire.compat.as_vllm"
+"""Text by which our own package `vllm` is told from vLLM."""
+
+LATER = "quire.compat.later:"
+PARSER = "quire.config.arguments:ProgramParser"
 NAMES: dict[str, dict[str, str]] = {
     "vllm": {},  # all public names of quire
     "vllm.sampling_params": {
@@ -28,13 +36,32 @@ NAMES: dict[str, dict[str, str]] = {
         "StructuredOutputsParams": "quire:StructuredOutputsParams",
         "GuidedDecodingParams": "quire:StructuredOutputsParams",
     },
+    "vllm.pooling_params": {"PoolingParams": "quire:PoolingParams"},
     "vllm.outputs": {
-        "RequestOutput": "quire:RequestOutput",
-        "CompletionOutput": "quire:CompletionOutput",
+        name: f"quire:{name}"
+        for name in (
+            "RequestOutput",
+            "CompletionOutput",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        )
     },
+    "vllm.beam_search": {
+        "BeamSearchOutput": "quire:BeamSearchOutput",
+        "BeamSearchSequence": "quire:BeamSearchSequence",
+    },
+    "vllm.logprobs": {"Logprob": "quire:Logprob"},
+    "vllm.sequence": {"Logprob": "quire:Logprob"},
     "vllm.inputs": {
         "TextPrompt": "quire:TextPrompt",
         "TokensPrompt": "quire:TokensPrompt",
+        "EmbedsPrompt": "quire:EmbedsPrompt",
         "PromptType": "quire:PromptType",
     },
     "vllm.engine": {},
@@ -42,25 +69,57 @@ NAMES: dict[str, dict[str, str]] = {
         "EngineArgs": "quire:EngineArgs",
         "AsyncEngineArgs": "quire:AsyncEngineArgs",
     },
+    "vllm.engine.llm_engine": {"LLMEngine": "quire:LLMEngine"},
     "vllm.engine.async_llm_engine": {"AsyncLLMEngine": "quire:AsyncLLM"},
     "vllm.entrypoints": {},
     "vllm.entrypoints.llm": {"LLM": "quire:LLM"},
     "vllm.entrypoints.openai": {},
     "vllm.entrypoints.openai.api_server": {},
+    "vllm.entrypoints.openai.run_batch": {},
     "vllm.entrypoints.cli": {},
     "vllm.entrypoints.cli.main": {"main": "quire.cli.main:main"},
     "vllm.v1": {},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": "quire:AsyncLLM"},
+    "vllm.v1.engine.llm_engine": {"LLMEngine": "quire:LLMEngine"},
+    "vllm.v1.engine.exceptions": {"EngineDeadError": "quire.errors:EngineDeadError"},
+    "vllm.v1.sample": {},
+    "vllm.v1.sample.logits_processor": {"LogitsProcessor": f"{LATER}LogitsProcessor"},
+    "vllm.lora": {},
+    "vllm.lora.request": {"LoRARequest": f"{LATER}LoRARequest"},
+    "vllm.config": {
+        name: f"{LATER}{name}"
+        for name in (
+            "CompilationConfig",
+            "StructuredOutputsConfig",
+            "AttentionConfig",
+            "CUDAGraphMode",
+            "KVTransferConfig",
+            "KVEventsConfig",
+            "PoolerConfig",
+            "SpeculativeConfig",
+            "VllmConfig",
+        )
+    },
+    "vllm.distributed": {"cleanup_dist_env_and_memory": f"{LATER}cleanup_dist_env_and_memory"},
     "vllm.model_executor": {},
     "vllm.model_executor.models": {"ModelRegistry": "quire:ModelRegistry"},
     "vllm.logger": {"init_logger": "quire.logging:get_logger"},
-    "vllm.version": {"__version__": "quire:__version__"},
-    "vllm.utils": {"FlexibleArgumentParser": "argparse:ArgumentParser"},
+    "vllm.version": {
+        "__version__": "quire:__version__",
+        "__version_tuple__": "quire:__version_tuple__",
+    },
+    "vllm.utils": {"FlexibleArgumentParser": PARSER},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": PARSER},
 }
 """Module of vLLM -> its names -> where they are here."""
 
-RUN = {"vllm.entrypoints.openai.api_server": "serve", "vllm.entrypoints.cli.main": ""}
+RUN = {
+    "vllm.entrypoints.openai.api_server": "serve",
+    "vllm.entrypoints.openai.run_batch": "run-batch",
+    "vllm.entrypoints.cli.main": "",
+    "vllm.__main__": "",
+}
 """Modules that people run with `python -m`: module -> subcommand of quire."""
 
 
@@ -70,21 +129,58 @@ def install_as_vllm() -> None:
     Raises:
         ImportError: vLLM itself is installed or imported; two of them under one name would be a riddle.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if _installed():
         return
-    if "vllm" in sys.modules or importlib.util.find_spec("vllm") is not None:
+    spec = importlib.util.find_spec("vllm") if "vllm" not in sys.modules else None
+    if "vllm" in sys.modules or (spec is not None and not _is_ours(spec.origin)):
         raise ImportError("vllm is installed here: uninstall it, or import quire by its own name")
     sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+def stand_in() -> None:
+    """Called by our own package `vllm` when it is imported: from here on it is this file's modules.
+
+    Raises:
+        ImportError: vLLM is installed beside it, so that nobody could say whose files are whose.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if version:
+        raise ImportError(
+            f"vllm {version} and quire-as-vllm are both installed here: uninstall both, then install the one you want"
+        )
+    if not _installed():
+        sys.meta_path.insert(0, _Finder())
+    finder = next(finder for finder in sys.meta_path if isinstance(finder, _Finder))
+    spec = finder.find_spec("vllm", None)
+    if spec is None:
+        raise ImportError("vllm is missing from the table of names")
+    sys.modules["vllm"] = importlib.util.module_from_spec(spec)
+    finder.exec_module(sys.modules["vllm"])
+
+
+def _installed() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def _is_ours(origin: str | None) -> bool:
+    try:
+        return origin is not None and STANDS_IN in Path(origin).read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Makes the modules of NAMES."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name in NAMES or name in RUN:
+            # What is run by `python -m` must not be a package, or Python looks for its __main__.
+            return importlib.machinery.ModuleSpec(name, self, is_package=name not in RUN)
         if name.startswith("vllm."):
             raise ModuleNotFoundError(
                 f"{name}: Quire stands in for vllm here and has no such module", name=name
@@ -95,7 +191,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name, f"{spec.name}, played by Quire")
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__path__ = []
+        """Names are looked up when they are asked for; the file is where "cannot import name" points to."""
+        module.__file__ = __file__
+
+    def is_package(self, name: str) -> bool:
+        return name not in RUN
+
+    def get_source(self, name: str) -> str:
+        """What `python -m vllm.entrypoints.openai.api_server` runs; empty for the others."""
+        if name not in RUN:
+            return ""
+        words = [RUN[name]] if RUN[name] else []
+        return (
+            f"import sys\nfrom quire.cli.main import main\nsys.exit(main({words} + sys.argv[1:]))"
+        )
+
+    def get_code(self, name: str) -> CodeType:
+        return compile(self.get_source(name), f"<{name}, played by Quire>", "exec")
 
 
 class _Module(ModuleType):
@@ -103,7 +215,7 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         here = object.__getattribute__(self, "__name__")
-        where = NAMES[here].get(name)
+        where = NAMES.get(here, {}).get(name)
         try:
             if where is not None:
                 module, _, attribute = where.partition(":")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any, Self
 
 from quire.config.compat import engine_config
 from quire.config.engine import EngineConfig
 from quire.config.flags import add_flags
 from quire.config.old_names import OLD
-from quire.config.options import options
+from quire.config.options import Option, options
 
 
 class EngineArgs:
@@ -28,8 +29,11 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Put every flag onto a parser of the program's own."""
-        add_flags(parser)
+        """Put every flag of an engine onto a parser of the program's own (--host and --port stay free for it)."""
+        add_flags(parser, server=False)
+        parser.set_defaults(
+            **{name: option.default for name, option in options().items() if _engines(option)}
+        )
         return parser
 
     @classmethod
@@ -40,16 +44,15 @@ class EngineArgs:
             **{
                 name: value
                 for name, value in vars(args).items()
-                if (name in known and known[name].section != "server") or name in OLD
+                if (name in known and _engines(known[name]) and value != known[name].default)
+                or name in OLD
             }
         )
 
     def create_engine_config(self) -> EngineConfig:
         """The configuration, with attributes that were set since taken in."""
         asked = {
-            name: getattr(self, name)
-            for name, option in options().items()
-            if option.section != "server"
+            name: getattr(self, name) for name, option in options().items() if _engines(option)
         }
         return engine_config(asked)
 
@@ -58,6 +61,25 @@ class EngineArgs:
             n: getattr(self, n) for n, o in options().items() if getattr(self, n) != o.default
         }
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+
+def _engines(option: Option) -> bool:
+    return option.section != "server"
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """A parser for programs that add our flags to their own: --max_num_seqs is --max-num-seqs."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, with each flag spelt as it was added."""
+        spelt = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            flag, equals, value = str(word).partition("=")
+            if flag.startswith("--"):
+                flag = spelt.get(flag.replace("_", "-"), flag)
+            words.append(f"{flag}{equals}{value}")
+        return super().parse_known_args(words, namespace)
 
 
 class AsyncEngineArgs(EngineArgs):

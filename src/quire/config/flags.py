@@ -54,15 +54,17 @@ def make_parser(prog: str = "quire serve", *, positional: bool = True) -> FlagPa
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag, by its dashed name, onto any argparse parser."""
+def add_flags(parser: argparse.ArgumentParser, *, server: bool = True) -> None:
+    """Every flag, by its dashed name, onto any argparse parser; without those of the server if not `server`."""
     for option in options().values():
-        _add(parser, option.name, option.kind, option.short)
+        if server or option.section != "server":
+            _add(parser, option.name, option.kind, option.short)
     for row in OLD.values():
         if row.name != "model_tag":
             short = (SHORT[row.name],) if row.name in SHORT else ()
             _add(parser, row.name, {"value": "text"}.get(row.kind, row.kind), short)
-    parser.add_argument("--config")
+    if server:
+        parser.add_argument("--config")
 
 
 def _add(
@@ -161,6 +163,8 @@ def normalise(
             words.append(_boolean(flag, value))
         else:
             words.append(f"{flag}={value}" if equals else flag)
+    if "--config" in twice:
+        raise ConfigError("--config was given twice: put the flags into one file")
     if twice:
         logger.warning("Found duplicate keys %s: the last one counts", ", ".join(twice))
     return words, dotted

@@ -33,18 +33,6 @@ NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo
 """Model types whose activations leave float16's range."""
 
 
-OF_GPUS = (
-    "FLASH_ATTN",
-    "FLASHINFER",
-    "TRITON_ATTN",
-    "FLASHMLA",
-    "FLEX_ATTENTION",
-    "TREE_ATTN",
-    "ROCM_FLASH",
-)
-"""Attention backends that no CPU has."""
-
-
 class Facts(Protocol):
     """What is asked of `platforms/facts.py`, which is a storey above."""
 
@@ -286,9 +274,17 @@ def _attention(asked: EngineConfig, facts: Facts) -> str | None:
     if name in ("XFORMERS", "CPU_ATTN"):
         logger.warning("attention_backend=%s is an old name: using TORCH_SDPA", wanted)
         return "TORCH_SDPA"
-    if name in OF_GPUS and facts.device == "cpu" and wanted == env.get("ATTENTION_BACKEND"):
+    if (
+        name not in (None, "AUTO", "TORCH_SDPA")
+        and facts.device == "cpu"
+        and wanted == env.get("ATTENTION_BACKEND")
+    ):
         # A variable is often set for a whole fleet; a flag is meant for this server, and refused later.
-        logger.warning("VLLM_ATTENTION_BACKEND=%s is not for %s: using its own", wanted, facts.name)
+        logger.warning(
+            "VLLM_ATTENTION_BACKEND=%s is not for %s: using its own; --attention-backend insists",
+            wanted,
+            facts.name,
+        )
         return None
     return None if name == "AUTO" else name
 
