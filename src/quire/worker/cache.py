@@ -24,14 +24,13 @@ from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
 
 if TYPE_CHECKING:
-    from torch import nn
 
     from quire.attention.base import AttentionBackend
     from quire.platforms.base import Platform
 
 
 def allocate_cache(
-    model: nn.Module,
+    model: LanguageModel,
     groups: Sequence[CacheGroup],
     num_blocks: int,
     block_size: int,

@@ -5,11 +5,14 @@ Knows the two tensors that every model takes. Does not know rows, caches or what
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.batch import Batch
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
 
 
 class Source(Protocol):
@@ -21,7 +24,7 @@ class Source(Protocol):
 class TokenSource:
     """Token ids and positions in, hidden states out."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: LanguageModel):
         self.model = model
 
     def forward(self, batch: Batch) -> Tensor:

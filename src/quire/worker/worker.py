@@ -22,7 +22,9 @@ from quire.worker.rows import Rows
 from quire.worker.source import Source
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from quire.models.base import LanguageModel
 
 
 class Pending(Protocol):
@@ -51,7 +53,7 @@ class Worker:
     def __init__(
         self,
         platform: Any,
-        model: nn.Module,
+        model: LanguageModel,
         source: Source,
         sink: Sink,
         hooks: Sequence[Hook],
@@ -68,7 +70,9 @@ class Worker:
             **(functions or {}),
         }
         # Some models keep a cache of their own for each row, and must be told when one changes hands.
-        self.forget = model.forget if getattr(model, "per_request", False) else None
+        self.forget: Callable[[list[int]], None] | None = (
+            getattr(model, "forget", None) if getattr(model, "per_request", False) else None
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Pending:

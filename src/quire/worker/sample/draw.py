@@ -9,7 +9,7 @@ which is a draw from softmax(logit / temperature) over the survivors. `position`
 drawn, counted from the start of the prompt. All arithmetic is on 32-bit words that wrap:
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16     (C. Wellons)
-    key:      a = mix(mix(mix(seed_low) ^ seed_high) ^ position);   b = mix(a + 0x9E3779B9)
+    key:      a = mix(mix(mix(seed_low) ^ seed_high) ^ position);   b = mix(mix(a) + 0x85EBCA6B)
     word:     mix(mix(token * 0x9E3779B9 + a) ^ b)
     gumbel:   -log(-log1p(-v)),  v = ((word & 0x7FFFFFFF) + 0.5) / 2^31 rounded to float32, at most 1 - 2^-24
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B9
+GOLDEN, OTHER = 0x9E3779B9, 0x85EBCA6B
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B
 MOST_AT_ONCE = 1 << 21  # words that are in the making at a time: what a cache holds
 
@@ -51,7 +51,7 @@ def seed_words(seeds: list[int]) -> np.ndarray:
 def keys(seed_words_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
     """[2, S] int32: the words a and b of each row."""
     a = mix(seed_words_S ^ positions_S.astype(np.uint32))
-    b = mix(a + np.uint32(GOLDEN))
+    b = mix(mix(a) + np.uint32(OTHER))  # no simple function of a, or one token's word would always be 0
     return np.stack([a, b]).view(np.int32)
 
 

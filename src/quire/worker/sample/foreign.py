@@ -59,7 +59,7 @@ class LogitsProcessor(ABC):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         return
 
-    @classmethod
+    @classmethod  # noqa: B027 - may be left as it is
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError if these parameters cannot be served."""
 

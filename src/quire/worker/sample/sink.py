@@ -33,7 +33,7 @@ from quire.worker.sample.processors import Pipeline, Processor
 from quire.worker.sample.rules import rules
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 PROMPT_PIECE = 128  # prompt positions whose logits exist at a time
 
@@ -49,7 +49,7 @@ class SampleSink:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LanguageModel,
         rows: Rows,
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[Processor] = (),

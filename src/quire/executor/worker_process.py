@@ -1,0 +1,115 @@
+"""A worker as a process: `python -m quire.executor.worker_process FD PARENT`.
+
+Knows one socket, what to call to make the worker, and how to die: with a last message that says why, and never
+later than its parent. One thread reads, so that whoever writes to us never waits for a step; the main thread
+works through what was read, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from quire import logging as our_logging
+from quire.errors import StepFailed
+from quire.executor.messages import (
+    Answer,
+    Ask,
+    Down,
+    Start,
+    Started,
+    Up,
+    decode_down,
+    encode,
+    ended,
+    raised,
+    revived,
+)
+from quire.protocol.plan import StepPlan
+
+
+def watch_parent(parent: int) -> None:
+    """End this process within a second of its parent's end, should the socket not tell."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
+    """Until the parent closes its end, or dies: then there is nothing left to do here."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(decode_down(link.recv_bytes()))
+    os._exit(0)
+
+
+def make(start: Start) -> Any:
+    """The worker."""
+    sys.path += [folder for folder in start.path if folder not in sys.path]
+    module, _, name = start.target.partition(":")
+    return getattr(importlib.import_module(module), name)(start.payload)
+
+
+def serve(inbox: SimpleQueue[Down], link: Connection) -> None:
+    """Make the worker, then do as told; whatever escapes ends the process."""
+    start = inbox.get()
+    if not isinstance(start, Start):
+        raise TypeError(f"{type(start).__name__} came before Start")
+    worker = make(start)
+    link.send_bytes(encode(Started()))
+    while True:
+        message = inbox.get()
+        answer = step(worker, message) if isinstance(message, StepPlan) else ask(worker, message)
+        link.send_bytes(answer)
+
+
+def step(worker: Any, plan: StepPlan) -> bytes:
+    try:
+        result: Up = worker.run(plan).result()
+    except StepFailed as error:
+        result = raised(error)
+    return encode(result)
+
+
+def ask(worker: Any, message: Down) -> bytes:
+    """A function's failure is its caller's, not ours."""
+    if not isinstance(message, Ask):
+        raise TypeError(f"{type(message).__name__} came after Start")
+    try:
+        return encode(Answer(worker.call(message.name, *revived(message.args))))
+    except Exception as error:
+        return encode(raised(error))
+
+
+def main(fd: int, parent: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.set_inheritable(fd, False)
+    watch_parent(parent)
+    our_logging.configure("worker")
+    link = Connection(fd)
+    inbox: SimpleQueue[Down] = SimpleQueue()
+    threading.Thread(target=read_into, args=(inbox, link), name="reader", daemon=True).start()
+    try:
+        serve(inbox, link)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            link.send_bytes(encode(ended(error)))
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(code)  # the reading thread may hold the socket, and torch's threads are slow to go

@@ -1,0 +1,229 @@
+"""Executors: a worker here or in a process of its own gives the same, and says what went wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from devices import Driver, Executed, TinyModel, enter, generate, make_worker
+
+from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
+from quire.executor.inline import InlineExecutor
+from quire.executor.processes import ProcessExecutor
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import StepPlan, Work
+
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+# -- made in the child ------------------------------------------------------------------------
+def tiny(payload: bytes):
+    model = TinyModel()
+    worker = make_worker(model)
+
+    def fail_next(value: bool) -> None:
+        model.fail = value
+
+    def grumble(number: int) -> None:
+        raise ValueError(f"{number} is too much")
+
+    class Odd(Exception):
+        pass
+
+    def odd() -> None:
+        raise Odd("very")
+
+    worker.functions |= {
+        "payload": lambda: payload,
+        "pid": os.getpid,
+        "fail_next": fail_next,
+        "grumble": grumble,
+        "odd": odd,
+        "leave": lambda code: os._exit(code),
+        "object": object,
+        "big": lambda size: b"x" * size,
+        "length": len,
+        "apply_model": lambda function: function(model),
+    }
+    return worker
+
+
+def misconfigured(payload: bytes):
+    raise ConfigError("max_num_seqs must be even")
+
+
+def broken(payload: bytes):
+    raise ZeroDivisionError("in the middle of loading")
+
+
+def vanishing(payload: bytes):
+    os._exit(7)
+
+
+def vocabulary(model) -> int:
+    return model.vocab_size
+
+
+@pytest.fixture
+def process():
+    executor = ProcessExecutor("test_executors:tiny", b"hello")
+    yield executor
+    executor.close()
+
+
+def test_both_give_the_same(process):
+    prompts = {
+        0: ([5, 6, 7], GREEDY),
+        1: ([9], SamplingParams(temperature=1.0, seed=7, logprobs=3)),
+        2: (list(range(20)), SamplingParams(temperature=0.8, top_p=0.9, seed=8, bad_words=["no"])),
+        3: (
+            [9, 8],
+            SamplingParams(temperature=1.0, prompt_logprobs=2, logit_bias={3: 2.5}, seed=1),
+        ),
+    }
+    prompts[2][1].bad_word_ids = [[4, 5], [6]]
+    here = generate(Executed(InlineExecutor(make_worker())), prompts, 8)
+    there = generate(Executed(process), prompts, 8)
+    assert here == there
+    assert process.call("payload") == [b"hello"]
+    assert process.call("pid") == [process.process.pid]
+
+
+def test_several_steps_in_flight(process):
+    plans = [StepPlan(1, [enter(0, [5, 6], GREEDY)], [Work(0, 2)], [])]
+    plans += [StepPlan(step, [], [Work(0, 1)], []) for step in range(2, 9)]
+    expected = [InlineExecutor(worker).launch(plan).result() for worker in [make_worker()] for plan in plans]  # fmt: skip
+    pending = [process.launch(plan) for plan in plans]
+    assert process.call("ping") == [True]
+    assert [step.result() for step in reversed(pending)] == expected[::-1]
+    assert pending[0].result() == expected[0]
+
+
+def test_neither_waits_for_the_other_to_read(process):
+    """Much in both directions at once, and more than a socket holds."""
+    size = 4_000_000
+    process._ask(_ask("big", size))
+    last = process._ask(_ask("length", b"y" * size))
+    assert process.answer(last).value == size
+
+
+def _ask(name, *args):
+    from quire.executor.messages import Ask
+
+    return Ask(name, list(args))
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_a_failed_step_is_no_more_than_that(kind, request):
+    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("process")
+    drive = Driver(Executed(executor))
+    first = drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
+    executor.call("fail_next", True)
+    pending = executor.launch(StepPlan(9, [enter(1, [5, 6], GREEDY)], [Work(1, 2)], []))
+    executor.call("fail_next", False)
+    with pytest.raises(StepFailed, match="ValueError: the toy fails") as failure:
+        pending.result()
+    assert isinstance(failure.value, executor.recoverable)
+    if kind == "process":
+        assert "in forward" in failure.value.__notes__[0]
+    drive.left = [1]
+    assert drive([Work(0, 1)]).tokens != first.tokens
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_calls(kind, request):
+    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("process")
+    assert executor.call("collective_rpc", "ping") == [True]
+    assert executor.call("collective_rpc", "length", [[1, 2]], {}) == [2]
+    assert executor.call("apply_model", vocabulary) == [211]
+    with pytest.raises(ValueError, match="no function 'nonsense'; it has"):
+        executor.call("nonsense")
+    with pytest.raises(ValueError, match="3 is too much"):
+        executor.call("grumble", 3)
+    if kind == "process":
+        with pytest.raises(QuireError, match="Odd: very"):
+            executor.call("odd")
+        with pytest.raises(TypeError, match="object cannot go"):
+            executor.call("object")
+        with pytest.raises(ConfigError, match="cannot be found by another process"):
+            executor.call("apply_model", lambda model: 1)
+    assert executor.call("ping") == [True]
+
+
+def test_a_worker_that_cannot_start():
+    with pytest.raises(ConfigError, match=r"^max_num_seqs must be even$"):
+        ProcessExecutor("test_executors:misconfigured", b"")
+    with pytest.raises(
+        StartupError, match="ZeroDivisionError: in the middle of loading"
+    ) as failure:
+        ProcessExecutor("test_executors:broken", b"")
+    assert "in broken" in failure.value.detail
+    with pytest.raises(StartupError, match="ended with exit code 7"):
+        ProcessExecutor("test_executors:vanishing", b"")
+
+
+def test_a_plan_that_contradicts_itself_ends_the_worker(process):
+    pending = process.launch(StepPlan(1, [], [], [3]))
+    with pytest.raises(EngineDeadError, match="row 3 is left, but nobody sits there") as failure:
+        pending.result()
+    assert "in leave" in failure.value.__notes__[0]
+    with pytest.raises(EngineDeadError, match="nobody sits there"):
+        process.call("ping")
+
+
+def test_a_killed_worker_is_noticed(process):
+    step = process.launch(StepPlan(1, [enter(0, [5, 6], GREEDY)], [Work(0, 2)], []))
+    assert len(step.result().tokens) == 1
+    os.kill(process.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"ended by SIGKILL.*memory"):
+        process.launch(StepPlan(2, [], [Work(0, 1)], [])).result()
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        process.launch(StepPlan(3, [], [Work(0, 1)], []))
+    assert time.monotonic() - began < 5
+
+
+def test_close_ends_the_child(process):
+    pid = process.process.pid
+    process.close()
+    process.close()
+    assert not _lives(pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        process.call("ping")
+
+
+PARENT = """
+import sys, time
+from quire.executor.processes import ProcessExecutor
+executor = ProcessExecutor("test_executors:tiny", b"")
+print(executor.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_orphan_when_the_parent_is_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
+    )
+    with parent:
+        child = int(parent.stdout.readline())
+        assert _lives(child)
+        parent.kill()
+    end = time.monotonic() + 10
+    while _lives(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
