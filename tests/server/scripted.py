@@ -37,7 +37,7 @@ class ScriptedEngine:
         self.closed: list[str] = []
         self.called: list[tuple[Any, ...]] = []
         self.dead: str | None = None
-        self.cached = 0
+        self.cached, self.replaced = 0, False
 
     def defaults(self) -> dict[str, Any]:
         return {}
@@ -127,6 +127,9 @@ class ScriptedEngine:
     def check_health(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
+
+    def serving(self) -> bool:
+        return not self.replaced
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.asked) - len(self.closed), num_blocks=10, block_size=16)

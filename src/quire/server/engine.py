@@ -98,6 +98,9 @@ class TextEngine(Protocol):
     def check_health(self) -> None:
         """Raises EngineDeadError when it cannot answer any more."""
 
+    def serving(self) -> bool:
+        """Whether requests are answered now; False while it is being replaced."""
+
     def stats(self) -> EngineStats:
         """The latest snapshot; never waits."""
 

@@ -46,7 +46,7 @@ async def startup(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     state = state_of(request)
-    return status(state.healthy() and state.phase is Phase.READY, state.told())
+    return status(state.healthy() and not state.told(), state.told())
 
 
 async def version(request: Request) -> Response:

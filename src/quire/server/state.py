@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,7 +41,8 @@ class ServerState:
     """HTTP requests under way (/load)."""
     paused: asyncio.Event | None = None
     """Set while new generations may start; None: never paused."""
-    shut: Callable[[], Awaitable[None]] | None = None
+    hurry: bool = False
+    """Told twice to stop: nobody is waited for."""
     stage: str = "starting"
     """What start-up is at, for those who ask too early."""
 
@@ -92,7 +92,9 @@ class ServerState:
             case Phase.DEAD:
                 return "the engine has stopped"
             case Phase.READY:
-                return ""
+                engine = self.engine
+                replaced = engine is not None and not engine.serving()
+                return "the engine is being restarted" if replaced else ""
 
     async def admitted(self) -> None:
         """Wait while new generations are paused."""

@@ -1,0 +1,246 @@
+"""From a configuration to a running server, and to its end.
+
+    bind -> engine process starts -> HTTP answers "loading" -> Ready -> serving -> SIGTERM -> draining -> 0
+                         `-> could not start -> one report, 1            `-> the engine is dead -> 1
+
+Knows processes, signals and phases. Does not know routes or models, and never imports torch: the engine
+lives in its own process unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from socket import socket
+from typing import Any
+
+from quire import env
+from quire.config.engine import EngineConfig
+from quire.engine.assemble import make_client
+from quire.engine.client import EngineClient
+from quire.engine.remote import ProcessClient
+from quire.engine.startup import since_process_start
+from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.logging import get_logger
+from quire.observe.metrics import Metrics, cache_info
+from quire.observe.stats_log import StatsLog
+from quire.server.app import build_app
+from quire.server.greeting import curl_line, facts_table, failure, stages_table
+from quire.server.listen import address, bind, http_server
+from quire.server.state import Phase, ServerState
+from quire.server.text_engine import AsyncTextEngine
+
+log = get_logger(__name__)
+
+LOOK_EVERY_S = 0.25
+ABORTED_S = 5.0  # what the engine may take to end what was aborted
+DEATH_TOLD_S = 1.0  # so that those who wait read an error before the process ends
+
+
+def serve(config: EngineConfig) -> int:
+    """Serve until told to stop.
+
+    Returns:
+        0 stopped as told, 1 could not start or the engine died.
+
+    Raises:
+        ConfigError: what was asked for does not fit together; nothing was started.
+    """
+    if config.server.api_server_count > 1:
+        log.warning("--api-server-count: one HTTP process serves; more come later")
+    listener = bind(config.server)
+    own_process = not config.server.disable_frontend_multiprocessing
+    try:
+        client = make_client(config, process=True, wait=False) if own_process else None
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            return runner.run(Serving(config, listener, client).run())
+    finally:
+        listener.close()
+        if config.server.uds is not None:
+            with suppress(OSError):
+                os.unlink(config.server.uds)
+
+
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    found: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return found
+
+
+class Serving:
+    """One server's life."""
+
+    def __init__(self, config: EngineConfig, listener: socket, client: ProcessClient | None):
+        self.config, self.listener = config, listener
+        self.client: EngineClient | ProcessClient | None = client
+        self.state = ServerState(config, Metrics(model_name(config)))
+        self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
+        self.state.stage = "loading the model"
+        self.http = http_server(build_app(self.state), config.server)
+        self.stopping = asyncio.Event()
+        self.url = address(config.server, listener)
+
+    async def run(self) -> int:
+        """The exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop, number)
+        # It answers from now on, if only that it is loading.
+        http = asyncio.ensure_future(self.http.serve(sockets=[self.listener]))
+        try:
+            code = await self._lived(http)
+        finally:
+            self.http.should_exit = True
+            with suppress(asyncio.CancelledError):
+                await http
+            if self.client is not None:
+                await asyncio.to_thread(self.client.close)
+        return code
+
+    def stop(self, number: int) -> None:
+        """The first signal drains, the second ends it."""
+        if self.stopping.is_set():
+            log.warning("told again: not waiting for running requests")
+            self.http.force_exit = True
+            for name in list(self.state.active):
+                self._abort_soon(name)
+            self.state.hurry = True
+            return
+        log.info("%s: shutting down", signal.Signals(number).name)
+        if self.state.phase in (Phase.READY, Phase.LOADING):
+            self.state.phase = Phase.DRAINING
+        self.stopping.set()
+
+    async def _lived(self, http: asyncio.Future[None]) -> int:
+        told = asyncio.ensure_future(self.stopping.wait())
+        starting = asyncio.ensure_future(self._start())
+        await asyncio.wait({told, starting, http}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():  # told to stop while loading, or HTTP ended
+            starting.cancel()
+            return 0 if told.done() else 1
+        try:
+            starting.result()
+        except (QuireError, OSError) as error:
+            print(failure(error), file=sys.stderr, flush=True)
+            return 1
+        told.cancel()
+        watch = asyncio.ensure_future(self._watch())
+        told = asyncio.ensure_future(self.stopping.wait())
+        await asyncio.wait({told, watch, http}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
+            await asyncio.sleep(DEATH_TOLD_S)
+            return 1
+        code = 0 if told.done() else 1
+        watch.cancel()
+        await self._drain()
+        return code
+
+    async def _start(self) -> None:
+        """Until the model is loaded.
+
+        Raises:
+            StartupError, QuireError: it could not be.
+        """
+        patience = float(env.get("ENGINE_READY_TIMEOUT_S"))
+        if self.client is None:
+            self.client = await asyncio.to_thread(make_client, self.config)
+        elif isinstance(self.client, ProcessClient):
+            await asyncio.to_thread(self.client.wait_ready, patience)
+        client, state = self.client, self.state
+        if client is None:
+            raise StartupError("there is no engine")
+        engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
+        if state.phase is not Phase.LOADING:
+            return  # told to stop meanwhile
+        ready = client.ready
+        info = cache_info(
+            self.config.cache,
+            num_gpu_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+        )
+        state.metrics.attach(engine.stats, ready.max_model_len, info)
+        for name, seconds in ready.startup:
+            state.metrics.startup.labels(name).set(seconds)
+        state.engine, state.phase = engine, Phase.READY
+        self._greet(engine)
+
+    def _greet(self, engine: AsyncTextEngine) -> None:
+        names, client = self.state.model_names, self.client
+        if client is None:
+            return
+        total = since_process_start()
+        self.state.metrics.startup.labels("all").set(total)
+        log.info("start-up\n%s", stages_table(client.ready.startup, total))
+        print(facts_table(self.config, client.ready, self.url, names))
+        line = curl_line(self.config, self.url, names[0], engine.chats)
+        print(f"\nReady. Try:\n\n{line}\n", flush=True)
+
+    async def _watch(self) -> None:
+        """Until the engine is dead; a line of statistics now and then."""
+        state, observe = self.state, self.config.observe
+        engine = state.engine
+        if engine is None or self.client is None:
+            return
+        stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
+        every = 0.0 if observe.disable_log_stats else observe.log_stats_interval
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                engine.check_health()
+            except EngineDeadError as error:
+                if state.phase is not Phase.DEAD:
+                    state.phase = Phase.DEAD
+                log.error("the engine has stopped: %s", error)
+                if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
+                    return
+                await self.stopping.wait()
+            now = time.monotonic()
+            if every and now - before >= every:
+                stats.tick(now - before)
+                before = now
+
+    async def _drain(self) -> None:
+        """Running requests may end; those that do not in time are aborted."""
+        state, patience = self.state, self.config.server.shutdown_timeout
+        if state.active:
+            log.info(
+                "waiting up to %g s for %d running requests to end", patience, len(state.active)
+            )
+        await self._until_idle(patience)
+        for name in list(state.active):
+            self._abort_soon(name)
+        await self._until_idle(ABORTED_S, hurried=False)
+
+    async def _until_idle(self, seconds: float, hurried: bool = True) -> None:
+        end = time.monotonic() + seconds
+        while self.state.active and time.monotonic() < end:
+            if hurried and self.state.hurry:
+                return
+            await asyncio.sleep(0.02)
+
+    def _abort_soon(self, name: str) -> None:
+        engine: Any = self.state.engine
+        if engine is not None:
+            task = asyncio.ensure_future(engine.abort(name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    _tasks: set[asyncio.Future[None]] = set()  # noqa: RUF012  (keeps them from being collected)
+
+
+def model_name(config: EngineConfig) -> str:
+    """The first name under which the model is served."""
+    names = config.model.served_model_name
+    if isinstance(names, str):
+        return names
+    return names[0] if names else config.model.model

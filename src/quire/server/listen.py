@@ -1,0 +1,182 @@
+"""Sockets and the HTTP library: where the server listens, and what it takes before a request exists.
+
+Knows addresses, uvicorn and its limits. Does not know routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from httptools import HttpParserError
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from quire import env
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 2048
+HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
+KEEP_ALIVE_S = 5
+LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
+
+
+class LimitedHead(HttpToolsProtocol):
+    """Refuses a request whose head is too long: llhttp itself would collect headers without end."""
+
+    most = HEAD_BYTES
+    seen = 0
+
+    def on_message_begin(self) -> None:
+        self.seen = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self.seen += size
+        if self.seen > self.most:
+            raise HttpParserError(f"the head of the request is longer than {self.most} bytes")
+
+
+class Server(uvicorn.Server):
+    """uvicorn without hands on our signals: `launch.py` decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Quiet(logging.Filter):
+    """Keeps some paths out of the access log."""
+
+    def __init__(self, paths: str):
+        super().__init__()
+        self.paths = frozenset(path.strip() for path in paths.split(",") if path.strip())
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        if not isinstance(args, tuple) or len(args) < 3:
+            return True
+        return str(args[2]).partition("?")[0] not in self.paths
+
+
+def in_container() -> bool:
+    return (
+        Path("/.dockerenv").exists()
+        or Path("/run/.containerenv").exists()
+        or env.outer("KUBERNETES_SERVICE_HOST") is not None
+    )
+
+
+def host_of(server: ServerConfig) -> str:
+    """Asked for, or loopback; all interfaces where nobody could reach it otherwise, or where a key guards it."""
+    if server.host is not None:
+        return server.host
+    return "0.0.0.0" if server.api_key or in_container() else LOOPBACK
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """The listening socket; taken before anything is loaded, so that a mistake costs no time.
+
+    Raises:
+        ConfigError: the address is taken, or not one of this machine.
+    """
+    if server.uds is not None:
+        return bind_unix(server.uds)
+    host = host_of(server)
+    try:
+        found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(found[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(found[4])
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {host} port {server.port}: {why}; choose another with --host or --port"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A socket file; one that a dead server left is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
+                else:
+                    raise ConfigError(f"another server listens on {path}; choose another --uds")
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    return listener
+
+
+def address(server: ServerConfig, listener: socket.socket) -> str:
+    """The URL under which this machine reaches the server."""
+    if server.uds is not None:
+        return f"unix:{server.uds}"
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    scheme = "https" if server.ssl_certfile else "http"
+    return f"{scheme}://{host}:{port}"
+
+
+def http_server(app: ASGIApp, server: ServerConfig) -> Server:
+    """uvicorn around the application, not yet running."""
+    protocol = type("Protocol", (LimitedHead,), {"most": server.h11_max_incomplete_event_size or HEAD_BYTES})  # fmt: skip
+    tls: dict[str, Any] = {}
+    if server.ssl_certfile is not None:
+        tls = {
+            "ssl_certfile": server.ssl_certfile,
+            "ssl_keyfile": server.ssl_keyfile,
+            "ssl_ca_certs": server.ssl_ca_certs,
+            "ssl_cert_reqs": server.ssl_cert_reqs,
+        }
+        if server.ssl_ciphers is not None:
+            tls["ssl_ciphers"] = server.ssl_ciphers
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        log_level=server.uvicorn_log_level,
+        access_log=not server.disable_uvicorn_access_log,
+        root_path=server.root_path or "",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_ANSWERS_S,
+        backlog=BACKLOG,
+        **tls,
+    )
+    if server.disable_access_log_for_endpoints:
+        logging.getLogger("uvicorn.access").addFilter(
+            Quiet(server.disable_access_log_for_endpoints)
+        )
+    # uvicorn speaks through our handlers.
+    ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
+    theirs.handlers, theirs.propagate = list(ours.handlers), False
+    return Server(config)

@@ -1,0 +1,139 @@
+"""The real TextEngine: AsyncLLM and its front room behind the face that the handlers know.
+
+Knows the front room's parts. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from hashlib import sha256
+from typing import Any
+
+from quire import __version__
+from quire.api.async_llm import AsyncLLM
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient, InlineClient
+from quire.engine.remote import ProcessClient
+from quire.errors import EngineDeadError, Unsupported, ValidationError
+from quire.frontend import chat
+from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.output import EngineStats
+from quire.protocol.params import SamplingParams
+from quire.server.engine import ChatOptions, Prompt
+
+
+class AsyncTextEngine:
+    """A TextEngine. Made in any thread, used in one event loop."""
+
+    def __init__(self, llm: AsyncLLM, client: EngineClient):
+        self.llm, self.client = llm, client
+        self.front = llm.front
+        ready = client.ready
+        self.max_model_len = ready.max_model_len
+        self.vocab_size = self.front.inputs.vocab_size
+        self.created = int(time.time())
+        self.fingerprint = fingerprint(client)
+
+    @classmethod
+    def over(cls, client: EngineClient, config: EngineConfig) -> AsyncTextEngine:
+        """Loads the tokenizer."""
+        return cls(AsyncLLM.from_client(client, config), client)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.front.tokenizer is not None and self.front.tokenizer.template is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValidationError where there is none."""
+        if self.front.tokenizer is None:
+            raise ValidationError(
+                "text needs a tokenizer, and --skip-tokenizer-init left it out: give token ids",
+                parameter="prompt",
+            )
+        return self.front.tokenizer
+
+    def defaults(self) -> Mapping[str, Any]:
+        return self.front.inputs.defaults.sampling
+
+    # -- text -----------------------------------------------------------------------------------
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, special)
+
+    def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
+        return self.tokenizer.decode(tokens, skip_special)
+
+    def token_text(self, token: int) -> str:
+        return "" if self.front.tokenizer is None else self.front.tokenizer.piece(token)
+
+    def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        return self.front.render(
+            messages,
+            chat.ChatOptions(
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                template=options.template,
+                template_kwargs=options.template_kwargs,
+                tools=options.tools,
+                documents=options.documents,
+            ),
+        )
+
+    # -- requests -------------------------------------------------------------------------------
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        return self._generate(prompt, params, request_id, priority)
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        given: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
+        if prompt.salt:
+            given["cache_salt"] = prompt.salt
+        outputs = self.llm.generate(given, params, request_id, priority=priority)
+        try:
+            async for output in outputs:
+                if (error := error_of(output)) is not None:
+                    raise error
+                yield output
+        except Unsupported as error:
+            raise ValidationError(str(error)) from error
+        finally:
+            await outputs.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        await self.llm.abort(request_id)
+
+    # -- the engine -----------------------------------------------------------------------------
+    def check_health(self) -> None:
+        if isinstance(self.client, ProcessClient):
+            state = self.client.state
+            if state.condition in ("dead", "closed"):
+                raise EngineDeadError(state.error or "the engine was shut down")
+        self.llm.check_alive()
+
+    def serving(self) -> bool:
+        """False while the engine is being replaced."""
+        if isinstance(self.client, ProcessClient):
+            return self.client.state.condition == "ready"
+        return True
+
+    def stats(self) -> EngineStats:
+        if isinstance(self.client, InlineClient):
+            return self.client.core.stats()
+        return self.client.stats if isinstance(self.client, ProcessClient) else EngineStats()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        return await asyncio.to_thread(self.client.call, name, *args)
+
+
+def fingerprint(client: EngineClient) -> str:
+    """Changes with what may change an answer: version, model, number format, device."""
+    ready = client.ready
+    what = (__version__, client.resolved.path, ready.dtype, ready.device, ready.model_impl)
+    return f"quire-{__version__}-{sha256(repr(what).encode()).hexdigest()[:8]}"
