@@ -24,8 +24,8 @@ from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
 
 if TYPE_CHECKING:
-
     from quire.attention.base import AttentionBackend
+    from quire.models.base import LanguageModel
     from quire.platforms.base import Platform
 
 

@@ -33,7 +33,7 @@ from quire.worker.sample.processors import Pipeline, Processor
 from quire.worker.sample.rules import rules
 
 if TYPE_CHECKING:
-    pass
+    from quire.models.base import LanguageModel
 
 PROMPT_PIECE = 128  # prompt positions whose logits exist at a time
 
