@@ -186,20 +186,25 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+    import warnings
     from pickle import UnpicklingError
 
     import torch
 
     try:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # written before torch 1.6: no zip, so it cannot be mapped
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles by other tools: they load, or fail below
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # written before torch 1.6: no zip, so it cannot be mapped
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
         ) from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{file} holds a {type(state).__name__}, not tensors by name")
     for nest in ("state_dict", "model"):
         if isinstance(state.get(nest), dict):
             state = state[nest]
