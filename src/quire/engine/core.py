@@ -122,6 +122,6 @@ class EngineCore:
             prefix_hits=scheduler.count.prefix_hits,
             prompt_tokens=scheduler.count.prompt_tokens,
             generation_tokens=scheduler.count.generation_tokens,
-            finished=dict(scheduler.finished),
+            finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
         )

@@ -48,9 +48,7 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
     if seated.rows:
         for plan in _compute(seated.rows, seated.done, [], budget):
             executor.launch(plan).result()
-    for plan in recording.frames:
-        if not isinstance(plan, StepPlan):
-            continue
+    for plan in (f for f in recording.frames if isinstance(f, StepPlan)):
         if known := [new for new in plan.entered if new.computed]:
             done = [new.computed for new in known]
             fresh = [msgspec.structs.replace(new, computed=0) for new in known]

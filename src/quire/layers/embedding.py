@@ -29,6 +29,8 @@ class Embedding(Layer):
 class Head(Layer):
     """Logits. With `tied`, the embedding's table is also the head's, and the checkpoint has it once."""
 
+    weight: Tensor
+
     def __init__(
         self, num_words: int, size: int, *, tied: Embedding | None = None, bias: bool = False
     ):

@@ -39,12 +39,14 @@ class Rotary(nn.Module):
             change while a request runs, so the set for long texts is taken when any request could be long.
     """
 
+    frequencies_P: Tensor
+
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
         super().__init__()
         self.kind = str(parameters["rope_type"])
         if self.kind not in RECIPES:
             raise ConfigError(f"rope_type {self.kind!r} is unknown; there are {', '.join(RECIPES)}")
-        self.parameters = dict(parameters)
+        self.options = dict(parameters)
         whole = head_dim if self.kind == "proportional" else partial(head_dim, parameters)
         self.size = whole
         with torch.device("cpu"):  # the model may be under construction on "meta"
@@ -67,12 +69,12 @@ class Rotary(nn.Module):
         (So a token's angle depends on nothing but its position. Transformers takes the longest text of the
         batch at hand, which is the same while a single text is generated token by token.)
         """
-        trained = self.parameters["max_position_embeddings"]
+        trained = self.options["max_position_embeddings"]
         growth_T1 = (positions_T[:, None] + 1).clamp(min=trained).double() / trained
-        factor = self.parameters["factor"]
+        factor = self.options["factor"]
         growth_T1 = factor * growth_T1 - (factor - 1)
         exponents_P = torch.arange(0, self.size, 2, device=positions_T.device).double() / self.size
-        bases_T1 = self.parameters["rope_theta"] * growth_T1 ** (self.size / (self.size - 2))
+        bases_T1 = self.options["rope_theta"] * growth_T1 ** (self.size / (self.size - 2))
         return (bases_T1**-exponents_P).float()
 
 

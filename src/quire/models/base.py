@@ -1,4 +1,4 @@
-"""The decoder that families share: embeddings, layers, norm, head.
+"""The face that every model shows, and the decoder that families share: embeddings, layers, norm, head.
 
 Knows the order of things. Does not know caches, batches or files. A family is a subclass that says what one
 of its layers is (`layer`), and what else differs, as class attributes.
@@ -36,32 +36,64 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         angles = self.rotary(positions_T)
-        x_TD, residual_TD = self.embed_tokens(token_ids_T), None
+        x_TD: Tensor = self.embed_tokens(token_ids_T)
+        residual_TD: Tensor | None = None
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
-        return self.norm.add(x_TD, residual_TD)[0]
+        return self.norm(x_TD) if residual_TD is None else self.norm.add(x_TD, residual_TD)[0]
 
 
-class CausalLM(nn.Module):
-    """A decoder and its head: the face that the worker knows.
+class LanguageModel(nn.Module):
+    """What the worker and the engine ask of a model, native or generic."""
+
+    description = "native"
+    """One sentence for the log: how it runs, and what is off."""
+
+    @property
+    def per_request(self) -> bool:
+        """It keeps a cache of its own for each row, and `forget` matters."""
+        return False
+
+    @property
+    def supports_prefix_caching(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        raise NotImplementedError
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """hidden_TD, after the last norm."""
+        raise NotImplementedError
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """logits_SV."""
+        raise NotImplementedError
+
+    def attention_layers(self) -> list[Attention]:
+        """In the order in which they run; none, if it keeps caches of its own."""
+        raise NotImplementedError
+
+    def forget(self, rows: list[int]) -> None:
+        """Give back what is kept for rows that left or enter."""
+
+
+class CausalLM(LanguageModel):
+    """A decoder and its head.
 
     Args:
         cfg: config.json of the text model.
         max_length: the longest request there can be.
     """
 
-    per_request = False
-    supports_prefix_caching = True
-    description = "native"
-
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__()
         self.cfg = cfg
-        self.model = self.decoder(cfg, max_length or cfg.max_position_embeddings)
+        self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
         tied = self.model.embed_tokens if cfg.tie_word_embeddings else None
         self.lm_head = Head(cfg.vocab_size, cfg.hidden_size, tied=tied)
 
-    def decoder(self, cfg: TextConfig, max_length: int) -> nn.Module:
+    def decoder(self, cfg: TextConfig, max_length: int) -> Decoder:
         return Decoder(cfg, self.layer, max_length)
 
     def layer(self, i: int) -> nn.Module:

@@ -31,6 +31,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.weights import Layer, Slot
 from quire.logging import get_logger
 from quire.models import registry
+from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
@@ -51,7 +52,7 @@ COMPUTED = re.compile(r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)$")
 SHOWN = 5  # names in a message
 
 
-def build_model(resolved: Resolved, platform: Platform) -> nn.Module:
+def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     """The model that `resolved` names, with its weights, on the platform's device, in eval mode, without gradients.
 
     Raises:
@@ -71,11 +72,13 @@ def build_model(resolved: Resolved, platform: Platform) -> nn.Module:
     return _native(resolved, platform)
 
 
-def _native(resolved: Resolved, platform: Platform) -> nn.Module:
+def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     began = time.perf_counter()
     target = registry.MODELS[resolved.architecture]
     with construction(getattr(torch, resolved.dtype)):
-        model = _model_class(target)(TextConfig(resolved.hf_config), resolved.max_model_len)
+        model: CausalLM = _model_class(target)(
+            TextConfig(resolved.hf_config), resolved.max_model_len
+        )
     load_format = resolved.asked.load.load_format
     if load_format == "dummy":
         source = f"random weights (seed {resolved.asked.model.seed})"
@@ -129,7 +132,7 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
 
 
 def fill(
-    model: nn.Module,
+    model: CausalLM,
     found: Iterable[tuple[str, Tensor]],
     device: torch.device,
     *,

@@ -15,6 +15,7 @@ Shape suffixes: T tokens of this step, S places that want logits, D hidden size,
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from quire.logging import get_logger
 from quire.models import transformers_check as check
 from quire.models import transformers_load as loading
 from quire.models import transformers_packed as packed
+from quire.models.base import LanguageModel
 from quire.models.transformers_own_cache import OwnCaches
 from quire.models.transformers_rules import (
     PACKED,
@@ -48,7 +50,7 @@ class _OnDevice(Protocol):
     device: torch.device
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(LanguageModel):
     """See the module's docstring. Make one with `build`.
 
     Attributes:
@@ -59,7 +61,6 @@ class TransformersModel(nn.Module):
     """
 
     mode: Mode
-    description: str
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, step_tokens: int = 0):
         """Wrap a model that has its weights.
@@ -107,6 +108,10 @@ class TransformersModel(nn.Module):
     @property
     def supports_prefix_caching(self) -> bool:
         return self.mode == PACKED
+
+    @property
+    def vocab_size(self) -> int:
+        return _vocab_size(self.model)
 
     def attention_layers(self) -> list[Attention]:
         """In the order in which a pass calls them; none in mode "per request"."""
@@ -242,9 +247,7 @@ class TransformersModel(nn.Module):
         for one_by_one in (False, True):
             caches = OwnCaches(self._run_cached, self._new_cache, one_by_one)
             try:
-                wrong = self._compare(
-                    ids, lambda pieces, c=caches: self._cached_step(c, pieces), None
-                )
+                wrong = self._compare(ids, functools.partial(self._cached_step, caches), None)
             except Exception as error:  # as above
                 wrong = f"a pass with its own cache failed ({type(error).__name__}: {error})"
             if not wrong:

@@ -88,7 +88,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in over.items():
         old = result.get(name)
         both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        result[name] = _merged(old, value) if both else value
+        result[name] = _merged(dict(old or {}), value) if both else value
     return result
 
 

@@ -203,7 +203,7 @@ def _record(
 
 def _record_mask(
     *args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
-):
+) -> Any:
     """A mask as the eager attention would get it, remembered together with its rule."""
     kwargs["allow_is_causal_skip"] = False  # None would tell nothing
     mask = eager_mask(*args, mask_function=mask_function, local_size=local_size, **kwargs)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, Op[..., Any]] = {}
 
 
 class Op(Generic[P, R]):
