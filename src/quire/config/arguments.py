@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from quire.config.compat import engine_config
 from quire.config.engine import EngineConfig
-from quire.config.flags import add_flags
+from quire.config.flags import add_flags, loose
 from quire.config.old_names import OLD
 from quire.config.options import Option, options
 
@@ -42,7 +42,7 @@ class EngineArgs:
         known = options()
         return cls(
             **{
-                name: value
+                name: loose(value) if name in OLD else value
                 for name, value in vars(args).items()
                 if (name in known and _engines(known[name]) and value != known[name].default)
                 or name in OLD

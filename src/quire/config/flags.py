@@ -106,7 +106,7 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
             _dict_of(name, given.get(name)) | value if isinstance(given.get(name), str) else value
         )
     for name in given.keys() & OLD.keys():
-        given[name] = _loose(given[name])
+        given[name] = loose(given[name])
     file = given.pop("config", None)
     asked = {**(read_yaml(file) if file else {}), **given}
     return _one_model(asked, from_file=bool(file))
@@ -196,13 +196,13 @@ def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
             raise ConfigError(f"{'.'.join(path)}: {key} has a value already and cannot have parts")
         tree = branch
     if path[-1].endswith("+"):
-        tree.setdefault(path[-1][:-1], []).extend(_loose(part) for part in text.split(","))
+        tree.setdefault(path[-1][:-1], []).extend(loose(part) for part in text.split(","))
     else:
-        tree[path[-1]] = _loose(text)
+        tree[path[-1]] = loose(text)
 
 
 def _dict_of(name: str, text: Any) -> dict[str, Any]:
-    value = _loose(text)
+    value = loose(text)
     if not isinstance(value, dict):
         raise ConfigError(
             f"--{name.replace('_', '-')} {text}: not a JSON object, and parts of one were given beside it"
@@ -210,7 +210,7 @@ def _dict_of(name: str, text: Any) -> dict[str, Any]:
     return value
 
 
-def _loose(text: Any) -> Any:
+def loose(text: Any) -> Any:
     """JSON if it is JSON, otherwise the text itself."""
     if not isinstance(text, str):
         return text

@@ -1,0 +1,205 @@
+"""The table of old names: each row does what its letter says, by keyword and by flag; and what some of them become."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.config.arguments import AsyncEngineArgs, EngineArgs, ProgramParser
+from quire.config.compat import UnknownName, engine_config, translate
+from quire.config.flags import parse
+from quire.config.old_names import OLD, SHORT, Old
+from quire.errors import ConfigError, Unsupported
+
+ROWS = [row for row in OLD.values() if row.name != "model_tag"]  # that one is the positional word
+
+
+def loud(row: Old):
+    """A value that asks for something."""
+    if row.kind == "flag":
+        return True
+    return ["loud"] if row.kind == "list" else "loud"
+
+
+def on_command_line(row: Old, value) -> list[str]:
+    flag = f"--{row.name.replace('_', '-')}"
+    if row.kind == "flag":
+        return [flag if value else f"--no-{flag[2:]}"]
+    if row.kind == "list":
+        return [flag, *value]
+    return [flag, value if isinstance(value, str) else json.dumps(value)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_each_row_does_what_it_says(row, warnings):
+    value = loud(row)
+    if row.treatment == "E":
+        feature, colon, remedy = row.say.partition(": ")
+        assert feature
+        assert colon
+        assert remedy
+        with pytest.raises(Unsupported, match=f"(?s){row.name}.*{remedy[:20]}"):
+            engine_config({row.name: value})
+        with pytest.raises(SystemExit):
+            parse(on_command_line(row, value))
+        return
+    engine_config({row.name: value})
+    parse(on_command_line(row, value))
+    if row.treatment == "W":
+        assert row.say
+        assert [text.split()[0] for text in warnings] == [
+            row.name,
+            f"--{row.name.replace('_', '-')}",
+        ]
+        assert all(row.say in text for text in warnings)
+    else:
+        assert not warnings
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_default_passes_without_a_word(row, warnings):
+    for value in (None, *row.quiet):
+        engine_config({row.name: value})
+        if value not in (None, ""):
+            parse(on_command_line(row, [value] if row.kind == "list" else value))
+    if row.kind == "flag" and row.to is None:
+        engine_config({row.name: False})
+        parse(on_command_line(row, False))
+    assert not warnings
+
+
+def test_short_forms_are_of_rows():
+    assert set(SHORT) <= set(OLD)
+    assert len(set(SHORT.values())) == len(SHORT)
+
+
+# What they become
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"disable_log_requests": True}, {"enable_log_requests": False}),
+        ({"disable_log_requests": False}, {"enable_log_requests": True}),
+        ({"task": "generate"}, {"runner": "generate"}),
+        ({"task": "auto"}, {"runner": "auto"}),
+        ({"task": "embed"}, {"runner": "pooling"}),
+        ({"task": "score"}, {"runner": "pooling"}),
+        ({"rope_theta": 5.0}, {"hf_overrides": {"rope_theta": 5.0}}),
+        (
+            {"rope_theta": 5.0, "rope_scaling": {"type": "linear"}, "hf_overrides": {"a": 1}},
+            {"hf_overrides": {"rope_theta": 5.0, "rope_scaling": {"type": "linear"}, "a": 1}},
+        ),
+        ({"rope_theta": 5.0, "hf_overrides": '{"rope_theta": 6.0}'}, {"hf_overrides": {"rope_theta": 6.0}}),
+        ({"attention_config": {"backend": "TORCH_SDPA"}}, {"attention_backend": "TORCH_SDPA"}),
+        ({"attention_config": {"use_cudnn": True}}, {}),
+        ({"attention_config": {"backend": "A"}, "attention_backend": "B"}, {"attention_backend": "B"}),
+        ({"attention_config": {"backend": "A"}, "attention_backend": None}, {"attention_backend": "A"}),
+        ({"device_memory_utilization": 0.4}, {"gpu_memory_utilization": 0.4}),
+        ({"max-num-seqs": 3}, {"max_num_seqs": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_an_old_name_becomes(given, fields):
+    assert translate(given) == fields
+
+
+def test_from_the_command_line():
+    assert parse(["--no-disable-log-requests"]).observe.enable_log_requests
+    assert parse(["--rope-theta", "5"]).model.hf_overrides == {"rope_theta": 5}
+    assert parse(["--rope-scaling", '{"factor": 2}']).model.hf_overrides == {
+        "rope_scaling": {"factor": 2}
+    }
+    assert parse(["-ac.backend", "XFORMERS"]).parallel.attention_backend == "XFORMERS"
+
+
+def test_a_function_cannot_take_in_an_old_name():
+    with pytest.raises(ConfigError, match=r"hf_overrides is a function, and rope_theta"):
+        translate({"rope_theta": 5.0, "hf_overrides": lambda config: config})
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"image": 0}, {"image": {"count": 0}, "video": 0}, "image=0,video=0", {}],
+    ids=str,
+)
+def test_no_media_is_no_wish(limits, warnings):
+    engine_config({"limit_mm_per_prompt": limits})
+    assert not warnings
+
+
+@pytest.mark.parametrize("limits", [{"image": 1}, {"image": {}}, "image=4,video=0"], ids=str)
+def test_media_are_refused(limits):
+    with pytest.raises(Unsupported, match="media input"):
+        engine_config({"limit_mm_per_prompt": limits})
+
+
+# Names in no table
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match="unknown keyword max_num_seq; did you mean max_num_seqs"):
+        engine_config({"max_num_seq": 4})
+    with pytest.raises(UnknownName, match=r"unknown keyword zzzzqqqq$"):
+        engine_config({"zzzzqqqq": 4})
+    with pytest.raises(
+        UnknownName, match="unknown flag --max-num-seq; did you mean --max-num-seqs"
+    ):
+        engine_config({"max_num_seq": 4}, "flag")
+
+
+def test_a_flag_of_the_server_is_no_keyword():
+    with pytest.raises(TypeError, match="quire serve --api-server-count"):
+        engine_config({"api_server_count": 2})
+    assert engine_config({"api_server_count": 1, "host": None}).server.api_server_count == 1
+    config = engine_config({"enable_auto_tool_choice": True, "tool_call_parser": "hermes"})
+    assert config.server.tool_call_parser == "hermes"
+
+
+# EngineArgs
+
+
+def test_engine_args_have_fields_as_attributes():
+    args = EngineArgs("m", max_num_seqs=4, disable_log_requests=True)
+    assert (args.model, args.max_num_seqs, args.enable_log_requests) == ("m", 4, False)
+    args.max_num_seqs = 5
+    config = args.create_engine_config()
+    assert config.scheduler.max_num_seqs == 5
+    assert config.model.model == "m"
+    assert repr(args) == "EngineArgs(model='m', max_num_seqs=5)"
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        AsyncEngineArgs(max_num_seq=4)
+
+
+def test_a_programs_own_parser_takes_our_flags(warnings):
+    parser = EngineArgs.add_cli_args(ProgramParser())
+    parser.add_argument("--host", default="here")  # the program's, as --port and --config are
+    parser.add_argument("--my_own", type=int)
+    args = parser.parse_args(
+        [
+            "--model",
+            "m",
+            "--max_num_seqs",
+            "4",
+            "--no_enable_prefix_caching",
+            "--my-own=3",
+            "--hf-overrides",
+            '{"a": 1}',
+            "--swap-space=4",
+            "--max-loras=1",
+            "--limit-mm-per-prompt",
+            '{"image": 0}',
+        ]
+    )
+    assert (args.host, args.my_own, args.max_model_len, args.dtype) == ("here", 3, None, "auto")
+    made = EngineArgs.from_cli_args(args)
+    assert (made.model, made.max_num_seqs, made.enable_prefix_caching) == ("m", 4, False)
+    assert made.hf_overrides == {"a": 1}
+    assert not warnings
+
+
+def test_the_environment_fills_what_a_parser_left_open(monkeypatch):
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
+    args = EngineArgs.add_cli_args(ProgramParser()).parse_args([])
+    assert EngineArgs.from_cli_args(args).log_stats_interval == 3.0
