@@ -91,4 +91,5 @@ def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
 
 @op
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of a table."""
     return F.embedding(ids_T, weight_VD)
