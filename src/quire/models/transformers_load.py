@@ -120,9 +120,9 @@ def _class_of(
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, None
     for name in getattr(config, "architectures", None) or [resolved.architecture]:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
-            return found, config, None
+        named: Any = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
+            return named, config, None
     raise Unsupported(
         f"{resolved.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
         "it has no class that generates text",
@@ -191,7 +191,8 @@ def freeze_rope(model: nn.Module, max_model_len: int) -> list[str]:
         One clause for each kind of rope that was frozen away from its short form.
     """
     said = []
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _moves(kinds):
             said.append(_freeze(module, kinds, None, max_model_len))

@@ -118,7 +118,7 @@ class MinTokens(TokenTable):
         return True
 
     def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
-        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])  # type: ignore[union-attr]
+        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
         early = picked.outputs < least
         if not early.any():
             return logits_SV
