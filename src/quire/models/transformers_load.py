@@ -92,6 +92,10 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _is_model(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, PreTrainedModel)
+
+
 def _class_of(
     config: PreTrainedConfig, resolved: Resolved
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig, dict[str, str] | None]:
@@ -121,7 +125,7 @@ def _class_of(
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, None
     for name in getattr(config, "architectures", None) or [resolved.architecture]:
         named: Any = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
+        if _is_model(named) and named.can_generate():
             return named, config, None
     raise Unsupported(
         f"{resolved.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
