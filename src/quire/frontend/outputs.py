@@ -37,6 +37,11 @@ class RequestMetrics:
         return self.first_token_ts or None
 
     @property
+    def queued(self) -> float:
+        """Seconds it waited before its first step, as far as is known."""
+        return max(self.scheduled_ts - self.queued_ts, 0.0) if self.scheduled_ts else 0.0
+
+    @property
     def time_in_queue(self) -> float | None:
         return self.scheduled_ts - self.arrival_time if self.scheduled_ts else None
 

@@ -151,6 +151,8 @@ def read_prompts(given: Any) -> list[Prompt]:
     Raises:
         ValidationError, Unsupported: as `read_prompt`, with the number of the prompt in the message.
     """
+    if isinstance(given, list) and given and isinstance(given[0], Prompt):
+        return given  # read before
     if isinstance(given, (str, Mapping, Prompt)) or is_token_list(given):
         return [read_prompt(given)]
     if not isinstance(given, Sequence) or isinstance(given, bytes):

@@ -120,6 +120,15 @@ class ChatTemplate:
         """Other templates of the checkpoint, by name: "tool_use" is taken when there are tools."""
 
     @classmethod
+    def given(cls, given: str) -> ChatTemplate:
+        """From a path, or from the text itself; equal ones are one object, for what is known of it costs time.
+
+        Raises:
+            ConfigError: neither a file nor a template.
+        """
+        return _of_source(read_given(given))
+
+    @classmethod
     def find(cls, folder: Path, config: dict[str, Any], given: str | None) -> ChatTemplate | None:
         """The one given (a path, or the text itself), else the checkpoint's; None when it has none.
 
@@ -127,7 +136,7 @@ class ChatTemplate:
             ConfigError: `given` is neither a file nor a template.
         """
         if given is not None:
-            return cls(read_given(given))
+            return cls.given(given)
         file, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
         named = {
             path.stem: path.read_text(encoding="utf-8") for path in sorted(more.glob("*.jinja"))
@@ -214,6 +223,11 @@ class ChatTemplate:
             if at >= 0 and not text[:at].endswith(("'text': '", '"text": "', '"text":"')):
                 return "openai"
         return "string"
+
+
+@functools.lru_cache(maxsize=32)
+def _of_source(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
 
 
 def read_given(given: str) -> str:

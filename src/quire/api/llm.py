@@ -1,0 +1,395 @@
+"""LLM: a model in this program. Prompts in, all outputs back when they are done, in order.
+
+The engine runs in this process, in the thread that waits for outputs: no `__main__` guard is needed. For streams
+and for many callers at once there is AsyncLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from quire.api import beam
+from quire.api.batch import Params, Priority, accept_all, refuse_media_and_lora
+from quire.api.later import Later
+from quire.api.metrics import Metric, Watch
+from quire.api.progress import Progress, progress
+from quire.config.compat import engine_config
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient
+from quire.errors import Unsupported, ValidationError
+from quire.frontend.chat import ChatOptions, conversations
+from quire.frontend.front import FrontRoom
+from quire.frontend.inputs import Accepted
+from quire.frontend.outputs import BeamSearchOutput, RequestOutput
+from quire.frontend.prompts import Prompt, read_prompts
+from quire.frontend.tokenizer import Tokenizer
+from quire.logging import configure, get_logger
+from quire.protocol.params import BeamSearchParams, SamplingParams
+
+log = get_logger(__name__)
+
+
+class LLM(Later):
+    """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
+
+    Args:
+        model: a directory, a hub id, or the name of an embedded model.
+        keywords: any flag of `quire serve` that is not the server's own, with underscores.
+
+    Raises:
+        TypeError: a keyword that nobody knows.
+        ConfigError: values that do not fit together, or no such model.
+        NotEnoughMemory: weights and a cache do not fit; the message has the numbers.
+        Unsupported: a feature of later work.
+    """
+
+    def __init__(self, model: str = "quire-tiny", **keywords: Any):
+        keywords.setdefault("disable_log_stats", True)
+        self._start(engine_config({"model": model, **keywords}))
+
+    @classmethod
+    def from_engine_args(cls, args: Any) -> Self:
+        """From an EngineArgs."""
+        return cls.from_config(args.create_engine_config())
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """From a configuration as it is."""
+        made = cls.__new__(cls)
+        made._start(config)
+        return made
+
+    @classmethod
+    def from_client(cls, client: EngineClient) -> Self:
+        """On an engine that runs already."""
+        made = cls.__new__(cls)
+        made._attach(client)
+        return made
+
+    def _start(self, config: EngineConfig) -> None:
+        from quire.engine.assemble import make_client  # a client given needs no such import
+
+        configure("llm", config.observe.log_level, force=False)
+        client = make_client(config)
+        try:
+            self._attach(client)
+        except BaseException:
+            client.close()
+            raise
+
+    def _attach(self, client: EngineClient) -> None:
+        self.client = client
+        self.config = client.resolved.asked
+        self.front = FrontRoom(client)
+        self.watch = Watch(client, self.config.model.model)
+        self.request_counter = itertools.count()
+        self._running = threading.RLock()  # one thread drives the engine, the others wait
+        self._kept: dict[str, RequestOutput] = {}
+        self._close = weakref.finalize(self, client.close)
+
+    # -- texts ----------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs of one prompt or of several, in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, a dict (`prompt` or `prompt_token_ids`), or a list of such.
+            sampling_params: one for all, or one for each; None: the model's defaults.
+            use_tqdm: show progress; a callable makes the bar.
+            priority: lower is sooner, one for all or one for each (scheduling_policy="priority").
+            tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
+
+        A request that fails alone has the finish_reason "error", with the reason in `error`.
+
+        Raises:
+            ValidationError: a prompt or a parameter that cannot be served; nothing was generated then.
+            EngineDeadError: the engine has stopped.
+        """
+        accepted = self._accept(
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
+        )  # fmt: skip
+        return self.run_accepted(accepted, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        *,
+        priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation (a list of messages), or to several.
+
+        Args:
+            options: chat_template, chat_template_content_format, add_generation_prompt,
+                continue_final_message, tools, documents, chat_template_kwargs.
+            The others are those of `generate`.
+
+        Raises:
+            ValidationError: as `generate`; also messages that the template does not take.
+        """
+        prompts = self._chat_prompts(messages, **options)
+        accepted = self._accept(
+            prompts, sampling_params, lora_request, priority,
+            {"add_special_tokens": False, **(tokenization_kwargs or {})}, mm_processor_kwargs,
+        )  # fmt: skip
+        return self.run_accepted(accepted, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """As `generate`, but only hands the requests over; their ids. `wait_for_completion` has the outputs."""
+        accepted = self._accept(
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
+        )  # fmt: skip
+        return self._submit(accepted)
+
+    def enqueue_chat(
+        self, messages: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
+        lora_request: Any = None, priority: Priority = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None, **options: Any,
+    ) -> list[str]:  # fmt: skip
+        """As `chat`, but only hands the requests over; their ids."""
+        return self.enqueue(
+            self._chat_prompts(messages, **options), sampling_params, use_tqdm=use_tqdm,
+            lora_request=lora_request, priority=priority,
+            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+            mm_processor_kwargs=mm_processor_kwargs,
+        )  # fmt: skip
+
+    def wait_for_completion(
+        self, request_ids: Sequence[str] | None = None, *, use_tqdm: Progress = True
+    ) -> list[RequestOutput]:
+        """Outputs of what was enqueued (these ids, or all), in the order of enqueuing.
+
+        Raises:
+            ValidationError: an id that was not enqueued, or whose output was fetched already.
+        """
+        with self._running:
+            ids = list(request_ids) if request_ids is not None else [*self._kept, *self.front.live]
+            ids.sort(key=lambda id: (len(id), id))
+            for id in ids:
+                if id not in self._kept and id not in self.front.live:
+                    raise ValidationError(
+                        f"request {id!r} was not enqueued, or its output was fetched already",
+                        parameter="request_ids", value=id,
+                    )  # fmt: skip
+            return self._wait(ids, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts that a search of `params.beam_width` beams finds, for each prompt.
+
+        Args:
+            concurrency_limit: prompts that are searched at a time; None: all.
+
+        Raises:
+            ValidationError: as `generate`.
+        """
+        refuse_media_and_lora(None, lora_request)
+        return beam.search(self, read_prompts(prompts), params, use_tqdm, concurrency_limit)
+
+    def _chat_prompts(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Prompt]:
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=chat_template,
+            template_kwargs=dict(chat_template_kwargs or {}),
+            tools=tools,
+            documents=documents,
+            content_format=chat_template_content_format,
+        )
+        return [Prompt(self.front.render(chat, options)) for chat in conversations(messages)]
+
+    # -- from prompts to outputs ----------------------------------------------------------------
+    def _accept(
+        self, prompts: Any, params: Params, lora: Any, priority: Priority,
+        tokenization: Mapping[str, Any] | None, media: Mapping[str, Any] | None,
+    ) -> list[Accepted]:  # fmt: skip
+        refuse_media_and_lora(media, lora)
+        ids = map(str, self.request_counter)
+        return accept_all(self.front, ids, prompts, params, priority, tokenization)
+
+    def _submit(self, accepted: Sequence[Accepted]) -> list[str]:
+        with self._running:
+            for one in accepted:
+                self.front.submit(one)
+        return [one.id for one in accepted]
+
+    def run_accepted(
+        self, accepted: Sequence[Accepted], use_tqdm: Progress = False
+    ) -> list[RequestOutput]:
+        """Send and wait; whatever goes wrong, nothing of these requests is left."""
+        with self._running:
+            ids = [one.id for one in accepted]
+            try:
+                self._submit(accepted)
+                return self._wait(ids, use_tqdm)
+            except BaseException:
+                # Ctrl-C, or a dead engine: the next call must find no remains of this one.
+                with suppress(Exception):
+                    self.front.abort(ids)
+                for id in ids:
+                    self._kept.pop(id, None)
+                raise
+
+    def _wait(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
+        """Drive the engine until these are finished."""
+        open_ones = {id for id in ids if id not in self._kept}
+        with progress(use_tqdm, len(ids)) as bar:
+            bar.update(len(ids) - len(open_ones))
+            while open_ones:
+                for output in self._turn():
+                    if output.request_id in open_ones:
+                        open_ones.remove(output.request_id)
+                        bar.count(output)
+        return [self._kept.pop(id) for id in ids]
+
+    def _turn(self) -> Iterator[RequestOutput]:
+        """What finished in the engine's next outputs."""
+        for collector in self.front.take_in(self.client.outputs()):
+            output = collector.take()
+            if output is None or not output.finished:
+                continue
+            self._kept[output.request_id] = output
+            self.watch.finished(output, collector.params)
+            for one in output.outputs:
+                if one.finish_reason == "error":
+                    log.error("request %s failed: %s", output.request_id, one.error)
+            yield output
+        self.watch.tick()
+
+    # -- about the engine -----------------------------------------------------------------------
+    @property
+    def llm_engine(self) -> LLM:
+        """Old programs ask this for `tokenizer` and `model_config`; it is this object."""
+        return self
+
+    @property
+    def model_config(self) -> Any:
+        """What was asked for of the model."""
+        return self.config.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    @property
+    def chat_template(self) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.chat_template
+
+    @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """What the model's generation config says, by the names of SamplingParams."""
+        return dict(self.front.inputs.defaults.sampling)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.front.inputs.defaults.params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        if self.tokenizer is None:
+            raise ValidationError(
+                "there is no tokenizer: skip_tokenizer_init=True left it out",
+                parameter="skip_tokenizer_init", value=True,
+            )  # fmt: skip
+        return self.tokenizer
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        return 1
+
+    def get_metrics(self) -> list[Metric]:
+        """The series of /metrics, as objects with name, labels and value."""
+        return self.watch.read()
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; False if some are in use by running requests, which keep theirs."""
+        return bool(self.client.call("reset_prefix_cache"))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by its name; one answer each.
+
+        Raises:
+            Unsupported: a function instead of a name: workers may be other processes.
+            QuireError: the method failed, or there is none of this name.
+        """
+        if not isinstance(method, str):
+            raise Unsupported(
+                "collective_rpc of a function", "give a method's name, or use apply_model(function)"
+            )
+        return list(self.client.call("collective_rpc", method, list(args), dict(kwargs or {})))
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """`func(model)` in every worker; one answer each. The workers must run in this process (the default)."""
+        if self.client.resolved.executor != "uni":
+            raise Unsupported(
+                f"apply_model with distributed_executor_backend={self.client.resolved.executor!r}",
+                "use distributed_executor_backend='uni'",
+            )
+        return list(self.client.call("collective_rpc", "apply_model", [func], {}))
+
+    def shutdown(self) -> None:
+        """Stop the engine and give its memory back. Dropping the object does the same."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.shutdown()

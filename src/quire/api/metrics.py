@@ -1,0 +1,122 @@
+"""`LLM.get_metrics()`: the metrics of /metrics, as objects.
+
+Knows a client's statistics and finished requests. The rows are `observe/rows.py`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.client import EngineClient
+from quire.frontend.outputs import RequestOutput
+from quire.observe.metrics import Metrics, cache_info
+from quire.observe.requests import RequestTimer
+from quire.observe.stats_log import StatsLog
+from quire.protocol.output import EngineStats
+from quire.protocol.params import SamplingParams
+
+
+@dataclass(slots=True)
+class Metric:
+    """One series."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(slots=True)
+class Counter(Metric):
+    """Never falls."""
+
+    value: int = 0
+
+
+@dataclass(slots=True)
+class Gauge(Metric):
+    """What is so just now."""
+
+    value: float = 0.0
+
+
+@dataclass(slots=True)
+class Histogram(Metric):
+    """How often which value was seen: `buckets` has upper bound -> how many were not above it."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
+def engine_stats(client: EngineClient) -> EngineStats:
+    """A fresh snapshot; waits for the engine."""
+    return EngineStats(**client.call("stats"))
+
+
+class Watch:
+    """What one LLM has seen: finished requests, and a line in the log now and then if that was asked for."""
+
+    def __init__(self, client: EngineClient, name: str):
+        asked = client.resolved.asked
+        self.client, self.metrics = client, Metrics(name, process=False)
+        ready = client.ready
+        more = {"num_gpu_blocks": ready.num_blocks, "block_size": ready.block_size}
+        self.metrics.attach(
+            lambda: engine_stats(client), ready.max_model_len, cache_info(asked.cache, **more)
+        )
+        self.interval = asked.observe.log_stats_interval
+        self._log: StatsLog | None = None
+        if not asked.observe.disable_log_stats:
+            self._log = StatsLog(lambda: engine_stats(client), self.interval)
+        self._last = time.monotonic()
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        metrics = output.metrics
+        if metrics is None:
+            return
+        timer = RequestTimer(self.metrics, time.monotonic() - (time.time() - metrics.arrival_time))
+        timer.end(
+            prompt_tokens=len(output.prompt_token_ids),
+            cached=output.num_cached_tokens or 0,
+            output_tokens=[len(one.token_ids) for one in output.outputs],
+            max_tokens=params.max_tokens,
+            n=params.n,
+            times=metrics,
+        )
+
+    def tick(self) -> None:
+        """Between steps: the statistics line, when it is due."""
+        now = time.monotonic()
+        if self._log is not None and now - self._last >= self.interval:
+            self._log.tick(now - self._last)
+            self._last = now
+
+    def read(self) -> list[Metric]:
+        """Every series."""
+        found: list[Metric] = []
+        for family in self.metrics.registry.collect():
+            if family.type == "histogram":
+                found += _histograms(family)
+                continue
+            kind: Callable[..., Metric] = Counter if family.type == "counter" else Gauge
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    value = int(sample.value) if kind is Counter else sample.value
+                    found.append(kind(family.name, dict(sample.labels), value))
+        return found
+
+
+def _histograms(family: Any) -> list[Metric]:
+    found: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for sample in family.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "le"}
+        one = found.setdefault(tuple(sorted(labels.items())), Histogram(family.name, labels))
+        if sample.name.endswith("_bucket"):
+            one.buckets[sample.labels["le"]] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            one.count = int(sample.value)
+        elif sample.name.endswith("_sum"):
+            one.sum = sample.value
+    return list(found.values())

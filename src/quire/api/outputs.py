@@ -1,0 +1,24 @@
+"""What calls give back; the classes are `frontend/outputs.py`'s."""
+
+from __future__ import annotations
+
+from quire.frontend.logprobs import FlatLogprobs, Logprob
+from quire.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    error_of,
+)
+
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "FlatLogprobs",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "error_of",
+]

@@ -1,0 +1,128 @@
+"""A conversation, as programs write it -> the prompt's text.
+
+Knows messages, content parts and templates. Does not know tokens, requests or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import Unsupported, ValidationError
+from quire.frontend.template import ChatTemplate, plain
+from quire.frontend.tokenizer import Tokenizer
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+MEDIA_PARTS = ("image", "video", "audio", "file")  # image_url, input_audio ... contain these
+
+
+@dataclass(slots=True)
+class ChatOptions:
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+    """A path or the template itself; None: the checkpoint's."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Any] | None = None
+    content_format: str = "auto"
+    """string: parts are joined into one text; openai: they reach the template; auto: as it reads them."""
+
+
+def render(
+    tokenizer: Tokenizer | None, messages: Sequence[Any], options: ChatOptions | None = None
+) -> str:
+    """The prompt's text.
+
+    Raises:
+        ValidationError: no tokenizer, no template, or messages that the template does not take.
+        Unsupported: pictures, sound, video.
+        ConfigError: the template given does not parse, or is not there.
+    """
+    options = options or ChatOptions()
+    if tokenizer is None:
+        raise ValidationError(
+            "chat needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids to generate",
+            parameter="messages",
+        )
+    template = tokenizer.template
+    if options.template is not None:
+        template = ChatTemplate.given(options.template)
+    if template is None:
+        raise ValidationError(
+            "this model has no chat template: start with chat_template=..., or use generate (completions)"
+            " with a prompt of your own",
+            parameter="chat_template",
+        )  # fmt: skip
+    form = options.content_format
+    if form == "auto":
+        form = template.content_format
+    return template.render(
+        [read_message(message, number, form) for number, message in enumerate(messages)],
+        tools=options.tools or None,
+        documents=options.documents,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        variables={**tokenizer.special_tokens_map, **options.template_kwargs},
+    )
+
+
+def read_message(message: Any, number: int, form: str) -> dict[str, Any]:
+    """One message in JSON's types; its content as one text (`form` string) or as a list of parts."""
+    found = plain(message)
+    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+        raise ValidationError(
+            f"messages[{number}] must be a dict with role and content", parameter="messages"
+        )
+    content = found.get("content")
+    if isinstance(content, list):
+        texts = [
+            _text(part, f"messages[{number}].content[{at}]") for at, part in enumerate(content)
+        ]
+        found["content"] = (
+            "\n".join(texts)
+            if form == "string"
+            else [{"type": "text", "text": text} for text in texts]
+        )
+    elif isinstance(content, str) and form == "openai":
+        found["content"] = [{"type": "text", "text": content}]
+    elif content is not None and not isinstance(content, str):
+        raise ValidationError(
+            f"messages[{number}].content must be a string or a list of parts", parameter="messages"
+        )
+    return found
+
+
+def _text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        kind = str(part.get("type", "text"))
+        key = "text" if kind in ("text", "input_text", "output_text") else kind
+        if kind in TEXT_PARTS and isinstance(part.get(key), str):
+            return str(part[key])
+        if any(name in kind for name in MEDIA_PARTS):
+            raise Unsupported(f"{where} of type {kind}", "this engine reads text only")
+    raise ValidationError(
+        f'{where} must be a string or {{"type": "text", "text": ...}}', parameter="messages"
+    )
+
+
+def conversations(messages: Any) -> list[list[Any]]:
+    """One conversation, or several: always several.
+
+    Raises:
+        ValidationError: neither a list of messages nor a list of such lists.
+    """
+    if isinstance(messages, (list, tuple)) and messages:
+        if all(isinstance(one, (list, tuple)) for one in messages):
+            return [list(one) for one in messages]
+        if not any(isinstance(one, (list, tuple, str)) for one in messages):
+            return [list(messages)]
+    raise ValidationError(
+        "messages must be a list of messages ({role, content}), or a list of such lists",
+        parameter="messages", value=messages,
+    )  # fmt: skip

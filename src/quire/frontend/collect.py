@@ -1,0 +1,235 @@
+"""What the engine says of one request, collected into what its user reads.
+
+    EngineOutput of a child -> `Collector.add` -> state of the child (tokens, text, log-probabilities)
+                               `Collector.take` -> RequestOutput with what is new, or all, as was asked
+
+Building an output is put off until somebody takes it, so a slow reader costs nothing. Knows one request.
+Does not know how outputs arrive or who waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from quire.frontend.detokenize import Detokenizer
+from quire.frontend.fanout import best
+from quire.frontend.inputs import Accepted
+from quire.frontend.logprobs import FlatLogprobs, Position, Positions, PromptLogprobs, positions
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
+from quire.protocol.params import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class Child:
+    """One of a request's outputs as it grows."""
+
+    id: str
+    detokenizer: Detokenizer | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Position | None] | None = None
+    cumulative: float | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    error_kind: ErrorKind = "internal"
+    taken: int = 0
+    """Tokens that were given out."""
+    told: bool = False
+    """Its end was given out."""
+
+    def add(self, output: EngineOutput) -> None:
+        """Tokens after a stop string do not count; `finish` is then "stop" whatever the engine says."""
+        kept, stopped = self._text(output)
+        tokens = output.tokens[:kept]
+        self.tokens += tokens
+        if stopped is not None:
+            self.finish, self.stop_reason = "stop", stopped
+        elif output.finish is not None:
+            self.finish, self.stop_reason = output.finish, output.stopped_by
+            self.error, self.error_kind = output.error, output.error_kind
+        if output.logprobs is not None:
+            chosen = output.logprobs.values[:kept]
+            self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
+
+    def _text(self, output: EngineOutput) -> tuple[int, str | None]:
+        """How many of the tokens count, and the stop string that they completed."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return len(output.tokens), None
+        # A token that stops is no part of the text.
+        silent = output.finish == "stop" and not detokenizer.include_stop
+        last = len(output.tokens) - 1
+        for at, token_id in enumerate(output.tokens):
+            if silent and at == last:
+                detokenizer.skip()
+            elif detokenizer.add(token_id):
+                return at + 1, detokenizer.stopped_by
+        if output.finish is not None and detokenizer.end():
+            return len(output.tokens), detokenizer.stopped_by
+        return len(output.tokens), None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.tokens) > self.taken or (self.finish is not None and not self.told)
+
+
+class Collector:
+    """One request. Not for several threads at once."""
+
+    def __init__(self, accepted: Accepted, tokenizer: Tokenizer | None):
+        self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
+        self.tokenizer = tokenizer
+        self.children = [
+            Child(child.id, _detokenizer(accepted, tokenizer)) for child in accepted.children
+        ]
+        self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
+        self.cached: int | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
+        self._prompt_told = False
+
+    @property
+    def _names(self) -> Tokenizer | None:
+        return self.tokenizer if self.params.detokenize else None
+
+    @property
+    def finished(self) -> bool:
+        return all(child.finish is not None for child in self.children)
+
+    # -- in -------------------------------------------------------------------------------------
+    def add(self, index: int, output: EngineOutput) -> bool:
+        """What is new of child `index`. True: it ended here while the engine still runs it, so abort it."""
+        child = self.children[index]
+        if child.finish is not None:
+            return False  # its end was found here before the engine heard of it
+        self._note_times(output)
+        before = len(child.tokens)
+        child.add(output)
+        if self.params.logprobs is not None or self.params.logprob_token_ids is not None:
+            self._add_logprobs(child, output.logprobs, len(child.tokens) - before)
+        if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs.add(output.prompt_logprobs)
+        if self.finished:
+            self.metrics.finished_time = time.time()
+        return child.ended and output.finish is None
+
+    def _add_logprobs(self, child: Child, found: Logprobs | None, count: int) -> None:
+        if child.logprobs is None:
+            child.logprobs = []
+        if found is None:
+            return
+        ranked = self.params.logprob_token_ids is None
+        entries = positions(found, self._names, ranked)
+        child.logprobs.extend(entry for entry, _ in zip(entries, range(count), strict=False))
+
+    def _note_times(self, output: EngineOutput) -> None:
+        metrics, now = self.metrics, time.time()
+        if output.tokens:
+            metrics.first_token_ts = metrics.first_token_ts or now
+            metrics.last_token_ts = now
+            metrics.num_generation_tokens += len(output.tokens)
+        if output.queued and not metrics.scheduled_ts:
+            metrics.scheduled_ts = metrics.queued_ts + output.queued
+        metrics.num_preemptions = max(metrics.num_preemptions, output.preemptions)
+        if output.tokens and (self.cached is None or output.cached):
+            self.cached = max(self.cached or 0, output.cached)
+
+    def end(self, finish: FinishReason, error: str | None = None) -> list[str]:
+        """End what still runs; the ids of those children, for the engine."""
+        ended = []
+        for child in self.children:
+            if child.finish is None:
+                if child.detokenizer is not None:
+                    child.detokenizer.end()
+                child.finish, child.error = finish, error
+                ended.append(child.id)
+        self.metrics.finished_time = time.time()
+        return ended
+
+    # -- out ------------------------------------------------------------------------------------
+    def take(self) -> RequestOutput | None:
+        """What is to be told now, of the kind that was asked for; None when that is nothing."""
+        finished, kind = self.finished, self.params.output_kind
+        ranked = len(self.children) > self.params.n
+        if not finished and (kind == RequestOutputKind.FINAL_ONLY or ranked):
+            return None
+        ready = [child for child in self.children if self._is_ready(child)]
+        if not ready:
+            return None
+        if ranked:
+            scores = [child.cumulative or 0.0 for child in self.children]
+            chosen = [self.children[index] for index in best(scores, self.params.n)]
+        elif kind == RequestOutputKind.DELTA:
+            chosen = ready
+        else:
+            chosen = self.children
+        index = {child.id: at for at, child in enumerate(chosen if ranked else self.children)}
+        delta = kind == RequestOutputKind.DELTA
+        outputs = [self._completion(child, index[child.id], delta) for child in chosen]
+        for child in self.children:
+            child.told = child.finish is not None
+        return RequestOutput(
+            request_id=self.id, prompt=self.accepted.prompt, prompt_token_ids=self.accepted.tokens,
+            prompt_logprobs=self._take_prompt_logprobs(delta), outputs=outputs, finished=finished,
+            metrics=self.metrics, num_cached_tokens=self.cached,
+        )  # fmt: skip
+
+    def _is_ready(self, child: Child) -> bool:
+        interval = self.params.stream_interval or 1
+        if interval == 1 or child.finish is not None or not child.taken:
+            return child.has_news
+        return len(child.tokens) - child.taken >= interval
+
+    def _completion(self, child: Child, index: int, delta: bool) -> CompletionOutput:
+        ended, start = child.finish is not None, child.taken if delta else 0
+        text = ""
+        if child.detokenizer is not None:
+            text = child.detokenizer.take(ended)
+            if not delta:
+                text = child.detokenizer.settled
+        child.taken = len(child.tokens)
+        return CompletionOutput(
+            index=index, text=text, token_ids=child.tokens[start:],
+            cumulative_logprob=child.cumulative, logprobs=self._logprobs(child, start),
+            finish_reason=child.finish, stop_reason=child.stop_reason,
+            error=child.error, error_kind=child.error_kind,
+        )  # fmt: skip
+
+    def _logprobs(self, child: Child, start: int) -> Positions | None:
+        if child.logprobs is None:
+            return None
+        found = child.logprobs[start:]
+        if not self.params.flat_logprobs:
+            return found
+        flat = FlatLogprobs()
+        flat.extend(found)
+        return flat
+
+    def _take_prompt_logprobs(self, delta: bool) -> Positions | None:
+        if self.prompt_logprobs is None or (delta and self._prompt_told):
+            return None
+        self._prompt_told = True
+        return self.prompt_logprobs.result(self.params.flat_logprobs)
+
+
+def _detokenizer(accepted: Accepted, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    params: SamplingParams = accepted.params
+    if tokenizer is None or not params.detokenize:
+        return None
+    return Detokenizer(
+        tokenizer,
+        accepted.tokens,
+        stop=params.stop,
+        include_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )

@@ -1,0 +1,148 @@
+"""The front room of one engine: prompts in, answers out, and who still waits for one.
+
+Knows a client, a tokenizer, and the requests that live. Threads are its callers' matter: `accept` and `render`
+may be called from any, the rest from one at a time. `api/llm.py` drives it from the caller's thread,
+`api/async_llm.py` from an event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.engine.client import EngineClient
+from quire.errors import ValidationError
+from quire.frontend import chat
+from quire.frontend.collect import Collector
+from quire.frontend.generation_config import generation_defaults
+from quire.frontend.inputs import Accepted, Inputs
+from quire.frontend.tokenizer import Tokenizer, load
+from quire.models import hf
+from quire.protocol.output import EngineOutput
+from quire.protocol.params import SamplingParams
+
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"]  # a tokenizer does without
+
+
+class FrontRoom:
+    """`submit`, then feed what the client gives to `take_in`, and `take` from the collectors that it names."""
+
+    def __init__(self, client: EngineClient, number: int = 0):
+        self.client = client
+        resolved, ready = client.resolved, client.ready
+        asked = resolved.asked.model
+        self.content_format = asked.chat_template_content_format
+        self.tokenizer: Tokenizer | None = None
+        if not asked.skip_tokenizer_init:
+            self.tokenizer = load(
+                tokenizer_folder(client),
+                mode=asked.tokenizer_mode,
+                trust_remote_code=asked.trust_remote_code,
+                chat_template=asked.chat_template,
+            )
+        known = 0 if self.tokenizer is None else len(self.tokenizer)
+        self.inputs = Inputs(
+            self.tokenizer,
+            ready.max_model_len,
+            ready.vocab_size or int(resolved.hf_config.get("vocab_size") or known),
+            generation_defaults(resolved.path, asked, resolved.hf_config),
+            asked.max_logprobs,
+            asked.seed,
+            number,
+        )
+        self.live: dict[str, Collector] = {}
+        self._children: dict[str, tuple[Collector, int]] = {}
+
+    # -- in -------------------------------------------------------------------------------------
+    def accept(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Accepted:
+        """Check a request; `Inputs.accept` has the options and the errors."""
+        return self.inputs.accept(prompt, params, **options)
+
+    def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
+        """The prompt's text of a conversation; `chat.render` has the errors."""
+        options = options or chat.ChatOptions()
+        if options.content_format == "auto":
+            options = dataclasses.replace(options, content_format=self.content_format)
+        return chat.render(self.tokenizer, messages, options)
+
+    def submit(self, accepted: Accepted) -> Collector:
+        """Send it to the engine.
+
+        Raises:
+            ValidationError: a request of this id lives.
+            EngineDeadError: the engine has stopped.
+        """
+        if accepted.id in self.live:
+            raise ValidationError(
+                f"request_id {accepted.id!r} is that of a request which still runs; choose another",
+                parameter="request_id", value=accepted.id,
+            )  # fmt: skip
+        collector = Collector(accepted, self.tokenizer)
+        taken = [child.id for child in accepted.children if child.id in self._children]
+        if taken:
+            raise ValidationError(
+                f"request_id {accepted.id!r} with n={accepted.params.n} needs the id {taken[0]!r}, which"
+                " another request has; choose another",
+                parameter="request_id", value=accepted.id,
+            )  # fmt: skip
+        self.live[accepted.id] = collector
+        for index, child in enumerate(accepted.children):
+            self._children[child.id] = (collector, index)
+        try:
+            for child in accepted.children:
+                self.client.submit(child)
+        except BaseException:
+            self._forget(collector)
+            raise
+        return collector
+
+    # -- out ------------------------------------------------------------------------------------
+    def take_in(self, outputs: Iterable[EngineOutput]) -> list[Collector]:
+        """Collect; the requests with news, each once. Those that are finished live no more."""
+        changed: dict[str, Collector] = {}
+        ended: list[str] = []
+        for output in outputs:
+            place = self._children.get(output.id)
+            if place is None:
+                continue  # given up before
+            collector, index = place
+            if collector.add(index, output):
+                ended.append(output.id)
+            changed[collector.id] = collector
+            if collector.children[index].finish is not None:
+                del self._children[output.id]
+        for collector in changed.values():
+            if collector.finished:
+                self._forget(collector)
+        if ended:
+            self.client.abort(ended)
+        return list(changed.values())
+
+    def abort(self, ids: Iterable[str]) -> list[Collector]:
+        """Give requests up: each ends at once with finish_reason "abort". Unknown ids mean nothing."""
+        found = [self.live[id] for id in ids if id in self.live]
+        ended = [child for collector in found for child in collector.end("abort")]
+        for collector in found:
+            self._forget(collector)
+        if ended:
+            self.client.abort(ended)
+        return found
+
+    def _forget(self, collector: Collector) -> None:
+        self.live.pop(collector.id, None)
+        for child in collector.children:
+            self._children.pop(child.id, None)
+
+
+def tokenizer_folder(client: EngineClient) -> str:
+    """Where the tokenizer lies: with the model, or where `tokenizer` says."""
+    asked = client.resolved.asked
+    name = asked.model.tokenizer
+    if name is None or name == asked.model.model:
+        return client.resolved.path
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder.absolute())
+    model = dataclasses.replace(asked.model, model=name, revision=asked.model.tokenizer_revision)
+    return hf.locate(model, dataclasses.replace(asked.load, ignore_patterns=WEIGHTS))
