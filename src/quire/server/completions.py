@@ -56,8 +56,8 @@ class Shaper:
                 prompt.text = self.engine.decode(prompt.tokens)
             text = prompt.text + text
             if self.body.logprobs is not None:
-                told = self.generation.counts[delta.prompt].prompt_logprobs or []
-                shown, positions = prompt.tokens + tokens, [*told, *positions]
+                before = self.generation.counts[delta.prompt].prompt_logprobs or []
+                shown, positions = prompt.tokens + tokens, [*before, *positions]
         choice: dict[str, Any] = {"index": delta.index, "text": text, "logprobs": None}
         if self.body.logprobs is not None and shown:
             offset = self.offsets.get(delta.index, 0)

@@ -122,7 +122,7 @@ class Serving:
     async def _lived(self, http: asyncio.Future[None]) -> int:
         told = asyncio.ensure_future(self.stopping.wait())
         starting = asyncio.ensure_future(self._start())
-        await asyncio.wait({told, starting, http}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(told, starting, http)
         if not starting.done():  # told to stop while loading, or HTTP ended
             starting.cancel()
             return 0 if told.done() else 1
@@ -131,10 +131,8 @@ class Serving:
         except (QuireError, OSError) as error:
             print(failure(error), file=sys.stderr, flush=True)
             return 1
-        told.cancel()
         watch = asyncio.ensure_future(self._watch())
-        told = asyncio.ensure_future(self.stopping.wait())
-        await asyncio.wait({told, watch, http}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(told, watch, http)
         if watch.done():
             watch.result()
             await asyncio.sleep(DEATH_TOLD_S)
@@ -236,6 +234,11 @@ class Serving:
             task.add_done_callback(self._tasks.discard)
 
     _tasks: set[asyncio.Future[None]] = set()  # noqa: RUF012  (keeps them from being collected)
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def model_name(config: EngineConfig) -> str:

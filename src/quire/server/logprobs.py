@@ -6,6 +6,7 @@ Knows dicts {id: object with logprob, rank, decoded_token}, the chosen token fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.server.engine import LogprobLike
@@ -78,7 +79,7 @@ def legacy(
     for token, position in zip(tokens, positions, strict=False):
         offsets.append(offset)
         if position is None:  # the first token of a prompt: nothing comes before it
-            text, value, best = name(token, _Nothing), None, None
+            text, value, best = name(token, _Nothing()), None, None
         else:
             entry = chosen(position, token)
             text, value = name(token, entry), floored(entry.logprob)
@@ -97,9 +98,10 @@ def legacy(
     return shape, offset
 
 
+@dataclass(slots=True)
 class _Nothing:
-    logprob = FLOOR
-    rank = None
+    logprob: float = FLOOR
+    rank: int | None = None
     decoded_token: str | None = None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.routing import get_route_path
+from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response

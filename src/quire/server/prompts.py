@@ -71,9 +71,7 @@ async def completion_prompts(request: CompletionRequest, engine: TextEngine) -> 
     return [await one_prompt(prompt, request, engine) for prompt in many]
 
 
-async def one_prompt(
-    prompt: str | list[Any], request: CompletionRequest, engine: TextEngine
-) -> Prompt:
+async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine) -> Prompt:
     text: str | None = None
     if isinstance(prompt, str):
         text, tokens = prompt, await encode(engine, prompt, special=request.add_special_tokens)

@@ -1,0 +1,105 @@
+"""Ways to talk to an application without a socket: httpx for whole answers, raw ASGI where time matters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from scripted import ScriptedEngine, make_state
+
+from quire.server.app import build_app
+from quire.server.state import ServerState
+
+
+def browser(state: ServerState, **options: Any) -> httpx.AsyncClient:
+    """An httpx client of the state's application."""
+    app = build_app(state)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server", **options
+    )
+
+
+def ask(
+    engine: ScriptedEngine | None, method: str, path: str, body: Any = None,
+    headers: dict[str, str] | None = None, state: ServerState | None = None, **config: Any,
+) -> httpx.Response:  # fmt: skip
+    """One request, one answer."""
+
+    async def go() -> httpx.Response:
+        async with browser(state or make_state(engine, **config)) as client:
+            if body is None:
+                return await client.request(method, path, headers=headers)
+            return await client.request(method, path, json=body, headers=headers)
+
+    return asyncio.run(go())
+
+
+def frames(text: str) -> list[Any]:
+    """The events of a stream; [DONE] and comments as they are."""
+    found: list[Any] = []
+    for event in text.split("\n\n"):
+        if not event:
+            continue
+        data = event.removeprefix("data: ")
+        found.append(json.loads(data) if data.startswith("{") else data)
+    return found
+
+
+class Call:
+    """One ASGI request whose answer is read as it comes, and that can be hung up."""
+
+    def __init__(self, state: ServerState, path: str, body: Any, headers: dict[str, str]):
+        raw = {"content-type": "application/json", **headers}
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in raw.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("server", 80),
+            "state": {},
+        }
+        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.task = asyncio.ensure_future(
+            build_app(state)(self.scope, self.incoming.get, self.outgoing.put)
+        )
+
+    async def next(self) -> dict[str, Any]:
+        return await asyncio.wait_for(self.outgoing.get(), 5)
+
+    async def frame(self) -> str:
+        """The next piece of the body."""
+        while True:
+            message = await self.next()
+            if message["type"] == "http.response.body":
+                return message["body"].decode()
+
+    def hang_up(self) -> None:
+        self.incoming.put_nowait({"type": "http.disconnect"})
+
+    async def ended(self) -> None:
+        await asyncio.wait_for(self.task, 5)
+
+
+@asynccontextmanager
+async def calling(
+    state: ServerState, path: str, body: Any, headers: dict[str, str] | None = None
+) -> AsyncIterator[Call]:
+    call = Call(state, path, body, headers or {})
+    try:
+        yield call
+    finally:
+        call.hang_up()
+        await call.ended()

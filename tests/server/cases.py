@@ -1,0 +1,211 @@
+"""The requests whose answers are written down in golden/: every route, and every way to be refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripted import ScriptedEngine, make_state
+
+from quire.errors import EngineDeadError, QueueFull, QuireError, ValidationError
+from quire.server.state import Phase, ServerState
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+SAY = {"prompt": "ab"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request; `body` a str is sent as it is."""
+
+    path: str
+    body: Any = None
+    method: str = ""
+    script: tuple[Any, ...] = ("Hé", "llo")
+    finish: str = "stop"
+    headers: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    phase: Phase = Phase.READY
+    dev: bool = False
+    dead: str | None = None
+    replaced: bool = False
+
+    def state(self) -> ServerState:
+        engine = ScriptedEngine(*self.script, finish=self.finish)
+        engine.dead, engine.replaced, engine.cached = self.dead, self.replaced, 1
+        state = make_state(None if self.phase is Phase.LOADING else engine, **self.config)
+        state.phase, state.dev_mode, state.stage = self.phase, self.dev, "loading the model"
+        return state
+
+    @property
+    def verb(self) -> str:
+        return self.method or ("GET" if self.body is None else "POST")
+
+
+def stream(**more: Any) -> dict[str, Any]:
+    return {"stream": True, **more}
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+RUNNING = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+DETAILS = {"enable_prompt_tokens_details": True}
+
+ANSWERS = {
+    "models": Case("/v1/models"),
+    "models-aliases": Case("/v1/models", config={"served_model_name": ["toy", "org/other"]}),
+    "model": Case("/v1/models/toy"),
+    "health": Case("/health"),
+    "health-loading": Case("/health", phase=Phase.LOADING),
+    "health-draining": Case("/health", phase=Phase.DRAINING),
+    "health-dead": Case("/health", dead="it fell"),
+    "health-replaced": Case("/health", replaced=True),
+    "live-loading": Case("/health/live", phase=Phase.LOADING),
+    "startup": Case("/health/startup"),
+    "startup-loading": Case("/health/startup", phase=Phase.LOADING),
+    "ready": Case("/health/ready"),
+    "ready-draining": Case("/health/ready", phase=Phase.DRAINING),
+    "ready-replaced": Case("/health/ready", replaced=True),
+    "ping": Case("/ping"),
+    "ping-post": Case("/ping", method="POST"),
+    "version": Case("/version"),
+    "load": Case("/load"),
+    "tokenize": Case("/tokenize", {"prompt": "hé", "return_token_strs": True}),
+    "tokenize-plain": Case("/tokenize", {"prompt": "hi", "add_special_tokens": False}),
+    "tokenize-chat": Case("/tokenize", HI),
+    "detokenize": Case("/detokenize", {"tokens": [104, 233]}),
+    "chat": Case(CHAT, HI),
+    "chat-n": Case(CHAT, HI | {"n": 2, "temperature": 1}),
+    "chat-length": Case(CHAT, HI | {"max_tokens": 5}, finish="length"),
+    "chat-logprobs": Case(CHAT, HI | {"logprobs": True, "top_logprobs": 2}, script=("é",)),
+    "chat-logprobs-ids": Case(CHAT, HI | {"logprobs": True, "return_tokens_as_token_ids": True}, script=("é",)),
+    "chat-details": Case(CHAT, HI, config=DETAILS),
+    "chat-token-ids": Case(CHAT, HI | {"return_token_ids": True, "return_prompt_text": True}),
+    "chat-echo": Case(CHAT, {"messages": [{"role": "assistant", "content": "Oh "}], "echo": True,
+                             "add_generation_prompt": False, "continue_final_message": True}),
+    "chat-parts": Case(CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
+    "chat-stream": Case(CHAT, HI | stream()),
+    "chat-stream-n": Case(CHAT, HI | stream(n=2, temperature=1)),
+    "chat-stream-usage": Case(CHAT, HI | stream(**USAGE), config=DETAILS),
+    "chat-stream-running-usage": Case(CHAT, HI | stream(**RUNNING)),
+    "chat-stream-forced-usage": Case(CHAT, HI | stream(), config={"enable_force_include_usage": True}),
+    "chat-stream-logprobs": Case(CHAT, HI | stream(logprobs=True), script=("a", "b")),
+    "chat-stream-token-ids": Case(CHAT, HI | stream(return_token_ids=True)),
+    "chat-stream-interval": Case(CHAT, HI | stream(stream_interval=3), script=("a", "b", "c", "d")),
+    "chat-stream-half-character": Case(CHAT, HI | stream(), script=("a", "", "b")),
+    "chat-stream-error": Case(CHAT, HI | stream(), script=("a", QuireError("it broke"))),
+    "chat-stream-dead": Case(CHAT, HI | stream(), script=("a", EngineDeadError("it fell"))),
+    "text": Case(TEXT, SAY),
+    "text-ids": Case(TEXT, {"prompt": [97, 98]}),
+    "text-many": Case(TEXT, {"prompt": ["a", "b"], "n": 2, "temperature": 1}),
+    "text-logprobs": Case(TEXT, SAY | {"logprobs": 2}, script=("xy",)),
+    "text-echo": Case(TEXT, SAY | {"echo": True}),
+    "text-echo-only": Case(TEXT, SAY | {"echo": True, "max_tokens": 0, "logprobs": 1}, script=("x",)),
+    "text-prompt-logprobs": Case(TEXT, SAY | {"prompt_logprobs": 1}, script=("x",)),
+    "text-stream": Case(TEXT, SAY | stream()),
+    "text-stream-many": Case(TEXT, {"prompt": ["a", "b"]} | stream(), script=("x",)),
+    "text-stream-echo": Case(TEXT, SAY | stream(echo=True, logprobs=1), script=("x", "y")),
+    "text-stream-usage": Case(TEXT, SAY | stream(**USAGE)),
+    "text-stream-running-usage": Case(TEXT, SAY | stream(**RUNNING)),
+    "text-stream-error": Case(TEXT, SAY | stream(), script=("a", QuireError("it broke"))),
+    "invocations-chat": Case("/invocations", HI),
+    "invocations-text": Case("/invocations", SAY),
+    "request-id-header": Case("/version", headers={"X-Request-Id": "mine"}, config={"enable_request_id_headers": True}),
+    "key": Case("/version", headers={"Authorization": "bearer k2"}, config={"api_key": ["k1", "k2"]}),
+    "health-needs-no-key": Case("/health", config={"api_key": "k"}),
+    "cors": Case(CHAT, method="OPTIONS", headers={"Origin": "http://x", "Access-Control-Request-Method": "POST"}),
+}  # fmt: skip
+
+ADMIN = {
+    "dev-off": Case("/reset_prefix_cache", method="POST"),
+    "reset-prefix-cache": Case("/reset_prefix_cache", method="POST", dev=True),
+    "collective-rpc": Case("/collective_rpc", {"method": "m", "args": [1], "kwargs": {"a": 2}}, dev=True),
+    "collective-rpc-timeout": Case("/collective_rpc", {"method": "m", "timeout": 0}, dev=True),
+    "abort-requests": Case("/abort_requests", {"request_ids": ["x"]}, dev=True),
+    "pause": Case("/pause?mode=keep", method="POST", dev=True),
+    "pause-mode": Case("/pause?mode=odd", method="POST", dev=True),
+    "resume": Case("/resume", method="POST", dev=True),
+    "is-paused": Case("/is_paused", dev=True),
+}  # fmt: skip
+
+
+def refused(path: str, base: dict[str, Any], **fields: Any) -> Case:
+    return Case(path, base | fields)
+
+
+REFUSALS = {
+    "no-route": Case("/v1/nothing"),
+    "no-method": Case(CHAT),
+    "no-key": Case("/v1/models", config={"api_key": "k"}),
+    "wrong-key": Case("/version", headers={"Authorization": "Bearer x"}, config={"api_key": "k"}),
+    "wrong-scheme": Case("/version", headers={"Authorization": "Basic k"}, config={"api_key": "k"}),
+    "no-key-no-route": Case("/nothing", config={"api_key": "k"}),
+    "no-json": Case(CHAT, "{", headers={"Content-Type": "application/json"}),
+    "no-object": Case(CHAT, "[1]", headers={"Content-Type": "application/json"}),
+    "no-utf8": Case(CHAT, b'{"a":"\xff"}', headers={"Content-Type": "application/json"}),
+    "nested": Case(CHAT, "[" * 100_000, headers={"Content-Type": "application/json"}),
+    "media-type": Case(CHAT, "a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}),
+    "too-long-a-body": Case(CHAT, HI, config={"max_body_bytes": 10}),
+    "unknown-model": refused(CHAT, HI, model="other"),
+    "loading": Case(CHAT, HI, phase=Phase.LOADING),
+    "draining": Case(CHAT, HI, phase=Phase.DRAINING),
+    "dead": Case(CHAT, HI, phase=Phase.DEAD),
+    "queue-full": Case(CHAT, HI, script=(QueueFull("64 requests wait"),)),
+    "queue-full-stream": Case(CHAT, HI | stream(), script=(QueueFull("64 requests wait"),)),
+    "engine-refuses": Case(CHAT, HI, script=(ValidationError("no such token", parameter="logit_bias"),)),
+    "engine-fails": Case(CHAT, HI, script=(RuntimeError("secret at /home/me/x.py"),)),
+    "engine-dies": Case(CHAT, HI, script=(EngineDeadError("it fell"),)),
+    "finish-error": Case(CHAT, HI, finish="error"),
+    "messages-missing": Case(CHAT, {}),
+    "messages-empty": Case(CHAT, {"messages": []}),
+    "messages-type": Case(CHAT, {"messages": "hi"}),
+    "messages-role": Case(CHAT, {"messages": [{"content": "x"}]}),
+    "messages-content": Case(CHAT, {"messages": [{"role": "user"}]}),
+    "messages-part": Case(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    "messages-template": Case(CHAT, {"messages": [{"role": "alien", "content": "x"}]}),
+    "chat-template": refused(CHAT, HI, chat_template="{{x}}"),
+    "continue-and-generate": refused(CHAT, HI, continue_final_message=True),
+    "prompt-missing": Case(TEXT, {}),
+    "prompt-empty": Case(TEXT, {"prompt": ""}),
+    "prompt-mixed": Case(TEXT, {"prompt": [1, "a"]}),
+    "prompt-too-long": Case(TEXT, {"prompt": "x" * 64}),
+    "prompt-token": Case(TEXT, {"prompt": [-1]}),
+    "prompts-too-many": Case(TEXT, {"prompt": ["a"] * 1025}),
+    "invocations-neither": Case("/invocations", {"a": 1}),
+    "tokenize-neither": Case("/tokenize", {}),
+    "detokenize-range": Case("/detokenize", {"tokens": [1 << 30]}),
+    "stream-options": refused(CHAT, HI, stream_options={"include_usage": True}),
+    "request-id": Case(CHAT, HI, headers={"X-Request-Id": "a b"}),
+    "timeout": Case(CHAT, HI | {"timeout": 0}),
+}  # fmt: skip
+
+FIELDS: dict[str, Any] = {
+    "n": 1000, "n-zero": 0, "temperature": 3, "top_p": 0, "top_k": -2, "min_p": 2,
+    "frequency_penalty": 3, "presence_penalty": "x", "repetition_penalty": 0, "seed": "abc",
+    "stop": ["a"] * 17, "stop-empty": [""], "stop_token_ids": [1] * 129, "bad_words": ["a"] * 129,
+    "logit_bias": {"a": 1}, "allowed_token_ids": [], "min_tokens": -1, "max_tokens": 0,
+    "logprob_token_ids": [1] * 129, "cache_salt": "a/b", "request_id": "", "stream_interval": 0,
+    "truncate_prompt_tokens": -2, "truncation_side": "up", "prompt_logprobs": -2,
+    "structured_outputs": {"json": {}}, "guided_regex": "a", "response_format": {"type": "json_object"},
+    "use_beam_search": True, "repetition_detection": {}, "thinking_token_budget": 1,
+    "kv_transfer_params": {}, "ec_transfer_params": {},
+}  # fmt: skip
+"""Values that both endpoints refuse. What comes after a dash tells two values of one field apart."""
+
+CHAT_FIELDS: dict[str, Any] = {
+    "top_logprobs": 2, "tools": [{"type": "function"}], "tools-empty": [], "tool_choice": "required",
+    "functions": [], "function_call": "auto", "media_io_kwargs": {}, "mm_processor_kwargs": {},
+    "max_completion_tokens": 0,
+}  # fmt: skip
+TEXT_FIELDS: dict[str, Any] = {
+    "best_of": 0, "suffix": "x", "prompt_embeds": "x", "logprobs": -2,
+}  # fmt: skip
+
+REFUSALS |= {
+    f"field-{name}": refused(TEXT, SAY, **{name.partition("-")[0]: value})
+    for name, value in (FIELDS | TEXT_FIELDS).items()
+}
+REFUSALS |= {
+    f"chat-field-{name}": refused(CHAT, HI, **{name.partition("-")[0]: value})
+    for name, value in CHAT_FIELDS.items()
+}

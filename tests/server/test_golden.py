@@ -1,0 +1,75 @@
+"""Every route and every refusal, word for word, as written down in golden/.
+
+After a change that is meant: `PYTHONPATH=src:tests/server python tests/server/test_golden.py`, and read the diff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from asgi import browser
+from cases import ADMIN, ANSWERS, FIELDS, REFUSALS, TEXT_FIELDS, Case
+
+GOLDEN = Path(__file__).parent / "golden"
+GROUPS = {"answers": ANSWERS, "admin": ADMIN, "refusals": REFUSALS}
+TOLD = ("content-type", "retry-after", "www-authenticate", "x-request-id", "allow", "connection",
+        "access-control-allow-origin")  # fmt: skip
+
+
+async def answer(case: Case) -> httpx.Response:
+    headers = {"X-Request-Id": "golden", **case.headers}
+    async with browser(case.state(), headers=headers) as client:
+        if isinstance(case.body, str | bytes):
+            return await client.request(case.verb, case.path, content=case.body)
+        return await client.request(case.verb, case.path, json=case.body)
+
+
+def written(name: str, case: Case) -> str:
+    """An answer as text, without what differs from run to run."""
+    found = asyncio.run(answer(case))
+    lines = [f"## {name}", f"{found.status_code}"]
+    lines += [f"{key}: {found.headers[key]}" for key in TOLD if key in found.headers]
+    text = re.sub(r'"created":\d+', '"created":0', found.text)
+    return "\n".join([*lines, text.rstrip("\n")]) + "\n\n"
+
+
+def golden(group: str) -> dict[str, str]:
+    text = (GOLDEN / f"{group}.txt").read_text(encoding="utf-8")
+    parts = re.split(r"(?m)^(?=## )", text)
+    return {part.partition("\n")[0].removeprefix("## "): part for part in parts if part}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_answers_are_as_written_down(group: str):
+    known = golden(group)
+    assert set(known) == set(GROUPS[group])
+    for name, case in GROUPS[group].items():
+        assert written(name, case) == known[name]
+
+
+def test_each_refused_field_is_named():
+    for name in FIELDS | TEXT_FIELDS:
+        found = asyncio.run(answer(REFUSALS[f"field-{name}"])).json()["error"]
+        field = name.partition("-")[0]
+        assert found["code"] == 400
+        assert found["param"] == field, (name, found)
+        assert field in found["message"]
+
+
+def test_refusals_are_errors_in_the_envelope():
+    for name, case in REFUSALS.items():
+        found = asyncio.run(answer(case))
+        assert found.status_code >= 400, name
+        assert set(found.json()["error"]) == {"message", "type", "param", "code"}, name
+        assert found.json()["error"]["code"] == found.status_code, name
+        assert "secret" not in found.text, name
+
+
+if __name__ == "__main__":
+    for group, cases in GROUPS.items():
+        text = "".join(written(name, case) for name, case in cases.items())
+        (GOLDEN / f"{group}.txt").write_text(text, encoding="utf-8")
