@@ -36,7 +36,15 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64},
+    "llama": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
     "mistral": {"sliding_window": 24, "head_dim": 16},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
@@ -44,15 +52,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "num_hidden_layers": 4,
         "head_dim": 16,
+        "tie_word_embeddings": False,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "mamba": {"state_size": 8, "expand": 2},
 }  # fmt: skip
+SPREAD = {"gemma3_text": 0.03}  # of the embedding, which it multiplies
 
 
 def make_checkpoint(kind: str, folder: Path) -> str:
-    """A model whose logits have a range, and whose norms and biases are not ones and zeros."""
+    """A model that does not repeat itself, and whose norms and biases are not ones and zeros."""
     settings = {**BASE, **KINDS[kind]}
     if kind in ("gpt2", "mamba"):
         settings = {key: value for key, value in settings.items() if key != "num_attention_heads"}
@@ -64,7 +74,7 @@ def make_checkpoint(kind: str, folder: Path) -> str:
             if weight.dim() == 1 and "A_log" not in name:
                 weight.add_(0.2 * torch.randn_like(weight))
             elif "A_log" not in name:
-                weight.normal_(std=0.3 if "embed" in name else 0.12)
+                weight.normal_(std=SPREAD.get(kind, 0.2) if "embed" in name else 0.3)
     model.save_pretrained(folder)
     return str(folder)
 

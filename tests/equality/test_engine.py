@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from engines import KINDS, Engine, engine, greedy, plain, prompts
+from engines import KINDS, engine, greedy, plain, prompts
 
 from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
 
 Checkpoint = Callable[[str], str]
 COUNT = 64
@@ -31,6 +32,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @cache
 def reference(path: str) -> list[list[int]]:
     return [plain(path, prompt, COUNT) for prompt in prompts(6)]
+
+
+def test_the_reference_does_not_repeat_itself(checkpoint: Checkpoint) -> None:
+    """Else it could not tell one place in a text from another."""
+    for kind in KINDS:
+        assert min(len(set(tokens)) for tokens in reference(checkpoint(kind))) > 12, kind
 
 
 def same(got: list[list[int]], want: list[list[int]]) -> None:
@@ -59,8 +66,8 @@ def test_no_setting_changes_a_token(kind: str, setting: str, checkpoint: Checkpo
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preemption_changes_no_token(kind: str, depth: int, checkpoint: Checkpoint) -> None:
     path = checkpoint(kind)
-    groups = {"gemma3_text": 4}.get(kind, 1)
-    tight = {"block_size": 16, "num_gpu_blocks_override": 14 * groups, "max_model_len": 128}
+    blocks = {"gemma3_text": 36}.get(kind, 14)
+    tight = {"block_size": 16, "num_gpu_blocks_override": blocks, "max_model_len": 128}
     with engine(path, depth, **tight) as one:
         same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
         assert one.stats()["preemptions"] > 0
@@ -91,19 +98,6 @@ def mixed() -> list[SamplingParams]:
     ]
 
 
-def logprobs_of(one: Engine, setting_prompts: list[list[int]]) -> list[list[tuple]]:
-    runs = one.run(setting_prompts, mixed())
-    return [
-        [
-            (lp.start + p, lp.token_ids[p], lp.ranks[p], [round(v, 4) for v in lp.values[p]])
-            for out in outs
-            if (lp := out.logprobs) is not None
-            for p in range(len(lp.token_ids))
-        ]
-        for outs in runs
-    ]
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_what_is_drawn(setting: str, checkpoint: Checkpoint) -> None:
     path = checkpoint("qwen3")
@@ -125,8 +119,6 @@ def test_a_seed_is_a_text_and_another_is_another(checkpoint: Checkpoint) -> None
 def test_an_abort_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
     path = checkpoint("qwen3")
     with engine(path) as one:
-        from quire.protocol.request import EngineRequest
-
         one.client.submit(EngineRequest("doomed", prompts(6)[0], greedy(60)))
         for _ in range(5):
             one.client.outputs()

@@ -146,6 +146,9 @@ ARCHS: list[Arch] = [
     packed("gemma2", sliding_window=5, query_pre_attn_scalar=24, layer_types=_LAYERS3, **HEAD),
     packed("gemma3_text", sliding_window=5, layer_types=_LAYERS3, **HEAD),
     packed(
+        "gemma3_text", "gemma3_text (wide window)", sliding_window=9, layer_types=_LAYERS3, **HEAD
+    ),
+    packed(
         "gemma4_text",
         sliding_window=5,
         layer_types=_LAYERS3,

@@ -207,6 +207,8 @@ def _record_mask(
     """A mask as the eager attention would get it, remembered together with its rule."""
     kwargs["allow_is_causal_skip"] = False  # None would tell nothing
     mask = eager_mask(*args, mask_function=mask_function, local_size=local_size, **kwargs)
+    # Over so few tokens a wide window looks like no window: number the masks where no score is hidden anyway.
+    mask.diagonal(dim1=-2, dim2=-1).fill_(-1.0 - len(_masks))
     _masks.append((mask, _rule(mask_function, local_size)))
     return mask
 
