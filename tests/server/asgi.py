@@ -52,13 +52,20 @@ def frames(text: str) -> list[Any]:
 class Call:
     """One ASGI request whose answer is read as it comes, and that can be hung up."""
 
-    def __init__(self, state: ServerState, path: str, body: Any, headers: dict[str, str]):
+    def __init__(
+        self,
+        state: ServerState,
+        path: str,
+        body: Any,
+        headers: dict[str, str],
+        method: str = "POST",
+    ):
         raw = {"content-type": "application/json", **headers}
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
@@ -95,9 +102,13 @@ class Call:
 
 @asynccontextmanager
 async def calling(
-    state: ServerState, path: str, body: Any, headers: dict[str, str] | None = None
+    state: ServerState,
+    path: str,
+    body: Any,
+    headers: dict[str, str] | None = None,
+    method: str = "POST",
 ) -> AsyncIterator[Call]:
-    call = Call(state, path, body, headers or {})
+    call = Call(state, path, body, headers or {}, method)
     try:
         yield call
     finally:

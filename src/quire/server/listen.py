@@ -99,13 +99,15 @@ def bind(server: ServerConfig) -> socket.socket:
     """
     if server.uds is not None:
         return bind_unix(server.uds)
-    host = host_of(server)
+    host, listener = host_of(server), None
     try:
         found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(found[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found[4])
     except OSError as error:
+        if listener is not None:
+            listener.close()
         why = error.strerror or str(error)
         raise ConfigError(
             f"cannot listen on {host} port {server.port}: {why}; choose another with --host or --port"
@@ -116,16 +118,16 @@ def bind(server: ServerConfig) -> socket.socket:
 
 def bind_unix(path: str) -> socket.socket:
     """A socket file; one that a dead server left is replaced."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            else:
+                raise ConfigError(f"another server listens on {path}; choose another --uds")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:
-                    os.unlink(path)
-                else:
-                    raise ConfigError(f"another server listens on {path}; choose another --uds")
         listener.bind(path)
     except OSError as error:
         listener.close()

@@ -104,7 +104,7 @@ class Guard:
         if get_route_path(scope) in OPEN:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        given = sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         # All are compared, so that the time does not tell which one was close.
         same = [hmac.compare_digest(given, digest) for digest in self.digests]
         return scheme.lower() == "bearer" and any(same)

@@ -1,0 +1,157 @@
+"""Keys, limits of bodies, and what a client may not make long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from asgi import ask, browser, calling
+from scripted import ScriptedEngine, make_state
+
+from quire.server.app import DEV_ROUTES, ROUTES, build_app
+from quire.server.middleware import OPEN
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+KEY = {"Authorization": "Bearer k"}
+
+
+def test_every_route_but_the_open_ones_needs_the_key():
+    state = make_state(ScriptedEngine(), api_key="k")
+    state.dev_mode = True
+    for kinds, path, _ in ROUTES + DEV_ROUTES:
+        for kind in kinds.split():
+            without = ask(None, kind, path, state=state)
+            assert (without.status_code == 401) == (path not in OPEN), path
+            assert ask(None, kind, path, headers=KEY, state=state).status_code != 401
+
+
+def test_open_paths_are_routes():
+    assert {path for _, path, _ in ROUTES} >= OPEN
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//health", "/health/", "/HEALTH", "/health/../v1/models", "/v1/models/../../health", "/health%2f..%2fv1%2fmodels",
+     "/%68ealth/x", "/metrics/../v1/models", "/ping;x", "/health/live/..", "/v1//models"],
+)  # fmt: skip
+def test_no_spelling_of_a_path_gets_past_the_key(path: str):
+    async def go() -> int:
+        async with calling(
+            make_state(ScriptedEngine(), api_key="k"), path, {}, method="GET"
+        ) as call:
+            return (await call.next())["status"]
+
+    assert asyncio.run(go()) == 401
+
+
+def test_a_root_path_is_taken_off_before_the_key_is_asked_for():
+    state = make_state(ScriptedEngine(), api_key="k")
+
+    async def go(path: str) -> int:
+        transport = httpx.ASGITransport(build_app(state), root_path="/api")
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.get(path)).status_code
+
+    assert asyncio.run(go("/api/health")) == 200
+    assert asyncio.run(go("/api/v1/models")) == 401
+
+
+@pytest.mark.parametrize("given", ["k", "Bearer", "Bearer ", "Bearer kk", "Bearer K", "Basic k", "Bearer k k"])  # fmt: skip
+def test_what_is_not_the_key(given: str):
+    answer = ask(ScriptedEngine(), "GET", "/version", headers={"Authorization": given}, api_key="k")
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_keys_that_are_not_ascii():
+    state = make_state(ScriptedEngine(), api_key="clé")
+    sent = {"Authorization": b"Bearer cl\xc3\xa9"}
+
+    async def go() -> int:
+        async with browser(state) as client:
+            return (await client.get("/version", headers=sent)).status_code
+
+    assert asyncio.run(go()) == 200
+
+
+def test_a_body_is_limited_though_its_length_is_not_told():
+    state = make_state(ScriptedEngine(), max_body_bytes=1000)
+
+    async def parts():
+        for _ in range(100):
+            yield b" " * 100
+
+    async def go() -> httpx.Response:
+        async with browser(state) as client:
+            return await client.post(
+                CHAT, content=parts(), headers={"Content-Type": "application/json"}
+            )
+
+    answer = asyncio.run(go())
+    assert answer.status_code == 413
+    assert "1000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_never_ends_is_not_waited_for_when_its_length_is_told():
+    state = make_state(ScriptedEngine(), max_body_bytes=10)
+
+    async def go() -> int:
+        async with calling(state, CHAT, HI, {"content-length": "1000000"}) as call:
+            return (await call.next())["status"]
+
+    assert asyncio.run(go()) == 413
+
+
+def test_null_is_not_given():
+    fields = ("model", "n", "temperature", "stop", "seed", "logprobs", "stream", "stream_options", "guided_json",
+              "tools", "response_format", "max_tokens")  # fmt: skip
+    engine = ScriptedEngine()
+    answer = ask(engine, "POST", CHAT, HI | dict.fromkeys(fields))
+    assert answer.status_code == 200
+    assert engine.asked[0].params.n == 1
+
+
+def test_numbers_may_come_as_text():
+    engine = ScriptedEngine()
+    assert ask(engine, "POST", CHAT, HI | {"n": "2", "temperature": "0.5"}).status_code == 200
+    assert (engine.asked[0].params.n, engine.asked[0].params.temperature) == (2, 0.5)
+
+
+def test_an_unknown_field_is_ignored_and_said():
+    assert ask(ScriptedEngine(), "POST", CHAT, HI | {"temprature": 0.5}).status_code == 200
+
+
+def test_a_path_of_this_machine_is_not_told():
+    engine = ScriptedEngine(ValueError("cannot read /home/me/model/config.json"))
+    error = ask(engine, "POST", CHAT, HI).json()["error"]
+    assert error["message"] == "cannot read [path]"
+
+
+def test_an_echoed_value_is_cut():
+    answer = ask(ScriptedEngine(), "POST", CHAT, HI | {"model": "x" * 100_000})
+    assert answer.status_code == 404
+    assert len(answer.text) < 3000
+
+
+def test_the_servers_own_settings_are_told_without_keys():
+    state = make_state(ScriptedEngine(), api_key="secret-key", hf_token="secret-token")
+    state.dev_mode = True
+    answer = ask(
+        None, "GET", "/server_info?config_format=json",
+        headers={"Authorization": "Bearer secret-key"}, state=state,
+    )  # fmt: skip
+    assert "secret" not in answer.text
+    assert json.loads(answer.text)["vllm_config"]["server"]["api_key"] == "***"
+
+
+def test_metrics_have_errors_and_the_engine():
+    state = make_state(ScriptedEngine("a"))
+    ask(None, "POST", CHAT, HI, state=state)
+    ask(None, "GET", "/nothing", state=state)
+    text = ask(None, "GET", "/metrics", state=state).text
+    assert 'quire:request_errors_total{model_name="toy",status="404"} 1.0' in text
+    assert 'vllm:request_generation_tokens_count{engine="0",model_name="toy"} 1.0' in text
+    assert "vllm:num_requests_running" in text

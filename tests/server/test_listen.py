@@ -1,0 +1,130 @@
+"""Sockets: addresses, heads that are too long, access log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedEngine, make_state
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, StartupError
+from quire.server import listen
+from quire.server.app import build_app
+from quire.server.greeting import curl_line, failure
+
+
+async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
+    """Answers of a real server on a free port, a connection for each of `sent`."""
+    listener = listen.bind(config)
+    server = listen.http_server(build_app(make_state(ScriptedEngine())), config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    answers = []
+    for data in sent:
+        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        writer.write(data)
+        answers.append(await asyncio.wait_for(reader.read(), 5))
+        writer.close()
+    server.should_exit = True
+    await serving
+    return answers
+
+
+def test_a_head_that_is_too_long_is_refused_while_it_comes():
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    many = b"".join(b"x-%d: %s\r\n" % (at, b"y" * 100) for at in range(20))
+    config = ServerConfig(host="127.0.0.1", port=0, h11_max_incomplete_event_size=1000)
+    good, long_url, headers = asyncio.run(
+        talk(
+            config,
+            head + b"\r\n",
+            b"GET /" + b"x" * 2000 + b" HTTP/1.1\r\n\r\n",
+            head + many + b"\r\n",
+        )
+    )
+    assert good.startswith(b"HTTP/1.1 200")
+    assert long_url.startswith(b"HTTP/1.1 400")
+    assert headers.startswith(b"HTTP/1.1 400")
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded():
+    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1 port {port}.*--port"):
+            listen.bind(ServerConfig(host="127.0.0.1", port=port))
+
+
+def test_an_address_that_is_not_ours():
+    with pytest.raises(ConfigError, match="--host"):
+        listen.bind(ServerConfig(host="192.0.2.1", port=0))
+
+
+def test_loopback_unless_a_key_guards_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listen, "in_container", lambda: False)
+    assert listen.host_of(ServerConfig()) == "127.0.0.1"
+    assert listen.host_of(ServerConfig(api_key="k")) == "0.0.0.0"
+    assert listen.host_of(ServerConfig(api_key="k", host="::1")) == "::1"
+
+
+def test_the_socket_file_of_a_dead_server_is_replaced(tmp_path: Path):
+    path = str(tmp_path / "s")
+    config = ServerConfig(uds=path)
+    listen.bind(config).close()
+    with listen.bind(config) as living:
+        living.listen()
+        with pytest.raises(ConfigError, match="another server"):
+            listen.bind(config)
+        assert listen.address(config, living) == f"unix:{path}"
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(ConfigError):
+        listen.bind(ServerConfig(uds=str(tmp_path / "s")))
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "url"),
+    [(ServerConfig(), ("0.0.0.0", 80), "http://127.0.0.1:80"),
+     (ServerConfig(), ("::", 80, 0, 0), "http://[::1]:80"),
+     (ServerConfig(ssl_certfile="x"), ("10.0.0.1", 443), "https://10.0.0.1:443")],
+)  # fmt: skip
+def test_the_address_that_is_told_can_be_reached(
+    config: ServerConfig, name: tuple[object, ...], url: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Fake(socket.socket):
+        def getsockname(self) -> tuple[object, ...]:
+            return name
+
+    with Fake() as fake:
+        assert listen.address(config, fake) == url
+
+
+def test_quiet_paths_are_not_in_the_access_log():
+    quiet = listen.Quiet("/health, /metrics")
+    arguments = [("1", "GET", path, "1.1", 200) for path in ("/health", "/health?x", "/v1/models")]
+    records = [logging.LogRecord("x", 20, "", 1, "%s", one, None) for one in arguments]
+    assert [quiet.filter(record) for record in records] == [False, False, True]
+
+
+def test_the_curl_line_says_nothing_secret():
+    config = make_state(None, api_key="secret").config
+    line = curl_line(config, "http://127.0.0.1:8000", "a'b", chats=True)
+    assert "secret" not in line
+    assert "$QUIRE_API_KEY" in line
+    assert "/v1/chat/completions" in line
+    assert "/v1/completions" in curl_line(config, "unix:/tmp/s", "m", chats=False)
+
+
+def test_a_failed_start_is_one_report():
+    report = failure(StartupError("no room", "Traceback ...\n  x\n"))
+    assert report.endswith("quire serve: error: no room")
+    assert report.count("no room") == 1
+    assert "Traceback" in report
