@@ -14,6 +14,7 @@ __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.llm import LLM as LLM
+    from quire.api.llm_engine import LLMEngine as LLMEngine
     from quire.compat.as_vllm import install_as_vllm as install_as_vllm
     from quire.config.arguments import AsyncEngineArgs as AsyncEngineArgs
     from quire.config.arguments import EngineArgs as EngineArgs
@@ -36,6 +37,7 @@ PUBLIC = {
     "LLM": "quire.api.llm:LLM",
     "AsyncLLM": "quire.api.async_llm:AsyncLLM",
     "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
+    "LLMEngine": "quire.api.llm_engine:LLMEngine",
     "SamplingParams": "quire.protocol.params:SamplingParams",
     "BeamSearchParams": "quire.protocol.params:BeamSearchParams",
     "StructuredOutputsParams": "quire.protocol.params:StructuredOutputsParams",
@@ -65,7 +67,6 @@ PUBLIC = {
             "ClassificationRequestOutput",
             "ScoringOutput",
             "ScoringRequestOutput",
-            "LLMEngine",
             "initialize_ray_cluster",
         )
     },

@@ -336,12 +336,7 @@ class LLM(Later):
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ValidationError: skip_tokenizer_init=True left it out."""
-        if self.tokenizer is None:
-            raise ValidationError(
-                "there is no tokenizer: skip_tokenizer_init=True left it out",
-                parameter="skip_tokenizer_init", value=True,
-            )  # fmt: skip
-        return self.tokenizer
+        return self.front.need_tokenizer()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         return 1

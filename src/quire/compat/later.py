@@ -30,7 +30,6 @@ LATER: dict[str, tuple[str, str]] = {
         POOLING,
     ),
     "LoRARequest": ("LoRA", "serve a checkpoint with the adapter merged into it"),
-    "LLMEngine": ("stepping an engine by hand", "use LLM for batches, AsyncLLM for streams"),
     "KVTransferConfig": TRANSFER,
     "KVEventsConfig": TRANSFER,
     "SpeculativeConfig": ("speculative decoding", "leave it out; the text is the same without it"),

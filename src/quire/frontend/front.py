@@ -8,6 +8,7 @@ may be called from any, the rest from one at a time. `api/llm.py` drives it from
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ class FrontRoom:
         )
         self.live: dict[str, Collector] = {}
         self._children: dict[str, tuple[Collector, int]] = {}
+        self._echoes: set[str] = set()
+        """Children given up here, of which the engine has still to say that they ended."""
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        if self.tokenizer is None:
+            raise ValidationError(
+                "there is no tokenizer: skip_tokenizer_init=True left it out",
+                parameter="skip_tokenizer_init",
+                value=True,
+            )
+        return self.tokenizer
 
     # -- in -------------------------------------------------------------------------------------
     def accept(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Accepted:
@@ -79,7 +92,10 @@ class FrontRoom:
                 f"request_id {accepted.id!r} is that of a request which still runs; choose another",
                 parameter="request_id", value=accepted.id,
             )  # fmt: skip
-        collector = Collector(accepted, self.tokenizer)
+        for number in itertools.count(1):
+            if not any(child.id in self._echoes for child in accepted.children):
+                break
+            accepted.rename_children(number)
         taken = [child.id for child in accepted.children if child.id in self._children]
         if taken:
             raise ValidationError(
@@ -87,6 +103,7 @@ class FrontRoom:
                 " another request has; choose another",
                 parameter="request_id", value=accepted.id,
             )  # fmt: skip
+        collector = Collector(accepted, self.tokenizer)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)
@@ -105,11 +122,14 @@ class FrontRoom:
         ended: list[str] = []
         for output in outputs:
             place = self._children.get(output.id)
-            if place is None:
-                continue  # given up before
+            if place is None:  # given up before
+                if output.finish is not None:
+                    self._echoes.discard(output.id)
+                continue
             collector, index = place
             if collector.add(index, output):
                 ended.append(output.id)
+                self._echoes.add(output.id)
             changed[collector.id] = collector
             if collector.children[index].finish is not None:
                 del self._children[output.id]
@@ -124,6 +144,7 @@ class FrontRoom:
         """Give requests up: each ends at once with finish_reason "abort". Unknown ids mean nothing."""
         found = [self.live[id] for id in ids if id in self.live]
         ended = [child for collector in found for child in collector.end("abort")]
+        self._echoes.update(ended)
         for collector in found:
             self._forget(collector)
         if ended:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import Unsupported, ValidationError
-from quire.frontend.fanout import fan_out, mix
+from quire.frontend.fanout import child_id, fan_out, mix
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.tokenizer import Tokenizer
@@ -42,6 +42,12 @@ class Accepted:
     children: list[EngineRequest]
     """What goes to the engine: one for each output."""
     arrived: float
+
+    def rename_children(self, number: int) -> None:
+        """Ids that the engine does not know yet; `id`, which the user knows, stays."""
+        count = len(self.children)
+        for index, child in enumerate(self.children):
+            child.id = child_id(f"{self.id}~{number}", index, count)
 
 
 @dataclass(slots=True)

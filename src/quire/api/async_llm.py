@@ -1,0 +1,369 @@
+"""AsyncLLM: streams of many callers on one engine, in one event loop.
+
+    caller   generate() ---------------- take() --> RequestOutput
+                 |                          ^
+    loop     FrontRoom.submit   FrontRoom.take_in
+                 |                          ^
+    thread       `---> client ----- outputs()
+
+One thread waits for the engine and hands what came to the loop; all else happens in the loop, so nothing needs a
+lock. Knows a front room. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from quire import env
+from quire.api.later import Later
+from quire.api.metrics import engine_stats
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient
+from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
+from quire.frontend.collect import Collector
+from quire.frontend.front import FrontRoom
+from quire.frontend.inputs import Accepted
+from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.prompts import read_prompt
+from quire.frontend.tokenizer import Tokenizer
+from quire.logging import get_logger
+from quire.observe.stats_log import StatsLog
+from quire.protocol.output import EngineOutput
+from quire.protocol.params import SamplingParams
+
+log = get_logger(__name__)
+
+LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, which other streams would wait for
+
+
+class AsyncLLM(Later):
+    """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
+
+    What each output holds is up to `SamplingParams.output_kind`. Used in one event loop at a time.
+    """
+
+    def __init__(self, client: EngineClient, config: EngineConfig | None = None):
+        self.client = client
+        self.config = config or client.resolved.asked
+        self.front = FrontRoom(client)
+        self._wake: dict[str, asyncio.Event] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dead: EngineDeadError | None = None
+        self._resumed: asyncio.Event | None = None  # while paused
+        self._close = weakref.finalize(self, client.close)
+        self._stats = StatsLog(lambda: engine_stats(client))
+
+    @classmethod
+    def from_client(cls, client: EngineClient, config: EngineConfig | None = None) -> Self:
+        """On an engine that runs already; loads the tokenizer."""
+        return cls(client, config)
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: Any, start_engine_loop: bool = True, usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> Self:  # fmt: skip
+        """From an EngineArgs. The engine gets a process of its own, so that it does not hold up the event loop
+        (QUIRE_ENABLE_V1_MULTIPROCESSING=0: it does not).
+
+        Raises:
+            ConfigError, StartupError: as `engine.assemble.make_client`.
+            Unsupported: stat_loggers.
+        """
+        if stat_loggers:
+            raise Unsupported("stat_loggers", "read /metrics, or LLM.get_metrics()")
+        return cls.from_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """From a configuration; as `from_engine_args`."""
+        from quire.engine.assemble import make_client  # a client given needs no such import
+
+        client: EngineClient
+        if env.get("ENABLE_V1_MULTIPROCESSING"):
+            client = make_client(config, process=True)
+        else:
+            client = make_client(config)
+        try:
+            return cls(client, config)
+        except BaseException:
+            client.close()
+            raise
+
+    # -- requests -------------------------------------------------------------------------------
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        *,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_text: str | None = None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One request's outputs as they come. Leaving the loop early aborts the request.
+
+        Args:
+            request_id: yours, of no other request that still runs.
+            trace_headers, session_id: accepted; they change no answer.
+            prompt_text: reported as `prompt` when the prompt is given as token ids.
+
+        Raises:
+            ValidationError: the request cannot be served as it is; or its id is taken.
+            QueueFull: too many wait.
+            EngineDeadError: the engine has stopped.
+        """
+        if data_parallel_rank:
+            raise Unsupported("data_parallel_rank", "there is one engine")
+        if hasattr(prompt, "__aiter__"):
+            raise Unsupported("a prompt that is streamed in", "give all of it")
+        self._enter_loop()
+        if self._resumed is not None:
+            await self._resumed.wait()
+        accepted = await self._accept(
+            prompt, sampling_params, id=request_id, lora_request=lora_request, priority=priority,
+            tokenization_kwargs=tokenization_kwargs, arrived=arrival_time,
+        )  # fmt: skip
+        if prompt_text is not None:
+            accepted.prompt = accepted.prompt or prompt_text
+        self.check_alive()
+        wake = asyncio.Event()
+        collector = self.front.submit(accepted)
+        self._wake[request_id] = wake
+        try:
+            async for output in self._outputs(collector, wake):
+                yield output
+        finally:
+            if self._wake.get(request_id) is wake:
+                del self._wake[request_id]
+            if not collector.finished and self.front.live.get(request_id) is collector:
+                with suppress(EngineDeadError):
+                    self.front.abort([request_id])
+
+    async def _outputs(
+        self, collector: Collector, wake: asyncio.Event
+    ) -> AsyncGenerator[RequestOutput, None]:
+        while True:
+            output = collector.take()
+            if output is not None:
+                if (error := error_of(output)) is not None:
+                    raise error
+                yield output
+                if output.finished:
+                    return
+            elif collector.finished:
+                return
+            else:
+                self.check_alive()
+                await wake.wait()
+                wake.clear()
+
+    async def _accept(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Accepted:
+        if not options["id"]:
+            raise ValidationError("request_id must be a text of your own", parameter="request_id")
+        given = read_prompt(prompt)
+        if given.tokens is None and len(given.text or "") > LONG_TEXT:
+            return await asyncio.to_thread(self.front.accept, given, params, **options)
+        return self.front.accept(given, params, **options)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests; their streams end with finish_reason "abort". Unknown ids mean nothing."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for collector in self.front.abort(ids):
+            self._tell(collector)
+
+    def _tell(self, collector: Collector) -> None:
+        if (wake := self._wake.get(collector.id)) is not None:
+            wake.set()
+
+    # -- the loop and the thread ----------------------------------------------------------------
+    def _enter_loop(self) -> None:
+        """Raises EngineDeadError; RuntimeError when it is in use in another loop."""
+        self.check_alive()
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        if self._loop is not None and self._wake and not self._loop.is_closed():
+            raise RuntimeError(
+                "this AsyncLLM has requests in another event loop: make one for each loop"
+            )
+        first, self._loop = self._loop is None, loop
+        self._wake.clear()
+        self.front.abort(list(self.front.live))  # of a loop that has gone
+        if first:
+            threading.Thread(
+                target=_pump, args=(self.client, weakref.ref(self)), name="quire-outputs", daemon=True
+            ).start()  # fmt: skip
+
+    def _take_in(self, outputs: list[EngineOutput]) -> None:
+        try:
+            for collector in self.front.take_in(outputs):
+                self._tell(collector)
+        except EngineDeadError as error:
+            self._fail(error)
+        except Exception as error:  # a fault of ours must not leave streams waiting for ever
+            log.exception("the front room failed")
+            self._fail(EngineDeadError(f"the front room failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: EngineDeadError) -> None:
+        if self._dead is None:
+            self._dead = error
+        for wake in self._wake.values():
+            wake.set()
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        """From the thread: `call` in the loop. A loop that is closed has nobody left who waits."""
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(call, *args)
+
+    # -- how it stands --------------------------------------------------------------------------
+    def check_alive(self) -> None:
+        """Raises EngineDeadError: the engine will never answer again."""
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError: the engine will never answer again."""
+        self.check_alive()
+
+    @property
+    def is_running(self) -> bool:
+        return self._dead is None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        return self._dead is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        return self._dead or EngineDeadError("the engine has stopped")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine. Streams that still run end with EngineDeadError."""
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+        self._close()
+        self._post(self._fail, self._dead)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """New requests wait until `resume_generation`; running ones are aborted, or (mode "wait") end.
+
+        Raises:
+            Unsupported: mode "keep".
+        """
+        if mode not in ("abort", "wait"):
+            raise Unsupported(f"pause_generation(mode={mode!r})", "use abort or wait")
+        if self._resumed is None:
+            self._resumed = asyncio.Event()
+        if mode == "abort":
+            await self.abort(list(self.front.live))
+        await self.wait_for_requests_to_drain(float("inf"))
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    async def is_paused(self) -> bool:
+        return self._resumed is not None
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Until no request runs.
+
+        Raises:
+            TimeoutError: some still do after that many seconds.
+        """
+        end = asyncio.get_running_loop().time() + drain_timeout
+        while self.front.live:
+            self.check_alive()
+            if asyncio.get_running_loop().time() >= end:
+                raise TimeoutError(
+                    f"{len(self.front.live)} requests still run after {drain_timeout} s"
+                )
+            await asyncio.sleep(0.01)
+
+    # -- about the engine -----------------------------------------------------------------------
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def model_config(self) -> Any:
+        """What was asked for of the model."""
+        return self.config.model
+
+    async def get_tokenizer(self, lora_request: Any = None) -> Tokenizer:
+        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        return self.front.need_tokenizer()
+
+    async def get_model_config(self) -> Any:
+        return self.config.model
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def do_log_stats(self) -> None:
+        """Write the line of statistics now."""
+        await asyncio.to_thread(self._stats.tick, self._stats.interval)
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; False if some are in use by running requests, which keep theirs."""
+        return bool(await self.call("reset_prefix_cache"))
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Call a method of every worker by its name; one answer each."""
+        return list(await self.call("collective_rpc", method, list(args), dict(kwargs or {})))
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """A named function of the engine, without holding up the loop."""
+        return await asyncio.to_thread(self.client.call, name, *args)
+
+
+def _pump(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
+    """The thread. It must not keep the AsyncLLM alive: one that is dropped closes its client, which ends this."""
+    while True:
+        try:
+            outputs = client.outputs()
+        except Exception as error:
+            if (llm := reference()) is not None:
+                dead = error if isinstance(error, EngineDeadError) else _as_dead(error)
+                llm._post(llm._fail, dead)
+            return
+        if (llm := reference()) is not None:
+            llm._post(llm._take_in, outputs)
+        del llm
+
+
+def _as_dead(error: Exception) -> EngineDeadError:
+    if not isinstance(error, QuireError):
+        log.error("waiting for the engine failed", exc_info=error)
+    return EngineDeadError(f"{type(error).__name__}: {error}")

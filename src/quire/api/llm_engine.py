@@ -1,0 +1,110 @@
+"""LLMEngine: requests added one by one, outputs fetched step by step, as older programs do it.
+
+LLM is simpler for batches, AsyncLLM for streams. Knows a front room and a client.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient
+from quire.frontend.front import FrontRoom
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.params import SamplingParams
+
+
+class LLMEngine:
+    """An engine in this program, stepped by hand. Not for several threads."""
+
+    def __init__(self, client: EngineClient):
+        self.client, self.front = client, FrontRoom(client)
+        self.config = client.resolved.asked
+        self._ended: list[RequestOutput] = []
+        self._close = weakref.finalize(self, client.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **ignored: Any) -> Self:
+        """From an EngineArgs. `usage_context` and `stat_loggers` mean nothing here."""
+        return cls.from_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        from quire.engine.assemble import make_client  # a client given needs no such import
+
+        client = make_client(config)
+        try:
+            return cls(client)
+        except BaseException:
+            client.close()
+            raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+    ) -> str:
+        """Hand a request over; its id.
+
+        Raises:
+            ValidationError: it cannot be served as it is, or a request of this id still runs.
+        """
+        accepted = self.front.accept(
+            prompt, params, id=request_id, priority=priority, lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs, arrived=arrival_time,
+        )  # fmt: skip
+        if prompt_text is not None:
+            accepted.prompt = accepted.prompt or prompt_text
+        self.front.submit(accepted)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """What is new, of the kind that each request's `output_kind` says; [] when nothing runs."""
+        found, self._ended = self._ended, []
+        if not found and self.front.live:
+            changed = self.front.take_in(self.client.outputs())
+            found = [out for one in changed if (out := one.take()) is not None]
+        return found
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; the next step has their last outputs."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        for collector in self.front.abort(ids):
+            if (output := collector.take()) is not None:
+                self._ended.append(output)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.front.live or self._ended)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.front.live)
+
+    @property
+    def model_config(self) -> Any:
+        """What was asked for of the model."""
+        return self.config.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        return self.front.need_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.client.call("reset_prefix_cache"))
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self._close()
