@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quire import env
+from quire.errors import ConfigError
 
 ROOT = "quire"
 _COLORS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
@@ -98,7 +99,7 @@ def configure(process: str = "quire", level: str | None = None, *, force: bool =
         force: False: do nothing if the program has given our logger, or the root, a handler.
 
     Raises:
-        ValueError: QUIRE_LOGGING_LEVEL is no level; QUIRE_LOGGING_CONFIG_PATH is not such a file.
+        ConfigError: no such level; QUIRE_LOGGING_CONFIG_PATH is not such a file.
     """
     ours = logging.getLogger(ROOT)
     if not env.get("CONFIGURE_LOGGING"):
@@ -109,12 +110,12 @@ def configure(process: str = "quire", level: str | None = None, *, force: bool =
         try:
             logging.config.dictConfig(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError) as why:
-            raise ValueError(f"QUIRE_LOGGING_CONFIG_PATH={path}: {why}") from None
+            raise ConfigError(f"QUIRE_LOGGING_CONFIG_PATH={path}: {why}") from None
         return
     name = (level or str(env.get("LOGGING_LEVEL"))).upper()
     if name not in logging.getLevelNamesMapping():
-        raise ValueError(
-            f"QUIRE_LOGGING_LEVEL={name}: choose from DEBUG, INFO, WARNING, ERROR, CRITICAL"
+        raise ConfigError(
+            f"log level {name}: choose from DEBUG, INFO, WARNING, ERROR, CRITICAL (--log-level, QUIRE_LOGGING_LEVEL)"
         )
     stream = sys.stdout if env.get("LOGGING_STREAM") == "stdout" else sys.stderr
     handler = logging.StreamHandler(stream)

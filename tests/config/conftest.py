@@ -16,10 +16,14 @@ GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own QUIRE_* and VLLM_* must not decide what a test sees."""
+def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A developer's own QUIRE_* and VLLM_* must not decide what a test sees, nor a test how others log."""
     for name in [n for n in os.environ if n.startswith(("QUIRE_", "VLLM_"))]:
         monkeypatch.delenv(name)
+    ours = logging.getLogger("quire")
+    before = (list(ours.handlers), ours.level, ours.propagate)
+    yield
+    ours.handlers[:], ours.level, ours.propagate = before
 
 
 @pytest.fixture

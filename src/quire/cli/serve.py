@@ -7,21 +7,30 @@ from collections.abc import Sequence
 
 from quire.config.flags import parse
 from quire.errors import QuireError
-from quire.logging import configure, get_logger
-
-logger = get_logger(__name__)
+from quire.logging import configure
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until stopped; the exit status: 0 stopped, 1 could not start or died, 2 a mistake in the flags."""
-    configure("server")
-    config = parse(argv)
-    if config.observe.log_level:
-        configure("server", config.observe.log_level)
+    """Serve until stopped.
+
+    Returns:
+        0 stopped, 1 could not start or died, 2 a mistake in the flags or variables.
+    """
+    try:
+        configure("server")
+        config = parse(argv)
+        if config.observe.log_level:
+            configure("server", config.observe.log_level)
+    except ValueError as why:
+        return _failed(why, 2)
     from quire.server.launch import serve  # half a second of imports that --help need not pay
 
     try:
         return int(serve(config))
     except QuireError as why:
-        print(f"quire serve: error: {why}", file=sys.stderr)
-        return 1
+        return _failed(why, 1)
+
+
+def _failed(why: Exception, status: int) -> int:
+    print(f"quire serve: error: {why}", file=sys.stderr)
+    return status

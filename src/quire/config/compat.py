@@ -182,5 +182,9 @@ def _check_environment(strict: bool) -> None:
         if strict:
             raise ConfigError(message)
         logger.warning("%s", message)
+    for name in env.VARIABLES:
+        env.get(
+            name
+        )  # a value that is not of its kind is better said now than in the middle of a request
     if not env.get("USE_V1"):
         logger.warning("VLLM_USE_V1=0 means nothing: there is one engine")

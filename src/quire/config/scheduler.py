@@ -10,7 +10,7 @@ class SchedulerConfig:
     """The step: rows, tokens, order."""
 
     max_num_seqs: int | None = None
-    """The most requests that run at once; unset: 256, less where memory is small."""
+    """The most requests that run at once; unset: 256."""
     max_num_batched_tokens: int | None = None
     """Tokens a step; unset: what the platform prefers."""
     enable_chunked_prefill: bool | None = None
