@@ -7,12 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from small_llama import CPU, LLAMA
 
 from quire.config.engine import EngineConfig
 from quire.config.resolve import resolve
-from quire.platforms.facts import PlatformFacts
-
-GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -39,29 +37,6 @@ def warnings() -> Iterator[list[str]]:
     ours.addHandler(handler)
     yield texts
     ours.removeHandler(handler)
-
-
-CPU = PlatformFacts(
-    device="cpu",
-    name="a test",
-    dtypes=("bfloat16", "float32"),
-    block_size=64,
-    num_batched_tokens=2048,
-    max_num_seqs=256,
-    depth=1,
-    total_bytes=8 * GIB,
-    available_bytes=4 * GIB,
-)
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 1024,
-    "vocab_size": 100,
-    "dtype": "bfloat16",
-}
 
 
 @pytest.fixture

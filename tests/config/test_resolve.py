@@ -1,0 +1,348 @@
+"""From what was asked to what will be: lengths, number formats, the step's budget, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import pytest
+from small_llama import CPU, LLAMA
+
+from quire.config.lengths import model_length
+from quire.config.resolve import overridden
+from quire.config.stored import stored_dtype
+from quire.errors import ConfigError, Unsupported
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({"max_seq_len": 512}, 512),
+        ({"max_position_embeddings": 4096, "model_max_length": 2048}, 2048),
+        ({}, 2048),
+        ({"max_position_embeddings": 1000, "rope_scaling": {"type": "linear", "factor": 4.0}}, 4000),
+        ({"max_position_embeddings": 1000, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 2000),
+        ({"max_position_embeddings": 8000, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8000),
+        ({"max_position_embeddings": 8000, "rope_scaling": {"type": "su", "factor": 8.0}}, 8000),
+        ({"max_position_embeddings": 8000, "rope_scaling": {"rope_type": "longrope", "factor": 8}}, 8000),
+        ({"max_position_embeddings": 8000, "rope_scaling": {"type": "mrope"}}, 8000),
+        # yarn counts from the length before scaling, whichever of the two config.json has
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 1000, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 2000),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 4000,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            4000,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_how_long_a_text_a_model_was_made_for(config, length):
+    assert model_length(config)[0] == length
+
+
+def test_the_models_own_length_is_the_default(settle):
+    assert (settle().max_model_len, settle().auto_max_model_len) == (1024, False)
+    assert settle(max_model_len=100).max_model_len == 100
+    assert settle(max_model_len=1024).max_model_len == 1024
+
+
+@pytest.mark.parametrize("auto", ["auto", -1])
+def test_auto_leaves_the_length_to_memory(settle, auto):
+    resolved = settle(max_model_len=auto)
+    assert (resolved.max_model_len, resolved.auto_max_model_len) == (1024, True)
+
+
+def test_longer_than_the_model_is_refused(settle, monkeypatch, warnings):
+    with pytest.raises(ConfigError) as why:
+        settle(max_model_len=1025)
+    said = str(why.value)
+    assert "max_model_len=1025" in said
+    assert "max_position_embeddings=1024" in said
+    assert "--max-model-len 1024" in said
+    assert "--hf-overrides" in said
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert settle(max_model_len=1025).max_model_len == 1025
+    assert "may be nonsense" in warnings[0]
+    with pytest.raises(ConfigError, match="no position beyond"):
+        settle({"model_type": "gpt2"}, max_model_len=1025)
+
+
+@pytest.mark.parametrize("length", [0, -2, "long"])
+def test_lengths_that_are_none(settle, length):
+    with pytest.raises(ConfigError, match=f"max_model_len='?{length}'?: .*auto"):
+        settle(max_model_len=length)
+
+
+def test_a_config_without_a_length(settle, warnings):
+    assert settle({"max_position_embeddings": None}).max_model_len == 2048
+    assert "--max-model-len sets it" in warnings[0]
+    assert settle({"max_position_embeddings": None}, max_model_len=5000).max_model_len == 5000
+
+
+# Number formats
+
+
+@pytest.mark.parametrize(
+    ("stored", "native", "asked", "dtype"),
+    [
+        ("bfloat16", ("bfloat16", "float32"), "auto", "bfloat16"),
+        ("bfloat16", ("float32",), "auto", "bfloat16"),
+        ("float16", ("bfloat16", "float16", "float32"), "auto", "float16"),
+        ("float16", ("bfloat16", "float32"), "auto", "bfloat16"),
+        ("float16", ("float32",), "auto", "float32"),
+        ("float32", ("bfloat16", "float32"), "auto", "bfloat16"),
+        ("float32", ("float32",), "auto", "float32"),
+        ("bfloat16", ("bfloat16", "float32"), "float", "float32"),
+        ("bfloat16", ("bfloat16", "float32"), "half", "float16"),
+        ("float32", ("float32",), "bfloat16", "bfloat16"),
+    ],
+)
+def test_which_format_is_computed_in(settle, stored, native, asked, dtype):
+    facts = replace(CPU, dtypes=native)
+    assert settle({"dtype": stored}, facts, dtype=asked).dtype == dtype
+    assert (
+        settle({"dtype": None, "torch_dtype": f"torch.{stored}"}, facts, dtype=asked).dtype == dtype
+    )
+
+
+def test_models_that_overflow_in_float16(settle):
+    facts = replace(CPU, dtypes=("float16", "float32"))
+    gemma = {"model_type": "gemma2", "dtype": "float16"}
+    assert settle(gemma, facts).dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="gemma2 models overflow in it; use --dtype bfloat16"):
+        settle(gemma, facts, dtype="half")
+
+
+def test_the_format_of_the_weight_files(tmp_path):
+    header = {
+        "a": {"dtype": "F16"},
+        "b": {"dtype": "F16"},
+        "c": {"dtype": "F32"},
+        "__metadata__": {},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert stored_dtype(str(tmp_path), {}) == "float16"
+    assert stored_dtype(str(tmp_path), {"dtype": "bfloat16"}) == "bfloat16"
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    assert stored_dtype(str(tmp_path), {}) == "float32"
+
+
+# The step
+
+
+@pytest.mark.parametrize(
+    ("keywords", "rows", "tokens"),
+    [
+        ({}, 256, 2048),
+        ({"max_num_seqs": 8}, 8, 2048),
+        ({"max_num_seqs": 1}, 1, 1024),  # one request cannot use more
+        ({"max_num_batched_tokens": 100}, 100, 100),
+        ({"max_num_seqs": 4000}, 4000, 4000),
+        ({"enable_chunked_prefill": False}, 256, 2048),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}, 256, 1024),
+        ({"max_model_len": 16, "max_num_seqs": 4}, 4, 64),
+    ],
+    ids=str,
+)
+def test_the_steps_budget(settle, keywords, rows, tokens):
+    resolved = settle(**keywords)
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (rows, tokens)
+
+
+def test_without_chunks_a_prompt_must_fit_into_a_step(settle):
+    long = {"max_position_embeddings": 5000}
+    assert settle(long, enable_chunked_prefill=False).max_num_batched_tokens == 5000
+    with pytest.raises(ConfigError) as why:
+        settle(enable_chunked_prefill=False, max_num_batched_tokens=512)
+    said = str(why.value)
+    assert "max_num_batched_tokens=512 is less than max_model_len=1024" in said
+    assert "enable_chunked_prefill is off" in said
+    for remedy in (
+        "--max-num-batched-tokens 1024",
+        "--max-model-len 512",
+        "--enable-chunked-prefill",
+    ):
+        assert remedy in said
+    assert settle(enable_chunked_prefill=False, max_num_batched_tokens=512, max_model_len=512)
+    assert settle(max_num_batched_tokens=512).chunked_prefill
+
+
+def test_a_step_has_a_token_for_each_request(settle):
+    with pytest.raises(ConfigError, match="--max-num-seqs 8 or --max-num-batched-tokens 9"):
+        settle(max_num_seqs=9, max_num_batched_tokens=8)
+
+
+# The rest
+
+
+def test_defaults_of_the_platform(settle):
+    resolved = settle()
+    assert (resolved.block_size, resolved.depth, resolved.executor) == (64, 1, "uni")
+    assert (resolved.prefix_caching, resolved.attention_backend) == (True, None)
+    assert settle(facts=replace(CPU, depth=2, block_size=16)).depth == 2
+    assert settle(block_size=32).block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("keywords", "depth", "words"),
+    [
+        ({"async_scheduling": True}, 2, 0),
+        ({"async_scheduling": False, "num_scheduler_steps": 8}, 1, 0),
+        ({"num_scheduler_steps": 1}, 1, 0),
+        ({"num_scheduler_steps": 8}, 2, 1),
+    ],
+    ids=str,
+)
+def test_depth(settle, warnings, keywords, depth, words):
+    assert settle(**keywords).depth == depth
+    assert len(warnings) == words
+
+
+def test_prefix_caching(settle, warnings):
+    assert settle(enable_prefix_caching=True).prefix_caching
+    assert not settle(enable_prefix_caching=False).prefix_caching
+    assert not settle(per_request_cache=True).prefix_caching
+    assert not warnings
+    assert not settle(per_request_cache=True, enable_prefix_caching=True).prefix_caching
+    assert "prefix caching stays off" in warnings[0]
+
+
+def test_attention_backends(settle, monkeypatch, warnings):
+    assert settle(attention_backend="torch_sdpa").attention_backend == "TORCH_SDPA"
+    assert settle(attention_backend="auto").attention_backend is None
+    assert not warnings
+    assert settle(attention_backend="XFORMERS").attention_backend == "TORCH_SDPA"
+    assert warnings.pop() == "attention_backend=XFORMERS is an old name: using TORCH_SDPA"
+    assert (
+        settle(attention_backend="FLASHINFER").attention_backend == "FLASHINFER"
+    )  # refused where it is looked up
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")  # set for a whole fleet, though
+    assert settle(attention_backend="FLASHINFER").attention_backend is None
+    assert "VLLM_ATTENTION_BACKEND=FLASHINFER is not for a test" in warnings.pop()
+    assert (
+        settle(facts=replace(CPU, device="cuda"), attention_backend="FLASHINFER").attention_backend
+        == "FLASHINFER"
+    )
+
+
+def test_what_does_nothing_is_said(settle, warnings):
+    settle(swap_space=4, preemption_mode="recompute")
+    assert not warnings
+    settle(swap_space=8)
+    assert "swap_space=8 does nothing" in warnings.pop()
+    settle(preemption_mode="swap")
+    assert "preemption_mode=swap does nothing" in warnings.pop()
+
+
+def test_overrides_merge():
+    base = {"a": 1, "rope": {"x": 1, "y": 2}}
+    assert overridden(base, {"rope": {"y": 3}, "b": 2}) == {
+        "a": 1,
+        "rope": {"x": 1, "y": 3},
+        "b": 2,
+    }
+    assert overridden(base, lambda config: {**config, "a": 2})["a"] == 2
+    assert overridden(base, lambda config: config["rope"].update(x=9)) == {
+        "a": 1,
+        "rope": {"x": 9, "y": 2},
+    }
+    assert base == {"a": 1, "rope": {"x": 1, "y": 2}}
+    with pytest.raises(ConfigError, match="hf_overrides returned a int"):
+        overridden(base, lambda config: 1)
+
+
+# Refusals
+
+REFUSED = [
+    ({"tensor_parallel_size": 2}, Unsupported, "tensor_parallel_size=2 .*start one server a device"),
+    ({"pipeline_parallel_size": 2}, Unsupported, "pipeline_parallel_size=2"),
+    ({"data_parallel_size": 2}, Unsupported, "data_parallel_size=2"),
+    ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0: at least 1"),
+    ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*several devices"),
+    ({"runner": "pooling"}, Unsupported, "runner=pooling .*come with pooling"),
+    ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),
+    ({"cpu_offload_gb": 1.0}, Unsupported, "cpu_offload_gb"),
+    ({"tokenizer_mode": "mistral"}, Unsupported, "tokenizer_mode=mistral .*use auto"),
+    ({"config_format": "mistral"}, Unsupported, "config_format=mistral .*config.json"),
+    ({"distributed_executor_backend": "ray"}, Unsupported, "distributed_executor_backend=ray .*uni"),
+    ({"distributed_executor_backend": "x"}, ConfigError, "distributed_executor_backend='x': choose uni or mp"),
+    ({"load_format": "gguf"}, Unsupported, "load_format=gguf .*safetensors"),
+    ({"load_format": "bitsandbytes"}, Unsupported, "load_format=bitsandbytes"),
+    ({"load_format": "runai_streamer"}, Unsupported, "load_format=runai_streamer"),
+    ({"load_format": "zip"}, ConfigError, "load_format='zip': choose from auto"),
+    ({"kv_cache_dtype": "fp8"}, Unsupported, "kv_cache_dtype=fp8 .*bfloat16"),
+    ({"quantization": "bitsandbytes"}, Unsupported, "quantization=bitsandbytes"),
+    ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization=0.0: a share"),
+    ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization=1.5: a share"),
+    ({"block_size": 0}, ConfigError, "block_size=0: at least 1"),
+    ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0: at least 1"),
+    ({"max_num_batched_tokens": 0}, ConfigError, "max_num_batched_tokens=0: at least 1"),
+    ({"num_gpu_blocks_override": 0}, ConfigError, "num_gpu_blocks_override=0: at least 1"),
+    ({"kv_cache_memory_bytes": 0}, ConfigError, "kv_cache_memory_bytes=0: at least 1"),
+    ({"max_logprobs": -2}, ConfigError, "max_logprobs=-2: at least -1"),
+    ({"num_scheduler_steps": 0}, ConfigError, "num_scheduler_steps=0: at least 1"),
+    ({"api_server_count": 0}, ConfigError, "api_server_count=0: at least 1"),
+    ({"port": 70000}, ConfigError, "port=70000: from 0"),
+    ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy='lifo': choose from fcfs, priority"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keywords", "error", "says"), REFUSED, ids=str)
+def test_refusals_name_the_flag_and_the_remedy(settle, keywords, error, says):
+    with pytest.raises(error, match=says):
+        settle(**keywords)
+
+
+def test_a_checkpoint_without_architectures(settle):
+    with pytest.raises(ConfigError, match="no `architectures`; say which with --hf-overrides"):
+        settle({"architectures": None})
+
+
+def test_a_quantized_checkpoint(settle):
+    with pytest.raises(
+        Unsupported, match=r"a checkpoint quantized with gptq .*float16 or bfloat16"
+    ):
+        settle({"quantization_config": {"quant_method": "gptq"}})
+
+
+def test_one_line_says_what_was_decided(settle, caplog):
+    with caplog.at_level("INFO", logger="quire"):
+        settle(max_num_seqs=3)
+    line = caplog.records[-1].getMessage()
+    assert line.startswith(
+        "LlamaForCausalLM on cpu (a test): dtype=bfloat16 max_model_len=1024 max_num_seqs=3"
+    )
+    assert LLAMA["max_position_embeddings"] == 1024
