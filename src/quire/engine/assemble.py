@@ -191,6 +191,7 @@ def build_worker(resolved: Resolved) -> Worker:
         from quire.worker.worker import Worker
 
         platform = CpuPlatform()
+        platform.use_threads(forecast.weights)
     with stages("load the model"):
         model = build_model(resolved, platform)
     with stages("allocate the KV cache"):
