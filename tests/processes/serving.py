@@ -1,0 +1,120 @@
+"""A `quire serve` as a process: started, asked, stopped."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 90.0  # a busy machine imports torch slowly
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+class Served:
+    """`with Served(checkpoint) as server:` is ready inside."""
+
+    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None):
+        words = [sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0",
+                 "--kv-cache-memory-bytes", "4M", "--dtype", "float32", *flags]  # fmt: skip
+        self.process = subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": SOURCE, **(env or {})},
+        )
+        self.lines: list[str] = []
+        self._new: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        if self.process.stdout is not None:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                self._new.put(line)
+            self.process.stdout.close()
+        self._new.put(None)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, pattern: str) -> str:
+        """The first line from now on, or before, that has `pattern` in it."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            for line in self.lines:
+                if re.search(pattern, line):
+                    return line
+            try:
+                if self._new.get(timeout=0.5) is None:
+                    break
+            except queue.Empty:
+                pass
+        raise AssertionError(f"no line with {pattern!r}:\n{self.output}")
+
+    def __enter__(self) -> Served:
+        try:
+            self.curl = shlex.split(self.until(r"^curl "))
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
+        self.url = re.findall(r"http://[\d.]+:\d+", self.until("address "))[0]
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+        self.stop(signal.SIGTERM)
+
+    def stop(self, number: int) -> int:
+        """The exit status after a signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        try:
+            code = self.process.wait(30)
+        finally:
+            self.process.kill()
+        self._reader.join(10)
+        return code
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def metric(self, name: str) -> float:
+        text = self.client.get("/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))  # fmt: skip
+
+
+def children(pid: int) -> list[int]:
+    """Processes of which this one is the parent."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def has_torch(pid: int) -> bool:
+    """Whether a process has torch's library in its memory."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()

@@ -1,0 +1,204 @@
+"""A real server on a tiny random model: its processes, its answers, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import SOURCE, Served, children, has_torch
+from tiny import make_checkpoint
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: str) -> Iterator[Served]:
+    dev = {"QUIRE_SERVER_DEV_MODE": "1"}
+    with Served(
+        checkpoint, "--served-model-name", "tiny", "--max-num-queued-reqs", "40", env=dev
+    ) as found:
+        yield found
+
+
+def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
+
+
+def streamed(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, [DONE] left out but required."""
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def test_the_printed_command_works(server: Served):
+    body = json.loads(server.curl[server.curl.index("-d") + 1])
+    url = next(word for word in server.curl if word.startswith("http"))
+    answer = httpx.post(url, json=body, timeout=30)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+
+def test_the_http_process_never_loads_torch(server: Served):
+    engine = server.client.get("/server_info").json()
+    assert engine["pid"] == server.process.pid
+    assert engine["torch"] is False
+    assert not has_torch(server.process.pid)
+    assert any(has_torch(child) for child in children(server.process.pid))  # the check can fail
+
+
+def test_a_stream_says_what_the_whole_answer_says(server: Served):
+    whole = server.post(TEXT, **GREEDY)["choices"][0]
+    parts = streamed(server, TEXT, GREEDY)
+    assert text_of(parts) == whole["text"]
+    assert parts[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+def test_many_streams_at_once_say_what_each_says_alone(server: Served):
+    prompts = [f"{'x' * number} tale" for number in range(8)]
+    alone = [server.post(TEXT, **GREEDY | {"prompt": one})["choices"][0]["text"] for one in prompts]
+    together: dict[int, str] = {}
+
+    def run(at: int) -> None:
+        together[at] = text_of(streamed(server, TEXT, GREEDY | {"prompt": prompts[at]}))
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [together.get(at) for at in range(len(prompts))] == alone
+
+
+def test_a_stop_string_ends_the_text_and_never_shows(server: Served):
+    whole = server.post(TEXT, **GREEDY)["choices"][0]["text"]
+    for start in range(2, 12, 3):
+        stop = whole[start : start + 3]
+        cut = whole[: whole.index(stop)]
+        body = GREEDY | {"stop": [stop]}
+        found = server.post(TEXT, **body)["choices"][0]
+        assert (found["text"], found["finish_reason"], found["stop_reason"]) == (cut, "stop", stop)
+        assert text_of(streamed(server, TEXT, body)) == cut
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
+    body = {"prompt": ["a"] * 20, "max_tokens": 240, "ignore_eos": True, "stream": stream}
+    before = server.metric("vllm:generation_tokens_total")
+    with httpx.Client(base_url=server.url, timeout=0.15) as client:
+        try:
+            with client.stream("POST", TEXT, json=body) as answer:
+                next(answer.iter_lines())
+        except httpx.ReadTimeout:
+            assert not stream
+    until(lambda: server.client.get("/load").json() == {"server_load": 0}, 5)
+    until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
+    assert server.metric("vllm:generation_tokens_total") - before < 20 * 240
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_too_many_at_once_are_told_to_come_back(server: Served):
+    answer = server.client.post(TEXT, json={"prompt": ["a"] * 400, "max_tokens": 2})
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
+
+
+def test_named_functions_of_the_engine(server: Served):
+    assert server.post("/reset_prefix_cache") == {"success": True}
+    facts = server.post("/collective_rpc", method="facts")["results"]
+    assert facts[0]["num_blocks"] > 0
+    unknown = server.client.post("/collective_rpc", json={"method": "no_such"})
+    assert unknown.status_code == 500
+    assert "no_such" in unknown.json()["error"]["message"]
+
+
+def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str):
+    flags = ["--max-tokens", "16", "--temperature", "0", "-q", "Once"]
+    said = {}
+    for name, place in (("there", ["--url", server.url]), ("here", [checkpoint, "--dtype", "float32", "--kv-cache-memory-bytes", "4M"])):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "complete", *place, *flags],
+            env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, timeout=90,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout.decode().removesuffix("\n")
+    expected = server.post(TEXT, prompt="Once", max_tokens=16, temperature=0)["choices"][0]["text"]
+    assert said == {"there": expected, "here": expected}
+
+
+def test_an_engine_that_is_killed_comes_back(server: Served):
+    (engine,) = [child for child in children(server.process.pid) if has_torch(child)]
+    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", TEXT, json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(engine, signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 500
+    assert rest[-1] == "data: [DONE]"
+    assert server.client.get("/health").status_code == 200
+    until(lambda: server.client.get("/health/ready").status_code == 200, 60)
+    assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
+
+
+def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
+    with Served(checkpoint, "--shutdown-timeout", "30", "--api-key", "k") as server:
+        server.client.headers["Authorization"] = "Bearer k"
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", TEXT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.until("shutting down")
+            late = httpx.post(
+                f"{server.url}{TEXT}", json=GREEDY, headers={"Authorization": "Bearer k"}
+            )
+            assert late.status_code == 503
+            assert late.headers["retry-after"]
+            assert httpx.get(f"{server.url}/health/ready").status_code == 503
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        last = json.loads(events[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        engines = children(server.process.pid)
+        assert server.wait() == 0
+        assert not [child for child in engines if Path(f"/proc/{child}").exists()]
+
+
+def test_a_model_that_cannot_be_loaded_is_one_report(checkpoint: str, tmp_path: Path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(checkpoint) / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    server = Served(str(tmp_path))
+    assert server.wait() == 1
+    errors = [line for line in server.lines if "quire serve: error:" in line]
+    assert len(errors) == 1
+    assert errors[0] == server.lines[-1]
+    assert "model.safetensors" in errors[0]
