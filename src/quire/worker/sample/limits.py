@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.worker.sample.draw import draw_among
+from quire.worker.sample.draw import MOST_AT_ONCE, draw, draw_among
 
 SPARE = 64  # candidates beyond top-k, for tokens that tie with the last one
 USUAL = 1024  # candidates that hold the survivors of most distributions
 SCALE = 2.0**40
+NUM_BUCKETS, DEPTH = 4096, 28.0  # exp(-28) * SCALE < 1
 
 
 @dataclass(slots=True)
@@ -96,13 +97,47 @@ def threshold(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Ten
 
 
 def full_threshold(scaled_SV: Tensor, limits: Limits) -> Tensor:
-    """threshold_S1 from a sort of whole rows."""
-    values_SV = scaled_SV.sort(dim=-1, descending=True).values
-    return threshold(scaled_SV, values_SV, limits)[0]
+    """threshold_S1 of whole rows, however many survive."""
+    vocab = scaled_SV.shape[1]
+    if (
+        scaled_SV.device.type != "cpu"
+    ):  # what follows asks the device for sizes, which stops the host
+        return threshold(scaled_SV, scaled_SV.sort(dim=-1, descending=True).values, limits)[0]
+    most = int(limits.top_k.max())
+    if most > vocab // 8:
+        return threshold(scaled_SV, scaled_SV.sort(dim=-1, descending=True).values, limits)[0]
+    values_SK = (
+        scaled_SV.topk(most, dim=-1).values if most > 1 else scaled_SV.amax(dim=-1, keepdim=True)
+    )
+    above = Limits(limits.top_k, np.ones_like(limits.top_p), limits.min_p)
+    floor_S1, _ = threshold(scaled_SV, values_SK, above)
+    if (limits.top_p < 1).any():
+        cut_S1 = _cut(scaled_SV, values_SK[:, :1], floor_S1, limits.top_p)
+        floor_S1 = torch.maximum(floor_S1, cut_S1)
+    return floor_S1
+
+
+def _cut(scaled_SV: Tensor, top_S1: Tensor, floor_S1: Tensor, top_p: np.ndarray) -> Tensor:
+    """Top-p's threshold_S1 without a sort: find the bucket of logits in which p is reached, sort that."""
+    weights_SV = _weights(scaled_SV, top_S1, floor_S1)
+    # Logits as far below the top as DEPTH have no weight. A higher logit is never in a later bucket.
+    bucket_SV = scaled_SV.sub(top_S1).mul_(-NUM_BUCKETS / DEPTH).clamp_(max=NUM_BUCKETS - 1.0)
+    bucket_SV = bucket_SV.to(torch.int64).clamp_(min=0)  # NaN may be anything as an integer
+    counts = torch.zeros((len(scaled_SV), NUM_BUCKETS), dtype=torch.int64)
+    sums = counts.scatter_add(1, bucket_SV, weights_SV).cumsum(dim=1)
+    wanted_S1 = (sums[:, -1:].double() * _of(top_p, scaled_SV)).ceil_().to(torch.int64)
+    here_S1 = (sums < wanted_S1).sum(dim=1, keepdim=True).clamp(max=NUM_BUCKETS - 1)
+    before_S1 = torch.where(here_S1 > 0, sums.gather(1, (here_S1 - 1).clamp(min=0)), 0)
+    inside_SV = bucket_SV == here_S1
+    most = max(1, int(inside_SV.sum(dim=1).max()))
+    values_SK = scaled_SV.masked_fill(~inside_SV, -torch.inf).topk(most, dim=-1).values
+    sums_SK = _weights(values_SK, top_S1, floor_S1).cumsum_(dim=1) + before_S1
+    at_S1 = (sums_SK < wanted_S1).sum(dim=1, keepdim=True).clamp(max=most - 1)
+    return values_SK.gather(1, at_S1).masked_fill_(_of(top_p >= 1, scaled_SV), -torch.inf)
 
 
 def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
-    """Token ids, int64 [S], of rows with limits: the noise is made for candidates only."""
+    """Token ids, int64 [S], of rows with limits: the noise is made for candidates only, if they suffice."""
     vocab = scaled_SV.shape[1]
     # Asking a device whether the candidates were enough would stop the host, so there we sort.
     most = limits.candidates(vocab) if scaled_SV.device.type == "cpu" else vocab
@@ -113,10 +148,9 @@ def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
     floor_S1, complete_S = threshold(scaled_SV, values_SK, limits)
     tokens_S = draw_among(values_SK.masked_fill(values_SK < floor_S1, -torch.inf), ids_SK, keys_2S)
     if most < vocab and not bool(complete_S.all()):
-        rest = (~complete_S).nonzero()[:, 0]
-        at = rest.numpy()
-        values_SK, ids_SK = scaled_SV[rest].sort(dim=-1, descending=True)
-        floor_S1, _ = threshold(scaled_SV[rest], values_SK, limits[at])
-        values_SK = values_SK.masked_fill(values_SK < floor_S1, -torch.inf)
-        tokens_S[rest] = draw_among(values_SK, ids_SK, keys_2S[:, rest])
+        for at in (~complete_S).nonzero()[:, 0].split(max(1, MOST_AT_ONCE // vocab)):
+            part_SV = scaled_SV[at]
+            floor_S1 = full_threshold(part_SV, limits[at.numpy()])
+            part_SV.masked_fill_(part_SV < floor_S1, -torch.inf)
+            tokens_S[at] = draw(part_SV, keys_2S[:, at])
     return tokens_S

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.protocol.output import Logprobs
 
+MOST_AT_ONCE = 1 << 20  # scores
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -47,8 +48,24 @@ def score(
 ) -> Scored:
     """The chosen token, then the `top` best (-1: all), or the tokens `also_NK` instead of the best.
 
-    A rank counts the tokens that score higher, plus one.
+    A rank counts the tokens that score higher, plus one. Scores are made a few positions at a time, so that
+    they stay in the cache.
     """
+    piece = max(1, MOST_AT_ONCE // logits_NV.shape[1])
+    if len(logits_NV) > piece:
+        starts = range(0, len(logits_NV), piece)
+        return joined(
+            [
+                score(
+                    logits_NV[at : at + piece],
+                    chosen_N[at : at + piece],
+                    top,
+                    None if also_NK is None else also_NK[at : at + piece],
+                    normalise,
+                )
+                for at in starts
+            ]
+        )
     scores_NV = logits_NV.float()
     if normalise:
         scores_NV = torch.log_softmax(scores_NV, dim=-1)

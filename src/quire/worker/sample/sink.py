@@ -154,8 +154,7 @@ class SampleSink:
         asked = self._asked(rows_S) if self.scored else {}
         all_greedy = bool(self.greedy[rows_S].all())
         if all_greedy and not stage and not asked:
-            tokens_S = logits_SV.argmax(dim=-1)
-            best_S = logits_SV.gather(1, tokens_S[:, None])[:, 0]
+            best_S, tokens_S = logits_SV.max(dim=-1)
             outcome.codes_S = (~best_S.isfinite()).to(torch.int8) * NOT_FINITE
         else:
             logits_SV = logits_SV.float()
@@ -184,7 +183,7 @@ class SampleSink:
         """(tokens_S, logits by temperature, whether processors changed these)."""
         greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
         if greedy_S.all():
-            return logits_SV.argmax(dim=-1), logits_SV, False
+            return logits_SV.max(dim=-1).indices, logits_SV, False
         scaled_SV = logits_SV / self._tensor(self.temperature[rows_S])[:, None]
         stage = self.pipeline.stage(rows_S, changes_argmax=False)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
@@ -195,7 +194,7 @@ class SampleSink:
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
             at = self._tensor(greedy_S.nonzero()[0])
-            tokens_S[at] = scaled_SV[at].argmax(dim=-1)
+            tokens_S[at] = scaled_SV[at].max(dim=-1).indices
         if plain_S.any():
             at = self._tensor(plain_S.nonzero()[0])
             tokens_S[at] = draw(scaled_SV[at], keys_2S[:, at])
