@@ -36,8 +36,8 @@ LATER = "quire.compat.later"
 PUBLIC = {
     "LLM": "quire.api.llm:LLM",
     "AsyncLLM": "quire.api.async_llm:AsyncLLM",
-    "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
     "LLMEngine": "quire.api.llm_engine:LLMEngine",
+    "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
     "SamplingParams": "quire.protocol.params:SamplingParams",
     "BeamSearchParams": "quire.protocol.params:BeamSearchParams",
     "StructuredOutputsParams": "quire.protocol.params:StructuredOutputsParams",
