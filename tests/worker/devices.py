@@ -105,3 +105,11 @@ class Executed:
 
     def __init__(self, executor):
         self.run = executor.launch
+
+
+def follow(model: TinyModel, tokens: list[int], count: int) -> list[int]:
+    """The greedy continuation of a text."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(model.after(tokens[-1], len(tokens) - 1).argmax()))
+    return tokens[-count:]

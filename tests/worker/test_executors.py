@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from devices import Driver, Executed, TinyModel, enter, generate, make_worker
+from devices import Driver, Executed, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
 from quire.executor.inline import InlineExecutor
@@ -52,20 +52,16 @@ def tiny(payload: bytes):
     return worker
 
 
-def misconfigured(payload: bytes):
-    raise ConfigError("max_num_seqs must be even")
-
-
-def broken(payload: bytes):
-    raise ZeroDivisionError("in the middle of loading")
-
-
-def vanishing(payload: bytes):
-    os._exit(7)
-
-
 def vocabulary(model) -> int:
     return model.vocab_size
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """For tests that leave the child as they found it."""
+    executor = ProcessExecutor("test_executors:tiny", b"hello")
+    yield executor
+    executor.close()
 
 
 @pytest.fixture
@@ -75,7 +71,7 @@ def process():
     executor.close()
 
 
-def test_both_give_the_same(process):
+def test_both_give_the_same(shared):
     prompts = {
         0: ([5, 6, 7], GREEDY),
         1: ([9], SamplingParams(temperature=1.0, seed=7, logprobs=3)),
@@ -87,28 +83,29 @@ def test_both_give_the_same(process):
     }
     prompts[2][1].bad_word_ids = [[4, 5], [6]]
     here = generate(Executed(InlineExecutor(make_worker())), prompts, 8)
-    there = generate(Executed(process), prompts, 8)
+    there = generate(Executed(shared), prompts, 8)
     assert here == there
-    assert process.call("payload") == [b"hello"]
-    assert process.call("pid") == [process.process.pid]
+    assert shared.call("payload") == [b"hello"]
+    assert shared.call("pid") == [shared.process.pid]
 
 
-def test_several_steps_in_flight(process):
+def test_several_steps_in_flight(shared):
     plans = [StepPlan(1, [enter(0, [5, 6], GREEDY)], [Work(0, 2)], [])]
     plans += [StepPlan(step, [], [Work(0, 1)], []) for step in range(2, 9)]
     expected = [InlineExecutor(worker).launch(plan).result() for worker in [make_worker()] for plan in plans]  # fmt: skip
-    pending = [process.launch(plan) for plan in plans]
-    assert process.call("ping") == [True]
+    pending = [shared.launch(plan) for plan in plans]
+    assert shared.call("ping") == [True]
     assert [step.result() for step in reversed(pending)] == expected[::-1]
     assert pending[0].result() == expected[0]
+    shared.launch(StepPlan(9, [], [], [0])).result()
 
 
-def test_neither_waits_for_the_other_to_read(process):
+def test_neither_waits_for_the_other_to_read(shared):
     """Much in both directions at once, and more than a socket holds."""
     size = 4_000_000
-    process._ask(_ask("big", size))
-    last = process._ask(_ask("length", b"y" * size))
-    assert process.answer(last).value == size
+    shared._ask(_ask("big", size))
+    last = shared._ask(_ask("length", b"y" * size))
+    assert shared.answer(last).value == size
 
 
 def _ask(name, *args):
@@ -119,9 +116,9 @@ def _ask(name, *args):
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
 def test_a_failed_step_is_no_more_than_that(kind, request):
-    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("process")
+    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("shared")
     drive = Driver(Executed(executor))
-    first = drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
+    drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
     executor.call("fail_next", True)
     pending = executor.launch(StepPlan(9, [enter(1, [5, 6], GREEDY)], [Work(1, 2)], []))
     executor.call("fail_next", False)
@@ -131,12 +128,14 @@ def test_a_failed_step_is_no_more_than_that(kind, request):
     if kind == "process":
         assert "in forward" in failure.value.__notes__[0]
     drive.left = [1]
-    assert drive([Work(0, 1)]).tokens != first.tokens
+    assert drive([Work(0, 1)]).tokens == [follow(TinyModel(), [5, 6], 2)[1:]]
+    drive.left = [0]
+    drive([])
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
 def test_calls(kind, request):
-    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("process")
+    executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("shared")
     assert executor.call("collective_rpc", "ping") == [True]
     assert executor.call("collective_rpc", "length", [[1, 2]], {}) == [2]
     assert executor.call("apply_model", vocabulary) == [211]
@@ -156,14 +155,14 @@ def test_calls(kind, request):
 
 def test_a_worker_that_cannot_start():
     with pytest.raises(ConfigError, match=r"^max_num_seqs must be even$"):
-        ProcessExecutor("test_executors:misconfigured", b"")
+        ProcessExecutor("children:misconfigured", b"")
     with pytest.raises(
         StartupError, match="ZeroDivisionError: in the middle of loading"
     ) as failure:
-        ProcessExecutor("test_executors:broken", b"")
+        ProcessExecutor("children:broken", b"")
     assert "in broken" in failure.value.detail
     with pytest.raises(StartupError, match="ended with exit code 7"):
-        ProcessExecutor("test_executors:vanishing", b"")
+        ProcessExecutor("children:vanishing", b"")
 
 
 def test_a_plan_that_contradicts_itself_ends_the_worker(process):
@@ -187,7 +186,9 @@ def test_a_killed_worker_is_noticed(process):
     assert time.monotonic() - began < 5
 
 
-def test_close_ends_the_child(process):
+def test_close_ends_the_child():
+    process = ProcessExecutor("children:idle", b"")
+    assert process.call("anything") == ["anything"]
     pid = process.process.pid
     process.close()
     process.close()
@@ -199,7 +200,7 @@ def test_close_ends_the_child(process):
 PARENT = """
 import sys, time
 from quire.executor.processes import ProcessExecutor
-executor = ProcessExecutor("test_executors:tiny", b"")
+executor = ProcessExecutor("children:idle", b"")
 print(executor.process.pid, flush=True)
 time.sleep(60)
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import BLOCK, Driver, TinyModel, enter, generate, make_worker
+from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_worker
 
 from quire.batch import current_batch
 from quire.errors import StepFailed
@@ -13,13 +13,6 @@ from quire.protocol.plan import StepPlan, Work
 from quire.worker.hooks import Hook
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
-
-
-def follow(model: TinyModel, tokens: list[int], count: int) -> list[int]:
-    tokens = list(tokens)
-    for _ in range(count):
-        tokens.append(int(model.after(tokens[-1], len(tokens) - 1).argmax()))
-    return tokens[-count:]
 
 
 def test_rows_go_on_by_themselves():
