@@ -1,0 +1,204 @@
+"""An engine in its own process: equal to the one in ours, and nobody waits for ever when it dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from equality.engines import engine, greedy, make_checkpoint, prompts
+
+from quire.config.engine import EngineConfig
+from quire.config.wire import to_wire
+from quire.engine import assemble, flight
+from quire.engine.host import EngineHost, Patience
+from quire.engine.remote import ProcessClient
+from quire.errors import EngineDeadError, StartupError
+from quire.protocol.output import EngineOutput
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+LONG = 400  # tokens: a request that is still running when something happens to it
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable]:
+    """Clients that are closed at the end; recordings of deaths go to tmp_path."""
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    made: list[ProcessClient] = []
+
+    def make(patience: Patience | None = None, frontends: int = 1, **keywords) -> ProcessClient:
+        asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
+        resolved = assemble.resolve_config(asked)
+        host = EngineHost(to_wire(resolved), frontends, patience)
+        client = ProcessClient(resolved, host.folder, host)
+        made.append(client)
+        client.wait_ready(60)
+        return client
+
+    yield make
+    for client in made:
+        client.close()
+        assert not client.host.folder.exists()
+
+
+def collect(client: ProcessClient, ids: set[str], within: float = 30.0) -> dict[str, list]:
+    got: dict[str, list[EngineOutput]] = {id: [] for id in ids}
+    end = time.monotonic() + within
+    while not all(outputs and outputs[-1].finish for outputs in got.values()):
+        assert time.monotonic() < end, f"no answer within {within} s"
+        for output in client.outputs():
+            got[output.id].append(output)
+    return got
+
+
+def submit(client: ProcessClient, prefix: str, count: int, tokens: int) -> set[str]:
+    for number, prompt in enumerate(prompts(count)):
+        client.submit(EngineRequest(f"{prefix}{number}", prompt, greedy(tokens)))
+    return {f"{prefix}{number}" for number in range(count)}
+
+
+def answers(got: dict[str, list[EngineOutput]]) -> dict[str, list[int]]:
+    return {id: [t for out in outs for t in out.tokens] for id, outs in got.items()}
+
+
+def test_it_gives_the_tokens_of_the_engine_in_our_process(path: str, start: Callable) -> None:
+    with engine(path) as one:
+        want = one.tokens(prompts(6), greedy(20))
+    client = start()
+    got = answers(collect(client, submit(client, "r", 6, 20)))
+    assert [got[f"r{n}"] for n in range(6)] == want
+    assert client.call("stats")["generation_tokens"] == 120
+    assert client.call("reset_prefix_cache") is True
+
+
+def begun(client: ProcessClient, ids: set[str]) -> None:
+    """Wait until each has an output."""
+    waiting = set(ids)
+    while waiting:
+        waiting -= {output.id for output in client.outputs()}
+
+
+def die(client: ProcessClient) -> None:
+    os.kill(client.host.child.pid, signal.SIGKILL)
+
+
+def hang(client: ProcessClient) -> None:
+    os.kill(client.host.child.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "sign of life")])
+def test_everybody_gets_an_answer_and_the_engine_comes_back(
+    start: Callable, tmp_path: Path, blow: Callable, word: str
+) -> None:
+    client = start(Patience(heartbeat=2.0))
+    running = submit(client, "running", 8, LONG)  # all the rows there are
+    waiting = submit(client, "waiting", 4, 5)
+    begun(client, running)
+    before = client.host.child.pid
+    blow(client)
+    got = collect(client, running | waiting)
+    for id in running:
+        assert got[id][-1].finish == "error"
+        assert word in got[id][-1].error
+        assert got[id][-1].error_kind == "internal"
+    for id in waiting:
+        assert got[id][-1].finish == "length"
+    assert client.host.child.pid != before
+    assert client.state.condition == "ready"
+    assert client.generation == 2
+    [kept] = (tmp_path / "crashes").iterdir()
+    recording = flight.read(kept)
+    assert recording is not None
+    assert recording.seen() == running
+
+
+def test_requests_that_came_while_it_was_down_are_answered(start: Callable) -> None:
+    client = start()
+    die(client)
+    got = collect(client, submit(client, "r", 4, 5))
+    assert {outs[-1].finish for outs in got.values()} == {"length"}
+
+
+def test_at_last_it_stays_dead_and_says_so(start: Callable) -> None:
+    client = start(Patience(restarts=1))
+    for _ in range(2):
+        pid = client.host.child.pid
+        ids = submit(client, f"{pid}-", 2, LONG)
+        begun(client, ids)
+        die(client)
+        with pytest.raises(EngineDeadError) if client.generation == 2 else NOTHING:
+            collect(client, ids)
+    with pytest.raises(EngineDeadError, match="not started again"):
+        client.submit(EngineRequest("late", [1], SamplingParams(max_tokens=1)))
+    assert client.state.condition == "dead"
+
+
+class Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+NOTHING = Nothing()
+
+
+def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:
+    client = start()
+    os.kill(client.host.child.pid, signal.SIGSTOP)
+    threading.Timer(0.5, die, [client]).start()
+    with pytest.raises(Exception, match="replaced before it answered"):
+        client.call("stats")
+
+
+def test_a_start_that_fails_says_why(path: str, start: Callable, tmp_path: Path) -> None:
+    weights = Path(path) / "model.safetensors"
+    data = weights.read_bytes()
+    try:
+        weights.write_bytes(data[:-400])
+        with pytest.raises((StartupError, Exception), match="safetensors"):
+            start()
+    finally:
+        weights.write_bytes(data)
+
+
+PARENT = """
+import sys
+from quire.config.engine import EngineConfig
+from quire.engine import assemble
+if __name__ == "__main__":
+    client = assemble.make_client(EngineConfig.from_keywords(model=sys.argv[1], max_model_len=64), process=True)
+    print(client.host.child.pid, client.host.folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_killing_the_parent_leaves_no_orphan(path: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        pid, _ = parent.stdout.readline().split()
+        parent.kill()
+        end = time.monotonic() + 10
+        while Path(f"/proc/{int(pid)}").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    assert not Path(f"/proc/{int(pid)}").exists()
