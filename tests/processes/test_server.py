@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import SOURCE, Served, children, has_torch
-from tiny import make_checkpoint
+from tiny_llama import make_checkpoint
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}

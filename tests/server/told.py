@@ -1,0 +1,80 @@
+"""An engine that is told what to say: the real front room above it, no model below."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tiny_llama import make_tokenizer
+
+from quire.api.async_llm import AsyncLLM
+from quire.config.engine import EngineConfig
+from quire.errors import EngineDeadError
+from quire.frontend.tokenizer import load
+from quire.protocol.output import EngineOutput, EngineStats, Ready
+from quire.protocol.request import EngineRequest
+from quire.server.text_engine import AsyncTextEngine
+
+
+class ToldClient:
+    """An EngineClient. Answers each request with `text`, `step` tokens (bytes) at a time."""
+
+    def __init__(self, folder: Path, text: str, step: int = 1):
+        self.tokenizer = load(str(folder))
+        asked = EngineConfig.from_keywords(model=str(folder), served_model_name="toy")
+        self.resolved: Any = SimpleNamespace(asked=asked, path=str(folder), hf_config={})
+        self.ready = Ready(
+            max_model_len=4096, num_blocks=64, block_size=64, vocab_size=len(self.tokenizer),
+            dtype="float32", device="cpu", architecture="Told", model_impl="told", depth=1,
+        )  # fmt: skip
+        self.tokens = self.tokenizer.encode(text, False)
+        self.step = step
+        self.aborted: list[str] = []
+        self.begun: list[EngineRequest] = []
+        self.spoken: queue.SimpleQueue[EngineOutput | None] = queue.SimpleQueue()
+
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, request: EngineRequest) -> None:
+        self.begun.append(request)
+        self.loop = asyncio.get_running_loop()
+        for start in range(0, len(self.tokens), self.step):
+            tokens = self.tokens[start : start + self.step]
+            last = start + self.step >= len(self.tokens)
+            self.spoken.put(EngineOutput(request.id, tokens, "length" if last else None))
+
+    def abort(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+    def outputs(self) -> list[EngineOutput]:
+        output = self.spoken.get()
+        while output is not None and output.id in self.aborted:
+            output = self.spoken.get()
+        if output is None or self.loop is None:
+            raise EngineDeadError("shut down")
+        # One output at a time: the loop has written the last one before the next one comes.
+        asyncio.run_coroutine_threadsafe(rounds(), self.loop).result(5)
+        return [output]
+
+    def call(self, name: str, *args: Any) -> Any:
+        return EngineStats()
+
+    def close(self) -> None:
+        self.spoken.put(None)
+
+
+async def rounds() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def told_engine(folder: Path, text: str, step: int = 1) -> tuple[AsyncTextEngine, ToldClient]:
+    """A TextEngine that says `text`; the folder holds a tokenizer (`tiny_llama.make_tokenizer`)."""
+    client = ToldClient(folder, text, step)
+    return AsyncTextEngine(AsyncLLM.from_client(client, client.resolved.asked), client), client
+
+
+__all__ = ["make_tokenizer", "told_engine"]
