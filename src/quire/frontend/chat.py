@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.errors import Unsupported, ValidationError
-from quire.frontend.template import ChatTemplate, plain
+from quire.errors import ConfigError, Unsupported, ValidationError
+from quire.frontend.template import ChatTemplate, compiled, plain
 from quire.frontend.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -38,9 +38,9 @@ def render(
     """The prompt's text.
 
     Raises:
-        ValidationError: no tokenizer, no template, or messages that the template does not take.
+        ValidationError: no tokenizer, no template, messages that the template does not take; or the template given does not parse, or is not there.
         Unsupported: pictures, sound, video.
-        ConfigError: the template given does not parse, or is not there.
+        ConfigError: the checkpoint's own template does not parse.
     """
     options = options or ChatOptions()
     if tokenizer is None:
@@ -50,7 +50,7 @@ def render(
         )
     template = tokenizer.template
     if options.template is not None:
-        template = ChatTemplate.given(options.template)
+        template = _own(options.template)
     if template is None:
         raise ValidationError(
             "this model has no chat template: start with chat_template=..., or use generate (completions)"
@@ -58,10 +58,12 @@ def render(
             parameter="chat_template",
         )  # fmt: skip
     form = options.content_format
+    wrap = form == "openai"
     if form == "auto":
         form = template.content_format
+        wrap = form == "openai" and not template.takes_strings
     return template.render(
-        [read_message(message, number, form) for number, message in enumerate(messages)],
+        [read_message(message, number, form, wrap) for number, message in enumerate(messages)],
         tools=options.tools or None,
         documents=options.documents,
         add_generation_prompt=options.add_generation_prompt,
@@ -70,8 +72,21 @@ def render(
     )
 
 
-def read_message(message: Any, number: int, form: str) -> dict[str, Any]:
-    """One message in JSON's types; its content as one text (`form` string) or as a list of parts."""
+def _own(given: str) -> ChatTemplate:
+    try:
+        template = ChatTemplate.given(given)
+        compiled(template.source)
+    except (ConfigError, OSError) as error:
+        raise ValidationError(str(error), parameter="chat_template", value=given) from error
+    return template
+
+
+def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, Any]:
+    """One message in JSON's types.
+
+    A list of parts becomes one text with `form` string, and stays a list with openai; a text becomes a list with
+    `wrap`.
+    """
     found = plain(message)
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise ValidationError(
@@ -87,7 +102,7 @@ def read_message(message: Any, number: int, form: str) -> dict[str, Any]:
             if form == "string"
             else [{"type": "text", "text": text} for text in texts]
         )
-    elif isinstance(content, str) and form == "openai":
+    elif isinstance(content, str) and wrap:
         found["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
         raise ValidationError(

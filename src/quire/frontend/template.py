@@ -26,6 +26,7 @@ ContentFormat = Literal["string", "openai"]
 
 # Stands at the end of a message that is to be continued. Its last space shows whether the template trims.
 MARK = "⁂continue⁂ "
+PROBE = "⁂probe⁂"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, newest last
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 SETTINGS = (
@@ -165,6 +166,7 @@ class ChatTemplate:
 
         Raises:
             ValidationError: the conversation does not suit the template (its own words), or is empty.
+            ConfigError: the template does not parse.
         """
         if not messages:
             raise ValidationError("messages must not be empty", parameter="messages", value=[])
@@ -180,8 +182,9 @@ class ChatTemplate:
             k: v for k, v in plain(dict(variables or {})).items() if k not in RESERVED + SETTINGS
         }
         source = self.named.get("tool_use", self.source) if tools else self.source
+        template = compiled(source)
         try:
-            text = compiled(source).render(
+            text = template.render(
                 messages=chat,
                 tools=None if tools is None else [_tool(tool) for tool in tools],
                 documents=plain(documents),
@@ -209,20 +212,26 @@ class ChatTemplate:
     @functools.cached_property
     def content_format(self) -> ContentFormat:
         """Whether the template reads a message's content as a list of parts (openai) or as one string."""
-        probe = "⁂probe⁂"
-        parts = [{"type": "text", "text": probe}]
+        parts = [{"type": "text", "text": PROBE}]
         for role in ("user", "system"):
-            try:
-                text = compiled(self.source).render(
-                    messages=[{"role": role, "content": parts}], tools=None, documents=None,
-                    add_generation_prompt=False, bos_token="", eos_token="",
-                )  # fmt: skip
-            except Exception:  # whatever it is, the template does not take parts
-                continue
-            at = text.find(probe)
-            if at >= 0 and not text[:at].endswith(("'text': '", '"text": "', '"text":"')):
+            before, found, _ = self._probe(role, parts).partition(PROBE)
+            if found and not before.endswith(("'text': '", '"text": "', '"text":"')):
                 return "openai"
         return "string"
+
+    @functools.cached_property
+    def takes_strings(self) -> bool:
+        """Whether content may be a string; a template that reads parts often takes both."""
+        return PROBE in self._probe("user", PROBE)
+
+    def _probe(self, role: str, content: Any) -> str:
+        try:
+            return compiled(self.source).render(
+                messages=[{"role": role, "content": content}], tools=None, documents=None,
+                add_generation_prompt=False, bos_token="", eos_token="",
+            )  # fmt: skip
+        except Exception:  # whatever it is, the template does not take this
+            return ""
 
 
 @functools.lru_cache(maxsize=32)
