@@ -216,6 +216,14 @@ def test_parts_stay_parts_for_templates_that_read_them(ours: Tokenizer):
     assert chat.render(ours, messages, options) == "FalseaFalsec"
 
 
+def test_a_template_of_a_stranger_is_no_path(ours: Tokenizer, tmp_path: Path):
+    (tmp_path / "secret").write_text("of this machine")
+    path = str(tmp_path / "secret")
+    assert chat.render(ours, CHATS[0], ChatOptions(template=path)) == "of this machine"
+    options = ChatOptions(template=path, template_may_be_path=False)
+    assert chat.render(ours, CHATS[0], options) == path
+
+
 def test_a_template_of_a_request_that_is_wrong_is_the_requests_fault(ours: Tokenizer):
     for wrong in ("{% if %}", "nowhere.jinja"):
         with pytest.raises(ValidationError, match="template"):

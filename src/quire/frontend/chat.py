@@ -25,6 +25,8 @@ class ChatOptions:
     continue_final_message: bool = False
     template: str | None = None
     """A path or the template itself; None: the checkpoint's."""
+    template_may_be_path: bool = True
+    """False for templates of strangers, who may not read this machine's files."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
@@ -50,7 +52,7 @@ def render(
         )
     template = tokenizer.template
     if options.template is not None:
-        template = _own(options.template)
+        template = _own(options.template, options.template_may_be_path)
     if template is None:
         raise ValidationError(
             "this model has no chat template: start with chat_template=..., or use generate (completions)"
@@ -72,9 +74,9 @@ def render(
     )
 
 
-def _own(given: str) -> ChatTemplate:
+def _own(given: str, may_be_path: bool) -> ChatTemplate:
     try:
-        template = ChatTemplate.given(given)
+        template = ChatTemplate.given(given, may_be_path)
         compiled(template.source)
     except (ConfigError, OSError) as error:
         raise ValidationError(str(error), parameter="chat_template", value=given) from error

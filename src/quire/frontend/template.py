@@ -121,13 +121,13 @@ class ChatTemplate:
         """Other templates of the checkpoint, by name: "tool_use" is taken when there are tools."""
 
     @classmethod
-    def given(cls, given: str) -> ChatTemplate:
+    def given(cls, given: str, may_be_path: bool = True) -> ChatTemplate:
         """From a path, or from the text itself; equal ones are one object, for what is known of it costs time.
 
         Raises:
             ConfigError: neither a file nor a template.
         """
-        return _of_source(read_given(given))
+        return _of_source(read_given(given) if may_be_path else given)
 
     @classmethod
     def find(cls, folder: Path, config: dict[str, Any], given: str | None) -> ChatTemplate | None:

@@ -77,6 +77,7 @@ class AsyncTextEngine:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 template=options.template,
+                template_may_be_path=False,
                 template_kwargs=options.template_kwargs,
                 tools=options.tools,
                 documents=options.documents,
