@@ -161,6 +161,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if merged.get(key) is None and outer.get(key) is not None:
             merged[key] = outer[key]
+    # The head belongs to the wrapper, and so does the word on whether it is tied.
+    if outer.get("tie_word_embeddings"):
+        merged["tie_word_embeddings"] = True
     wrapper = list(outer.get("architectures") or [])
     alone = TEXT_ARCHITECTURES.get(str(inner.get("model_type")))
     merged["architectures"] = (

@@ -375,7 +375,7 @@ def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
                 continue
             if keep.isdisjoint(child.modules()):
                 if any(True for _ in child.parameters()):
-                    child.to("meta")
+                    _empty(child)
                     dropped.append(inside)
             else:
                 walk(child, f"{inside}.")
@@ -383,6 +383,13 @@ def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
     if model.config.get_text_config(decoder=True) is not model.config:
         walk(model, "")
     return dropped
+
+
+def _empty(tower: nn.Module) -> None:
+    """Leave its parameters in place but without numbers; on "meta" they would say a wrong device of the model."""
+    for part in tower.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            part.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
 def _hidden_of(output: Any) -> Any:
