@@ -17,8 +17,8 @@ from quire.models.base import CausalLM
 from quire.models.load import build_model
 from quire.models.transformers import TransformersModel
 from quire.platforms.cpu import CpuPlatform
-from tests.models.archs import ARCHS, PACKED, PER_REQUEST, VOCAB, Arch, make_model
-from tests.models.cases import save
+from tests.models.archs import ARCHS, PACKED, PER_REQUEST, VOCAB, Arch, make_model, randomise
+from tests.models.cases import edit_config, save
 from tests.models.harness import Runner
 from tests.models.test_generic import CLOSE, in_awkward_pieces, plain_logits, prompts
 from tests.models.wrappers import WRAPPERS, Wrapper, make_wrapper
@@ -109,3 +109,51 @@ def test_an_encoder_decoder_is_refused_before_it_is_read(tmp_path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Unsupported, match="encoder-decoder"):
         build(tmp_path)
+
+
+def test_an_encoder_is_refused(tmp_path) -> None:
+    """Its tokens see those after them, which shows as a difference; nothing needs to know its name."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    config = BertConfig(vocab_size=VOCAB, num_hidden_layers=2, **sizes)
+    model = BertLMHeadModel(config)
+    randomise(model)
+    save(model, tmp_path)
+    with pytest.raises(Unsupported, match="differ from its plain pass"):
+        build(tmp_path)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(tmp_path, monkeypatch) -> None:
+    theirs = make_model(BY_LABEL["llama"])
+    folder = tmp_path / "own_llama"
+    save(theirs, folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    own = {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    edit_config(folder, **own)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        build(folder)
+    ours = build(folder, trust_remote_code=True)
+    assert type(ours.model).__name__ == "OwnForCausalLM"
+    with torch.inference_mode():
+        want = 3 * plain_logits(theirs, prompts()[0])
+        got = Runner(ours).prefill(0, prompts()[0], chunk=7)
+    assert (want - got).abs().max() < CLOSE

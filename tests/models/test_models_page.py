@@ -1,0 +1,22 @@
+"""docs/models.md says what is registered and what is tested, no more and no less."""
+
+from __future__ import annotations
+
+from tests.models.archs import ARCHS
+from tools.list_models import PAGE, filled
+
+
+def test_the_page_is_what_the_tool_writes():
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page) == page, "run: python -m tools.list_models"
+
+
+def test_a_changed_table_is_seen():
+    page = PAGE.read_text(encoding="utf-8")
+    stale = page.replace("| `qwen3_moe` | `Qwen3MoeForCausalLM` | 1 |\n", "")
+    assert stale != page
+    assert filled(stale) == page
+
+
+def test_as_many_architectures_as_promised():
+    assert len({arch.kind for arch in ARCHS}) >= 60

@@ -1,0 +1,111 @@
+"""Writes the tables of docs/models.md from what is registered and what is tested.
+
+    python -m tools.list_models            rewrite the page's tables
+    python -m tools.list_models --check    exit with 1 if they are not what this would write
+
+Knows the registry of native models, the rows of tests/models/archs.py and the rules of the generic backend.
+Loads no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+from quire.models.registry import MODELS
+from quire.models.transformers_rules import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
+from tests.models.archs import ARCHS, PACKED, PER_REQUEST
+from tests.models.cases import CASES
+from tests.models.wrappers import WRAPPERS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+
+
+def class_of(kind: str) -> str:
+    """The class of Transformers that a `model_type` runs as; "" if there is none."""
+    found = CLASSES.get(kind, "")
+    return found if isinstance(found, str) else found[0]
+
+
+def native() -> Iterator[str]:
+    yield "| architecture | code | variations tested |"
+    yield "|---|---|---|"
+    for architecture, target in MODELS.items():
+        module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
+        kind = next((k for k in ("llama", "mistral", "qwen2", "qwen3") if module.endswith(k)), "")
+        count = sum(case.kind == kind for case in CASES)
+        yield f"| `{architecture}` | `{module}.py` | {count} |"
+
+
+def rows(mode: str) -> Iterator[str]:
+    """One line a model type, however many variations of it are tested."""
+    why = mode == PER_REQUEST
+    yield "| `model_type` | architecture |" + (" because |" if why else " variations tested |")
+    yield "|---|---|---|"
+    kinds = dict.fromkeys(arch.kind for arch in ARCHS if arch.mode == mode)
+    for kind in kinds:
+        tested = [arch for arch in ARCHS if arch.kind == kind and arch.mode == mode]
+        last = str(len(tested))
+        if why:
+            last = (
+                PER_REQUEST_TYPES.get(kind)
+                or choose_mode({"model_type": kind, **tested[0].config})[1]
+            )
+            if last.startswith("every layer"):
+                last = "found by the check at load"
+        yield f"| `{kind}` | `{class_of(kind)}` | {last} |"
+
+
+def wrappers() -> Iterator[str]:
+    yield "| architecture | text runs as |"
+    yield "|---|---|"
+    for wrapper in WRAPPERS:
+        yield f"| `{wrapper.architecture}` | {wrapper.runs_as} |"
+
+
+def refused() -> Iterator[str]:
+    yield "| `model_type` | because |"
+    yield "|---|---|"
+    for kind, reason in UNSUPPORTED_TYPES.items():
+        yield f"| `{kind}` | {reason} |"
+
+
+TABLES = {
+    "native": native,
+    "packed": lambda: rows(PACKED),
+    "per request": lambda: rows(PER_REQUEST),
+    "wrappers": wrappers,
+    "refused": refused,
+}
+
+
+def filled(page: str) -> str:
+    """`page` with the lines between each pair of markers written anew."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, found, rest = page.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{PAGE.name} has no markers {start.strip()} ... {end.strip()}")
+        page = f"{before}{start}\n" + "\n".join(table()) + f"\n\n{end}{after}"
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.list_models", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    asked = parser.parse_args()
+    old = PAGE.read_text(encoding="utf-8")
+    new = filled(old)
+    if asked.check:
+        return int(old != new)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
