@@ -12,6 +12,7 @@ COMMANDS = {
     "complete": ("quire.cli.complete", "complete text with a running server"),
     "bench": ("quire.bench.__main__", "measure a server, or the engine without one"),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
+    "doctor": ("quire.cli.doctor", "would this model start here, and how much would fit?"),
     "collect-env": ("quire.cli.collect_env", "what to paste into a bug report"),
     "replay": ("quire.cli.replay", "run the last steps of a dead engine again"),
     "version": ("", "print the version"),

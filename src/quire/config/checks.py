@@ -30,18 +30,27 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
-    """Refuse what cannot be, before anything is loaded.
+    """Refuse what cannot be, before anything is loaded, and say what does nothing.
 
     Raises:
         ConfigError: a value out of its range.
         Unsupported: a feature of later work.
     """
+    check_wishes(asked)
+    _stored_quantization(config)
+    _ignored(asked)
+
+
+def check_wishes(asked: EngineConfig) -> None:
+    """The part that needs no checkpoint: asked before one is fetched, which can take an hour.
+
+    Raises: as `check`.
+    """
     _choices(asked)
     _ranges(asked)
     _features(asked)
     _formats(asked)
-    _quantization(asked, config)
-    _ignored(asked)
+    _quantization(asked)
 
 
 def _choices(asked: EngineConfig) -> None:
@@ -117,12 +126,15 @@ def _formats(asked: EngineConfig) -> None:
         raise Unsupported(f"kv_cache_dtype={kv}", f"choose from {', '.join(KV_DTYPES)}")
 
 
-def _quantization(asked: EngineConfig, config: Mapping[str, Any]) -> None:
+def _quantization(asked: EngineConfig) -> None:
     if asked.model.quantization not in (None, "none", "auto"):
         raise Unsupported(
             f"quantization={asked.model.quantization}",
             "serve the checkpoint's float16 or bfloat16 form",
         )
+
+
+def _stored_quantization(config: Mapping[str, Any]) -> None:
     stored = config.get("quantization_config") or config.get("compression_config")
     if stored:
         method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else "unknown"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 
 from quire import __version__, env
+from quire.config.checks import check_wishes
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
 from quire.config.wire import from_wire, to_wire
@@ -100,6 +101,7 @@ def patience() -> Patience:
 
 def resolve_config(config: EngineConfig) -> Resolved:
     """Find the checkpoint, read its config.json, settle every "auto"."""
+    check_wishes(config)
     path = hf.locate(config.model, config.load)
     return resolve(config, path, hf.read_config(path, config.model.hf_overrides), facts())
 

@@ -1,0 +1,198 @@
+"""`quire doctor MODEL [flags of serve]`: would it start here, how much would fit, and what would go wrong?
+
+Reads config.json, the small files beside it and the headers of the weights: nothing is loaded, torch neither. Of a
+hub id that is not here, only those are fetched. Ends with 0 if it would start, 1 if not, 2 for a mistake in the flags.
+Knows how the rooms decide before they are built. The findings are in `findings.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from quire.cli.findings import Finding, findings, remote_bytes
+from quire.config.checks import check_wishes
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.flags import parse
+from quire.config.resolve import resolve
+from quire.config.stored import stored_dtype
+from quire.engine.assemble import kv_dtype
+from quire.engine.memory import MemoryPlan, make_plan, size, specs_of
+from quire.engine.startup import table
+from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
+from quire.models import hf
+from quire.models.formats import weight_bytes, weight_files
+from quire.models.registry import choose_impl
+from quire.platforms.facts import PlatformFacts, facts
+
+LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
+"""Of the requests in the table of what fits."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found out, as far as it got."""
+
+    asked: EngineConfig
+    facts: PlatformFacts
+    resolved: Resolved | None = None
+    weights: int = 0
+    """Bytes."""
+    remote: bool = False
+    """The weights are not here yet."""
+    plan: MemoryPlan | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def would_start(self) -> bool:
+        return not any(one.level == "error" for one in self.findings)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; 0: it would start, 1: it would not, 2: a mistake in the flags."""
+    with heard() as warnings:
+        asked = parse(argv, "quire doctor")
+        report = examine(asked)
+    report.findings += [Finding("warning", text) for text in dict.fromkeys(warnings)]
+    print(text_of(report), end="")
+    return 0 if report.would_start else 1
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What our loggers warn of meanwhile, instead of their lines."""
+    texts: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    ours = logging.getLogger("quire")
+    before = list(ours.handlers), ours.propagate
+    ours.handlers, ours.propagate = [Keep(logging.WARNING)], False
+    try:
+        yield texts
+    finally:
+        ours.handlers, ours.propagate = before
+
+
+def examine(asked: EngineConfig) -> Report:
+    """All that can be known before anything is loaded; an error ends it, and is in the report."""
+    report = Report(asked, facts())
+    try:
+        check_wishes(asked)
+        path = _small_files(asked)
+        config = hf.read_config(path, asked.model.hf_overrides)
+        report.resolved = resolve(asked, path, config, report.facts)
+        report.weights = _weights(report, path)
+        report.plan = _plan(report, report.resolved)
+    except QuireError as why:
+        report.findings.append(Finding("error", str(why)))
+    if report.resolved is not None:
+        report.findings += findings(report.resolved, report.facts, report.plan, report.weights)
+    return report
+
+
+def _small_files(asked: EngineConfig) -> str:
+    """The checkpoint's directory; of a hub id, everything but the weights is fetched."""
+    load = replace(asked.load, ignore_patterns=[*asked.load.ignore_patterns, *hf.WEIGHT_FILES])
+    return hf.locate(asked.model, load)
+
+
+def _weights(report: Report, path: str) -> int:
+    """Bytes, from the headers here; from the hub's, if the weights were not fetched yet."""
+    config = report.resolved.hf_config if report.resolved else None
+    try:
+        return weight_bytes(path, config, report.asked.load.load_format)
+    except ModelNotFound:
+        there = remote_bytes(report.asked.model)
+        if there is None:
+            raise
+    report.remote = True
+    return there
+
+
+def _plan(report: Report, resolved: Resolved) -> MemoryPlan:
+    """The memory plan; where it does not work out, the one with the longest context that does."""
+    about, specs = report.facts, specs_of(resolved.hf_config, kv_dtype(resolved))
+    try:
+        return make_plan(resolved, report.weights, about.total_bytes, about.available_bytes, specs)
+    except NotEnoughMemory as why:
+        report.findings.append(Finding("error", str(why)))
+    shorter = replace(resolved, auto_max_model_len=True)
+    return make_plan(shorter, report.weights, about.total_bytes, about.available_bytes, specs)
+
+
+# The text
+
+
+def text_of(report: Report) -> str:
+    parts = [_head(report)]
+    if report.resolved is not None:
+        parts.append("Model\n" + table(_model(report, report.resolved)))
+    if report.plan is not None:
+        parts.append("Memory\n" + table(report.plan.table()))
+        parts.append("What fits\n" + table(_fits(report.plan)))
+    for level, title in (("error", "Errors"), ("warning", "Warnings"), ("note", "Notes")):
+        said = list(dict.fromkeys(f.text for f in report.findings if f.level == level))
+        if said:
+            parts.append("\n".join([title, *(f"  - {one}" for one in said)]))
+    parts.append("It would start." if report.would_start else "It would not start.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(report: Report) -> str:
+    here = report.facts
+    return f"{report.asked.model.model} on {here.device} ({here.name})"
+
+
+def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
+    config = resolved.hf_config
+    impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
+    stored = stored_dtype(resolved.path, config)
+    rows = [
+        ("directory", resolved.path),
+        ("architecture", resolved.architecture),
+        ("code", f"{impl} ({why})"),
+        ("number format", resolved.dtype + (f", stored as {stored}" * (stored != resolved.dtype))),
+        ("context", f"{resolved.max_model_len} tokens"),
+        ("step", f"{resolved.max_num_batched_tokens} tokens of {resolved.max_num_seqs} requests"),
+        ("prefix caching", "on" if resolved.prefix_caching else "off"),
+    ]
+    if report.weights:
+        where = "on the hub, not here yet" if report.remote else _files(report, resolved)
+        rows.insert(2, ("weights", f"{size(report.weights)}, {where}"))
+    return rows
+
+
+def _files(report: Report, resolved: Resolved) -> str:
+    try:
+        kind, files = weight_files(resolved.path, report.asked.load.load_format)
+    except QuireError:
+        return "dummy"
+    return f"{len(files)} {kind} file{'s' * (len(files) != 1)}"
+
+
+def _fits(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """How many requests of a length run at once, until the next one would wait."""
+    lengths = sorted({n for n in LENGTHS if n < plan.max_model_len} | {plan.max_model_len})
+    rows = []
+    for length in lengths:
+        each = plan.layout.blocks_for(length, min(plan.max_step_tokens, length))
+        count = plan.num_blocks // each
+        most = min(count, plan.max_num_seqs)
+        rows.append(
+            (
+                f"{length} tokens",
+                f"{most} request{'s' * (most != 1)} at once"
+                + (" (max_num_seqs)" if count > plan.max_num_seqs else ""),
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
