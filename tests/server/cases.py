@@ -112,6 +112,8 @@ ANSWERS = {
     "invocations-text": Case("/invocations", SAY),
     "request-id-header": Case("/version", headers={"X-Request-Id": "mine"}, config={"enable_request_id_headers": True}),
     "key": Case("/version", headers={"Authorization": "bearer k2"}, config={"api_key": ["k1", "k2"]}),
+    "load-report": Case(TEXT, SAY, headers={"endpoint-load-metrics-format": "text"}),
+    "load-report-json": Case(TEXT, SAY, headers={"endpoint-load-metrics-format": "JSON"}),
     "health-needs-no-key": Case("/health", config={"api_key": "k"}),
     "cors": Case(CHAT, method="OPTIONS", headers={"Origin": "http://x", "Access-Control-Request-Method": "POST"}),
 }  # fmt: skip
@@ -176,6 +178,7 @@ REFUSALS = {
     "detokenize-range": Case("/detokenize", {"tokens": [1 << 30]}),
     "stream-options": refused(CHAT, HI, stream_options={"include_usage": True}),
     "request-id": Case(CHAT, HI, headers={"X-Request-Id": "a b"}),
+    "completions-too-many": Case(TEXT, {"prompt": ["a"] * 100, "n": 100, "temperature": 1}),
     "timeout": Case(CHAT, HI | {"timeout": 0}),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from cases import ADMIN, ANSWERS, FIELDS, REFUSALS, TEXT_FIELDS, Case
 GOLDEN = Path(__file__).parent / "golden"
 GROUPS = {"answers": ANSWERS, "admin": ADMIN, "refusals": REFUSALS}
 TOLD = ("content-type", "retry-after", "www-authenticate", "x-request-id", "allow", "connection",
-        "access-control-allow-origin")  # fmt: skip
+        "access-control-allow-origin", "endpoint-load-metrics")  # fmt: skip
 
 
 async def answer(case: Case) -> httpx.Response:

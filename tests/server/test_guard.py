@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.server.app import DEV_ROUTES, ROUTES, build_app
 from quire.server.middleware import OPEN
+from quire.server.sampling import LATER
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -155,3 +157,42 @@ def test_metrics_have_errors_and_the_engine():
     assert 'quire:request_errors_total{model_name="toy",status="404"} 1.0' in text
     assert 'vllm:request_generation_tokens_count{engine="0",model_name="toy"} 1.0' in text
     assert "vllm:num_requests_running" in text
+
+
+def test_a_body_that_stops_coming_is_given_up():
+    state = make_state(ScriptedEngine(), receive_timeout=0.05)
+
+    async def go() -> int:
+        async with calling(state, CHAT, HI) as call:
+            call.incoming.get_nowait()
+            call.incoming.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+            return (await call.next())["status"]
+
+    assert asyncio.run(go()) == 408
+
+
+def test_a_request_is_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFixture):
+    for wanted in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            state = make_state(ScriptedEngine(), enable_log_requests=wanted, max_log_len=3)
+            ask(None, "POST", "/v1/completions", {"prompt": "abcdef", "seed": 7}, state=state)
+        told = [record.getMessage() for record in caplog.records if "Received" in record.msg]
+        assert len(told) == wanted
+    assert "'abc'" in told[0]
+    assert "seed=7" in told[0]
+
+
+def test_the_document_has_every_route_and_no_field_that_is_refused():
+    state = make_state(ScriptedEngine(), api_key="k")
+    document = ask(None, "GET", "/openapi.json", headers=KEY, state=state).json()
+    assert set(document["paths"]) == {path.replace(":path", "") for _, path, _ in ROUTES}
+    assert "security" in document["paths"][CHAT]["post"]
+    assert "security" not in document["paths"]["/health"]["get"]
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert "temperature" in fields
+    assert not set(LATER) & set(fields)
+    page = ask(None, "GET", "/docs", headers=KEY, state=state).text
+    assert CHAT in page
+    assert "http" not in page.replace("http-equiv", "")  # nothing from elsewhere
+    assert ask(ScriptedEngine(), "GET", "/docs", disable_fastapi_docs=True).status_code == 404

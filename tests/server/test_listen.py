@@ -52,6 +52,15 @@ def test_a_head_that_is_too_long_is_refused_while_it_comes():
     assert headers.startswith(b"HTTP/1.1 400")
 
 
+def test_a_head_that_does_not_come_is_not_waited_for():
+    config = ServerConfig(host="127.0.0.1", port=0, receive_timeout=0.1)
+    nothing, half, good = asyncio.run(
+        talk(config, b"", b"GET /version HT", b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")
+    )
+    assert nothing == half == b""
+    assert good.startswith(b"HTTP/1.1 200")
+
+
 def test_a_taken_port_is_said_before_anything_is_loaded():
     with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as first:
         first.listen()

@@ -42,7 +42,7 @@ class ServerConfig:
     """HTTP processes in front of the engine."""
     disable_frontend_multiprocessing: bool = False
     """Engine in the HTTP process (one-core boxes, debugging)."""
-    shutdown_timeout: float = 0
+    shutdown_timeout: float = 30
     """Seconds that running requests may take to end at SIGTERM."""
     enable_auto_tool_choice: bool = False
     """Let the model decide on tool calls."""
@@ -75,6 +75,10 @@ class ServerConfig:
     disable_fastapi_docs: bool = False
     """No /docs and /openapi.json."""
     h11_max_incomplete_event_size: int | None = None
-    """The most bytes of an HTTP request's head."""
+    """The most bytes of an HTTP request's head; unset: 65536."""
     max_body_bytes: int = 16 << 20
     """The largest request body, in bytes."""
+    receive_timeout: float = 30
+    """Seconds without a byte after which a request that is not complete is given up; 0: never."""
+    max_completions: int = 4096
+    """The most completions of one HTTP request: its prompts times n."""

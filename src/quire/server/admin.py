@@ -39,6 +39,7 @@ def told(value: Any, name: str = "") -> Any:
 
 
 async def server_info(request: Request) -> Response:
+    """How the server was set up; keys are not shown."""
     config = told(state_of(request).config)
     if request.query_params.get("config_format", "text") == "text":
         config = "\n".join(f"{section}: {fields}" for section, fields in config.items())
@@ -102,6 +103,7 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
+    """Take new generations again."""
     state = state_of(request)
     if state.paused is not None:
         state.paused.set()
@@ -110,5 +112,6 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
+    """Whether new generations wait."""
     paused = state_of(request).paused
     return json_response({"is_paused": paused is not None and not paused.is_set()})

@@ -34,6 +34,20 @@ def priority(request: Request, body: Sampling) -> int:
     return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
 
 
+def load_report(request: Request, state: ServerState) -> dict[str, str]:
+    """The header that routers ask for with `endpoint-load-metrics-format: TEXT` (or JSON)."""
+    form = request.headers.get("endpoint-load-metrics-format", "").upper()
+    if form not in ("TEXT", "JSON") or state.engine is None:
+        return {}
+    stats = state.engine.stats()
+    numbers = {"kv_cache_usage_perc": stats.kv_usage, "num_requests_waiting": stats.waiting}
+    if form == "JSON":
+        text = msgspec.json.encode({"named_metrics": numbers}).decode()
+    else:
+        text = ", ".join(f"named_metrics.{name}={value}" for name, value in numbers.items())
+    return {"endpoint-load-metrics": f"{form} {text}"}
+
+
 class Frames:
     """Frames of one stream: their head is rendered once."""
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import EngineDeadError
-from quire.server import admin, health, models, tokens
+from quire.server import admin, docs, health, models, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
@@ -110,6 +110,8 @@ def build_app(state: ServerState) -> Starlette:
     if keys:
         layers.append(Middleware(Guard, keys=keys))
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
+    if not server.disable_fastapi_docs:
+        rows = rows + docs.routes(rows, bool(keys))
     app = Starlette(
         routes=[Route(path, guarded(call), methods=kinds.split()) for kinds, path, call in rows],
         middleware=layers,

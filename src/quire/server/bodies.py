@@ -5,6 +5,7 @@ Knows bytes, JSON and Structs. Does not know what any field means.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 from typing import Any, TypeVar
@@ -24,22 +25,33 @@ T = TypeVar("T", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body.
+async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
+    """The whole body. `patience`: seconds that may pass without a part of it; 0: any.
 
     Raises:
-        ApiError: 413 when it is longer than `limit` bytes, however it is sent.
+        ApiError: 413 when it is longer than `limit` bytes, however it is sent; 408 when it does not come.
+        ClientDisconnect: nobody is there any more.
     """
     told = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = int(told) if told.isdigit() else 0
     if size <= limit:
         size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
+        try:
+            async with asyncio.timeout(patience or None) as clock:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        break
+                    parts.append(part)
+                    if patience:
+                        clock.reschedule(asyncio.get_running_loop().time() + patience)
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"the body did not come: nothing for {patience:g} s (--receive-timeout)",
+                headers={"Connection": "close"},
+            ) from error
     if size > limit:
         raise ApiError(
             413,
@@ -62,7 +74,8 @@ async def read_object(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.quire
     raw = getattr(request, "_body", None)  # /invocations has read it
     if raw is None:
-        raw = await read_body(request, state.config.server.max_body_bytes)
+        server = state.config.server
+        raw = await read_body(request, server.max_body_bytes, server.receive_timeout)
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import logprobs as shapes
-from quire.server.answers import Frames, new_id, priority
+from quire.server.answers import Frames, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
@@ -159,7 +159,7 @@ def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 async def chat(request: Request) -> Response | EventStream:
-    """The endpoint."""
+    """Answer a conversation."""
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, ChatRequest)
@@ -198,7 +198,7 @@ async def chat(request: Request) -> Response | EventStream:
     }
     if body.return_prompt_text:
         whole["prompt_text"] = prompt.text
-    return json_response(whole)
+    return json_response(whole, headers=load_report(request, state))
 
 
 async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenerator[bytes, None]:

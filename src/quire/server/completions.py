@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import logprobs as shapes
-from quire.server.answers import Frames, new_id, priority
+from quire.server.answers import Frames, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.generation import Delta, Generation
@@ -86,7 +86,7 @@ class Shaper:
 
 
 async def completions(request: Request) -> Response | EventStream:
-    """The endpoint."""
+    """Go on with a text, or with several."""
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, CompletionRequest)
@@ -117,7 +117,8 @@ async def completions(request: Request) -> Response | EventStream:
             "system_fingerprint": engine.fingerprint,
             "usage": shaper.usage(details),
             "kv_transfer_params": None,
-        }
+        },
+        headers=load_report(request, state),
     )
 
 

@@ -22,7 +22,7 @@ from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
 from quire.protocol.params import SamplingParams
 from quire.server.engine import OutputLike, Prompt, TextEngine
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, invalid
 from quire.server.logprobs import Position
 from quire.server.sampling import FINAL_ONLY
 from quire.server.sse import ended
@@ -79,6 +79,14 @@ class Generation:
 
     def __post_init__(self) -> None:
         n = self.params.n
+        each = max(n, self.params.best_of or 1)
+        most = self.state.config.server.max_completions
+        if (total := len(self.prompts) * each) > most:
+            raise invalid(
+                f"{len(self.prompts)} prompts with `n` = {each} make {total} completions; this server takes"
+                f" at most {most} in one request (--max-completions)",
+                "n",
+            )
         self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
 
     def usage(self, details: bool) -> dict[str, Any]:
@@ -185,6 +193,8 @@ class Generation:
         # A copy: the rooms below fill in what is this request's own (seed, ends of text).
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
         self.state.active.add(name)
+        if self.state.config.observe.enable_log_requests:
+            self._log(name, prompt, params)
         outputs = self.engine.generate(prompt, params, name, priority=self.priority)
         output: OutputLike | None = None
         try:
@@ -206,6 +216,14 @@ class Generation:
                 n=n,
                 times=getattr(output, "metrics", None),
             )
+
+    def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
+        most = self.state.config.observe.max_log_len
+        text = None if prompt.text is None else prompt.text[:most]
+        log.info(
+            "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
+            name, text, prompt.tokens[:most], params,
+        )  # fmt: skip
 
 
 def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:

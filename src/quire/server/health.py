@@ -31,25 +31,30 @@ def status(good: bool, why: str = "") -> Response:
 
 
 async def health(request: Request) -> Response:
+    """200 if it answers, or will by itself."""
     state = state_of(request)
     return status(state.healthy(), state.told())
 
 
 async def live(request: Request) -> Response:
+    """200 as long as the process runs."""
     return Response(status_code=200)
 
 
 async def startup(request: Request) -> Response:
+    """200 once the model is loaded."""
     state = state_of(request)
     return status(state.phase is not Phase.LOADING, state.told())
 
 
 async def ready(request: Request) -> Response:
+    """200 while requests are taken."""
     state = state_of(request)
     return status(state.healthy() and not state.told(), state.told())
 
 
 async def version(request: Request) -> Response:
+    """This server's version."""
     return json_response({"version": __version__})
 
 
@@ -59,4 +64,5 @@ async def load(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
+    """Everything that is counted, for Prometheus."""
     return Response(state_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})

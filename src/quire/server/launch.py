@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from socket import socket
 from typing import Any
 
@@ -39,6 +40,8 @@ log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.25
 ABORTED_S = 5.0  # what the engine may take to end what was aborted
+MOST_QUEUED = 1 << 14  # requests
+MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
 DEATH_TOLD_S = 1.0  # so that those who wait read an error before the process ends
 
 
@@ -53,6 +56,7 @@ def serve(config: EngineConfig) -> int:
     """
     if config.server.api_server_count > 1:
         log.warning("--api-server-count: one HTTP process serves; more come later")
+    config = bounded(config)
     listener = bind(config.server)
     own_process = not config.server.disable_frontend_multiprocessing
     try:
@@ -64,6 +68,19 @@ def serve(config: EngineConfig) -> int:
         if config.server.uds is not None:
             with suppress(OSError):
                 os.unlink(config.server.uds)
+
+
+def bounded(config: EngineConfig) -> EngineConfig:
+    """With limits on the queue also where none was asked for: strangers can fill it."""
+    queue = config.scheduler
+    return replace(
+        config,
+        scheduler=replace(
+            queue,
+            max_num_queued_reqs=MOST_QUEUED if queue.max_num_queued_reqs is None else queue.max_num_queued_reqs,
+            max_num_queued_tokens=MOST_QUEUED_TOKENS if queue.max_num_queued_tokens is None else queue.max_num_queued_tokens,
+        ),
+    )  # fmt: skip
 
 
 def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

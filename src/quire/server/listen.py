@@ -5,6 +5,7 @@ Knows addresses, uvicorn and its limits. Does not know routes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -31,14 +32,38 @@ LAST_ANSWERS_S = 3  # what is still being written when everything has ended may 
 
 
 class LimitedHead(HttpToolsProtocol):
-    """Refuses a request whose head is too long: llhttp itself would collect headers without end."""
+    """Refuses a request whose head is too long, or does not come: the library itself would wait and collect
+    without end."""
 
     most = HEAD_BYTES
+    patience = 0.0
+    """Seconds that a head may take, from the opening of the connection or from its own first byte; 0: any."""
     seen = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(False)
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self.seen = 0
+        self._expect()
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._expect(False)
+        super().on_headers_complete()
+
+    def _expect(self, head: bool = True) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if head and self.patience:
+            self.timer = self.loop.call_later(self.patience, self.transport.close)
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -147,7 +172,11 @@ def address(server: ServerConfig, listener: socket.socket) -> str:
 
 def http_server(app: ASGIApp, server: ServerConfig) -> Server:
     """uvicorn around the application, not yet running."""
-    protocol = type("Protocol", (LimitedHead,), {"most": server.h11_max_incomplete_event_size or HEAD_BYTES})  # fmt: skip
+    limits = {
+        "most": server.h11_max_incomplete_event_size or HEAD_BYTES,
+        "patience": server.receive_timeout,
+    }
+    protocol = type("Protocol", (LimitedHead,), limits)
     tls: dict[str, Any] = {}
     if server.ssl_certfile is not None:
         tls = {

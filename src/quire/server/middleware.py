@@ -38,9 +38,11 @@ class Counted:
             return
 
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and not probe:
                 self.state.metrics.failed(message["status"])
             await send(message)
+
+        probe = get_route_path(scope) in OPEN  # these answer 503 when that is the answer
 
         self.state.http_requests += 1
         try:

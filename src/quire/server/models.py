@@ -48,6 +48,7 @@ def card(name: str, state: ServerState, engine: TextEngine) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
+    """Every name under which the model is served."""
     state = state_of(request)
     engine = state.serving()
     cards = [card(name, state, engine) for name in state.model_names]

@@ -19,6 +19,7 @@ from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 
 
 async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation."""
     state = state_of(request)
     engine = state.serving()
     body = await read(request, TokenizeRequest)
@@ -44,6 +45,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
     state = state_of(request)
     engine = state.serving()
     body = await read(request, DetokenizeRequest)
