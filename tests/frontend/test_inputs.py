@@ -1,0 +1,330 @@
+"""From a prompt and its parameters to what the engine is asked: every form, every limit, every default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spelling
+
+from quire.config.model import ModelConfig
+from quire.errors import ConfigError, Unsupported, ValidationError
+from quire.frontend.fanout import best, fan_out, mix
+from quire.frontend.generation_config import GenerationDefaults, generation_defaults
+from quire.frontend.inputs import Accepted, Inputs
+from quire.frontend.prompts import read_prompts
+from quire.frontend.tokenizer import Tokenizer, load
+from quire.protocol.params import SamplingParams
+
+MAX_LEN = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(spelling.save_byte_level(tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.fixture
+def inputs(tokenizer: Tokenizer) -> Inputs:
+    return Inputs(tokenizer, MAX_LEN, len(tokenizer))
+
+
+def accept(inputs: Inputs, prompt: Any = "the cat", **given: Any) -> Accepted:
+    options = {key: given.pop(key) for key in list(given) if key in OPTIONS}
+    return inputs.accept(prompt, SamplingParams(**given), id="r", **options)
+
+
+OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "limited")
+
+
+# -- prompts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "ids"),
+    [
+        ("the", "the", None),
+        ({"prompt": "the"}, "the", None),
+        ([3, 4], None, [3, 4]),
+        ((3, 4), None, [3, 4]),
+        (np.array([3, 4]), None, [3, 4]),
+        ({"prompt_token_ids": [3, 4]}, None, [3, 4]),
+        ({"prompt_token_ids": [3, 4], "prompt": "said"}, "said", [3, 4]),
+        ({"prompt": "the", "multi_modal_data": None, "mm_processor_kwargs": {}}, "the", None),
+    ],
+)
+def test_every_form_of_a_prompt(
+    inputs: Inputs, tokenizer: Tokenizer, prompt: Any, text: str, ids: Any
+):
+    accepted = accept(inputs, prompt)
+    assert accepted.prompt == text
+    assert accepted.tokens == (ids or tokenizer.encode("the"))
+    assert [child.tokens for child in accepted.children] == [accepted.tokens]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "empty"),
+        ([], "must be a string"),
+        ({}, "must have prompt"),
+        ({"prompt": 3}, "must be a string, not int"),
+        ({"prompt_token_ids": ["a"]}, "whole numbers"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"text": "x"}, "no key text; it may have prompt"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt must be"),
+        ({"prompt": "x", "cache_salt": "s" * 129}, "cache_salt must be"),
+        (3, "must be a string"),
+        (None, "must be a string"),
+        (["a", "b"], "must be a string"),
+        ([-1], "-1, which is no token"),
+        ([100_000], "ids go from 0 to"),
+        ([1] * MAX_LEN, "maximum context length is 40 tokens: the prompt has 40"),
+        ("x" * 100_000, "100000 characters cannot fit"),
+    ],
+)
+def test_prompts_that_cannot_be_served(inputs: Inputs, prompt: Any, words: str):
+    with pytest.raises(ValidationError, match=words) as caught:
+        accept(inputs, prompt)
+    assert caught.value.parameter
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_embeds", "multi_modal_data", "encoder_prompt", "token_type_ids", "data"]
+)
+def test_later_prompts_are_refused_by_name(inputs: Inputs, name: str):
+    with pytest.raises(Unsupported, match=name):
+        accept(inputs, {"prompt": "x", name: {"image": 1}})
+
+
+def test_several_prompts_in_any_mixture():
+    found = read_prompts(["a", [1, 2], {"prompt": "b"}, {"prompt_token_ids": [3]}])
+    assert [(one.text, one.tokens) for one in found] == [
+        ("a", None), (None, [1, 2]), ("b", None), (None, [3]),
+    ]  # fmt: skip
+    assert [one.tokens for one in read_prompts([1, 2])] == [[1, 2]]
+    assert [one.tokens for one in read_prompts([[1], [2]])] == [[1], [2]]
+    assert read_prompts([]) == []
+    with pytest.raises(ValidationError, match="prompt 1: "):
+        read_prompts(["a", 3.5])
+
+
+def test_the_salt_reaches_the_engine(inputs: Inputs):
+    assert accept(inputs, {"prompt": "x", "cache_salt": "mine"}).children[0].salt == "mine"
+
+
+def test_an_engine_without_tokenizer_takes_ids_only():
+    inputs = Inputs(None, MAX_LEN, 50)
+    assert accept(inputs, [1, 2]).tokens == [1, 2]
+    for given, words in (
+        ({}, "give prompt_token_ids"),
+        ({"prompt": [1], "stop": "x"}, "stop needs a tokenizer"),
+        ({"prompt": [1], "bad_words": ["x"]}, "bad_words needs a tokenizer"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            accept(inputs, **given)
+
+
+def test_truncation(inputs: Inputs):
+    ids = list(range(60))
+
+    def kept(**options: Any) -> list[int]:
+        return accept(inputs, ids, tokenization_kwargs=options).tokens
+
+    assert kept(truncate_prompt_tokens=3) == [57, 58, 59]
+    assert kept(truncate_prompt_tokens=-1) == ids[-(MAX_LEN - 1) :]
+    assert kept(truncate_prompt_tokens=3, truncation_side="right") == [0, 1, 2]
+    assert kept(truncation=True, max_length=3) == [0, 1, 2]
+    assert accept(inputs, ids, truncate_prompt_tokens=2).tokens == [58, 59]
+    with pytest.raises(ValidationError, match="truncation_side"):
+        kept(truncation_side="up")
+    with pytest.raises(ValidationError, match="no nonsense; it may have"):
+        kept(nonsense=1)
+
+
+def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: Path):
+    tokenizer = load(spelling.save_byte_level(tmp_path, add_bos_token=True))
+    inputs = Inputs(tokenizer, MAX_LEN, len(tokenizer))
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert accept(inputs, "the").tokens == [tokenizer.bos_token_id, *plain]
+    options = {"add_special_tokens": False}
+    assert accept(inputs, "the", tokenization_kwargs=options).tokens == plain
+
+
+# -- parameters -------------------------------------------------------------------------------------
+
+
+def test_max_tokens_is_what_fits(inputs: Inputs):
+    assert accept(inputs, [1] * 10, max_tokens=None).params.max_tokens == MAX_LEN - 10
+    assert accept(inputs, [1] * 10, max_tokens=1000).params.max_tokens == MAX_LEN - 10
+    assert accept(inputs, [1] * 10, max_tokens=5).params.max_tokens == 5
+    assert accept(inputs, [1] * 39, max_tokens=5).children[0].params.max_tokens == 1
+    with pytest.raises(ValidationError, match="room for 1"):
+        accept(inputs, [1] * 39, max_tokens=5, min_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"]
+)
+def test_token_ids_are_the_models(inputs: Inputs, name: str):
+    for token, fine in ((inputs.vocab_size - 1, True), (inputs.vocab_size, False)):
+        value: Any = {token: 1.0} if name == "logit_bias" else [token]
+        if fine:
+            accept(inputs, **{name: value})
+        else:
+            with pytest.raises(ValidationError, match=f"{name} has {token}"):
+                accept(inputs, **{name: value})
+
+
+def test_logprobs_have_a_limit(inputs: Inputs):
+    assert accept(inputs, logprobs=20).params.logprobs == 20
+    for name in ("logprobs", "prompt_logprobs"):
+        for count in (21, -1):
+            with pytest.raises(ValidationError, match=f"{name}={count} is more than .* 20"):
+                accept(inputs, **{name: count})
+    assert accept(inputs, logprobs=50, limited=False).params.logprobs == 50
+    inputs.max_logprobs = -1
+    assert accept(inputs, logprobs=-1).params.logprobs == inputs.vocab_size
+
+
+def test_ends_of_text_are_the_tokenizers_and_the_files(tokenizer: Tokenizer):
+    defaults = GenerationDefaults(eos_token_ids=(5, 9999))
+    inputs = Inputs(tokenizer, MAX_LEN, len(tokenizer), defaults)
+    own = tokenizer.eos_token_id
+    assert accept(inputs).children[0].params.eos_token_ids == sorted([5, own])
+
+
+def test_bad_words_are_found_with_and_without_a_space(inputs: Inputs, tokenizer: Tokenizer):
+    found = accept(inputs, bad_words=["the"]).children[0].params.bad_word_ids
+    assert found == [
+        tokenizer.encode("the"),
+        tokenizer.encode(" the"),
+    ]
+    with pytest.raises(ValidationError, match="at most 128"):
+        accept(inputs, bad_words=[f"w{i}" for i in range(100)])
+
+
+def test_prompt_logprobs_do_not_read_the_prefix_cache(inputs: Inputs):
+    def skips(**given: Any) -> Any:
+        return accept(inputs, **given).children[0].params.skip_reading_prefix_cache
+
+    assert skips() is False
+    assert skips(prompt_logprobs=1) is True
+    assert skips(prompt_logprobs=1, skip_reading_prefix_cache=False) is False
+    assert skips(skip_reading_prefix_cache=True) is True
+
+
+def test_seeds_are_given_and_kept(inputs: Inputs, tokenizer: Tokenizer):
+    assert accept(inputs, seed=5).children[0].params.seed == 5
+    seeds = [accept(inputs).children[0].params.seed for _ in range(50)]
+    assert len(set(seeds)) == 50
+    # The same engine seed gives the same seeds again; another front room has others.
+    again = Inputs(tokenizer, MAX_LEN, len(tokenizer))
+    inputs_2 = Inputs(tokenizer, MAX_LEN, len(tokenizer), client=1)
+    first = [accept(again).children[0].params.seed for _ in range(50)]
+    assert set(first).isdisjoint(accept(inputs_2).children[0].params.seed for _ in range(50))
+    fresh = Inputs(tokenizer, MAX_LEN, len(tokenizer))
+    assert first == [accept(fresh).children[0].params.seed for _ in range(50)]
+
+
+def test_what_the_caller_gave_is_not_changed(inputs: Inputs):
+    params = SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
+    inputs.accept("the", params, id="r")
+    assert params == SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
+
+
+def test_lora_and_wrong_params_are_refused(inputs: Inputs):
+    with pytest.raises(Unsupported, match="lora_request"):
+        accept(inputs, lora_request=object())
+    with pytest.raises(ValidationError, match="sampling_params"):
+        inputs.accept("x", {"n": 1}, id="r")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="priority"):
+        accept(inputs, priority="high")
+
+
+# -- several outputs --------------------------------------------------------------------------------
+
+
+def test_outputs_become_requests_of_their_own(inputs: Inputs):
+    accepted = accept(inputs, n=3, seed=7, prompt_logprobs=1, logprobs=2)
+    children = accepted.children
+    assert [child.id for child in children] == ["r_0", "r_1", "r_2"]
+    assert {child.params.n for child in children} == {1}
+    assert children[0].params.seed == 7
+    assert len({child.params.seed for child in children}) == 3
+    assert [child.params.prompt_logprobs for child in children] == [1, None, None]
+    assert {child.params.logprobs for child in children} == {2}
+    assert accepted.params.n == 3
+
+
+def test_best_of_asks_for_more_and_for_what_ranks_them(inputs: Inputs):
+    children = accept(inputs, n=2, best_of=4).children
+    assert len(children) == 4
+    assert {child.params.logprobs for child in children} == {0}
+    assert {child.params.best_of for child in children} == {None}
+
+
+def test_ranking():
+    assert best([-3.0, -1.0, -2.0, -1.0], 3) == [1, 3, 2]
+
+
+def test_mixing_spreads():
+    assert len({mix(seed, index) for seed in range(50) for index in range(50)}) == 2500
+    assert all(0 <= mix(index) < 1 << 63 for index in (-5, 0, 1 << 70))
+    assert mix(1, 2) != mix(2, 1)
+
+
+def test_a_single_output_keeps_the_id(inputs: Inputs):
+    request = accept(inputs).children[0]
+    assert [child.id for child in fan_out(request)] == ["r"]
+
+
+# -- the checkpoint's defaults ----------------------------------------------------------------------
+
+
+def defaults(tmp_path: Path, text: str | None, **asked: Any) -> GenerationDefaults:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    return generation_defaults(tmp_path, ModelConfig(**asked), {"eos_token_id": 2})
+
+
+FILE = '{"temperature": 0.5, "top_k": 7, "max_new_tokens": 9, "eos_token_id": [3, 4], "foo": 1}'
+
+
+def test_defaults_of_the_checkpoint(tmp_path: Path):
+    found = defaults(tmp_path, FILE)
+    assert found.sampling == {"temperature": 0.5, "top_k": 7, "max_tokens": 9}
+    assert found.eos_token_ids == (3, 4)
+    assert found.params().temperature == 0.5
+    assert found.params(temperature=0.7, top_p=None).temperature == 0.7
+
+
+def test_defaults_can_be_left_out_or_overridden(tmp_path: Path):
+    for name in ("vllm", "quire"):
+        found = defaults(tmp_path, FILE, generation_config=name)
+        assert (found.sampling, found.eos_token_ids) == ({}, (3, 4))
+    found = defaults(tmp_path, FILE, override_generation_config={"temperature": 0.9})
+    assert found.sampling["temperature"] == 0.9
+
+
+def test_defaults_of_another_directory(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"top_p": 0.25}')
+    found = defaults(tmp_path, None, generation_config=str(tmp_path / "other"))
+    assert (found.sampling, found.eos_token_ids) == ({"top_p": 0.25}, (2,))
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("not json", {}),
+        ("[]", {}),
+        ('{"temperature": 99}', {}),
+        (None, {"generation_config": "/nowhere"}),
+    ],
+)
+def test_damaged_defaults_are_told(tmp_path: Path, text: str | None, asked: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        defaults(tmp_path, text, **asked)
