@@ -9,6 +9,7 @@ import pytest
 import torch
 from models.harness import make_batch
 
+from quire.attention import fused
 from quire.attention.reference import ReferenceAttention
 from quire.batch import Batch, running
 from quire.layers.attention import Attention
@@ -179,3 +180,69 @@ def test_bfloat16_is_float32_rounded_once():
     want = formula(rows.layer, rows.q[0][39], rows.k[0], rows.v[0])
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got[39].double(), want, atol=4e-3, rtol=8e-3)
+
+
+FUSED = ["plain", "one head each", "window", "wide window"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_in_16_bits_plain_layers_equal_the_formula(kind, dtype, block_size):
+    """Side by side and in pieces, with rows of all lengths, among blocks of NaN."""
+    layer = Attention(4, 2, 16, window=37) if kind == "wide window" else layer_of(kind)
+    lengths = [23, 1, 70, 41, 2, 40, 33, 64]
+    rows = Rows(layer, lengths, block_size, tile=16, dtype=dtype)
+    for t in rows.q:
+        t *= 3  # scores that stand out
+    rng = random.Random(block_size)
+    sums: list[float] = []
+    while left := [r for r, n in enumerate(lengths) if rows.done[r] < n]:
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        most = rng.choice([1, 1, 3, 30])
+        work = [(r, min(rng.randint(1, most), lengths[r] - rows.done[r])) for r in chosen]
+        for (row, n), out in zip(work, rows.step(work), strict=True):
+            assert out.dtype == dtype
+            for i in {0, n // 2, n - 1}:
+                at = rows.done[row] - n + i
+                want = formula(layer, rows.q[row][at], rows.k[row][: at + 1], rows.v[row][: at + 1])
+                torch.testing.assert_close(out[i].double(), want, atol=0.012, rtol=0.012)
+                sums.append(float((out[i].double() - want).abs().mean()))
+            if layer.window:
+                rows.forget_behind_window(row)
+    assert sum(sums) / len(sums) < 0.003, "closer than the bound on the whole"
+
+
+def test_in_16_bits_many_rows_are_cut_into_pieces(monkeypatch):
+    lengths = [90, 3, 50, 51, 17, 64, 64, 1]
+    work = [(row, 1) for row in range(len(lengths))]
+    found = []
+    for piece in (8192, 64):
+        monkeypatch.setattr("quire.attention.fused.PIECE", piece)
+        rows = Rows(layer_of("plain"), lengths, 16, 16, dtype=torch.bfloat16)
+        for row, n in enumerate(lengths):
+            if n > 1:
+                rows.step([(row, n - 1)])
+        found.append(torch.cat(rows.step(work)).float())
+    torch.testing.assert_close(found[0], found[1], atol=0.01, rtol=0.01)
+
+
+def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
+    layer = layer_of("long window")
+    layer.sinks = None
+    want = Rows(layer, [300], 16, 16, dtype=torch.bfloat16).step([(0, 300)])[0].float()
+    monkeypatch.setattr("quire.attention.fused.QUERY_BLOCK", 48)
+    rows = Rows(layer, [300], 16, 16, dtype=torch.bfloat16)
+    got = torch.cat([rows.step([(0, n)])[0] for n in (130, 20, 150)]).float()
+    torch.testing.assert_close(got, want, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["softcap", "sinks", "one for all"])
+def test_in_16_bits_other_layers_go_in_tiles(kind):
+    layer = layer_of(kind)
+    layer.cache = (torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16),) * 2
+    assert not fused.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    layer = layer_of("plain")
+    layer.cache = (torch.zeros(1, 1, 1, 16),) * 2
+    assert not fused.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not fused.serves(layer, torch.zeros(1, 4, 16))

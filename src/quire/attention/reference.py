@@ -7,7 +7,8 @@ tiles that start at multiples of the tile's size, one tile after the other with 
 a query meets the same products in the same order however it came here; a tile it does not see changes
 nothing, to the bit; and no product has fewer than MIN_ROWS rows, because matrix libraries sum in another
 order below that (measured with MKL: from 16 rows on, a row's bits do not depend on the number of rows).
-Sums are in float32 whatever the dtype.
+Sums are in float32 whatever the dtype. On the CPU, plain layers in 16 bits go another way (`fused.py`): their
+linear layers do not keep bits apart anyway.
 
     unit     rows with equally many new tokens, longest context first
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, G = H / K, D head size (of values:
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.attention import fused
 from quire.attention.base import Capabilities
 from quire.batch import Batch
 from quire.kvcache.specs import CacheSpec
@@ -60,6 +62,7 @@ class Unit:
     tokens: Tensor | slice  # places in T of the unit's tokens, row after row
     table_BN: Tensor  # int64
     spans: dict[int | None, list[Span]] = field(default_factory=dict)  # by window
+    pieces: dict[int | None, list[fused.Piece]] = field(default_factory=dict)  # by window
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Plan:
 
     units: list[Unit]
     slots_T: Tensor
+    scratch: fused.Scratch = field(default_factory=list)
 
 
 class ReferenceAttention:
@@ -121,15 +125,25 @@ class ReferenceAttention:
         _write(keys, k_TKD, meta.slots_T)
         _write(values, v_TKE, meta.slots_T)
         o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
+        attend = self._attend_fused if fused.serves(layer, q_THD) else self._attend_tiles
         for unit in meta.units:
-            spans = unit.spans.get(layer.window)
-            if spans is None:
-                spans = list(_spans(unit, layer.window, keys.shape[2], self.tile))
-                unit.spans[layer.window] = spans
-            o_THE[unit.tokens] = _attend_unit(layer, unit, spans, q_THD[unit.tokens]).to(
-                o_THE.dtype
-            )
+            o_THE[unit.tokens] = attend(layer, unit, q_THD[unit.tokens], meta)
         return o_THE
+
+    def _attend_tiles(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
+        spans = unit.spans.get(layer.window)
+        if spans is None:
+            spans = list(_spans(unit, layer.window, layer.cache[0].shape[2], self.tile))
+            unit.spans[layer.window] = spans
+        return _attend_unit(layer, unit, spans, q).to(q.dtype)
+
+    def _attend_fused(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
+        found = unit.pieces.get(layer.window)
+        if found is None:
+            long = unit.num_queries > ALONE
+            found = fused.pieces(unit.table_BN, unit.lengths, unit.num_queries, layer, long)
+            unit.pieces[layer.window] = found
+        return fused.attend(layer, found, unit.num_queries, q, meta.scratch)
 
 
 def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
