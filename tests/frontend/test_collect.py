@@ -1,0 +1,294 @@
+"""One request's outputs, however the engine cuts them: all kinds of output tell the same."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import spelling
+
+from quire.errors import QueueFull, ValidationError
+from quire.frontend.collect import Collector
+from quire.frontend.inputs import Inputs
+from quire.frontend.logprobs import FlatLogprobs
+from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.tokenizer import Tokenizer, load
+from quire.protocol.output import EngineOutput, Logprobs
+from quire.protocol.params import RequestOutputKind, SamplingParams
+
+CUMULATIVE, DELTA, FINAL = RequestOutputKind
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(spelling.save_byte_level(tmp_path_factory.mktemp("bytes")))
+
+
+def collector(tokenizer: Tokenizer | None, prompt: Any = "the", **given: Any) -> Collector:
+    inputs = Inputs(tokenizer, 200, 300)
+    return Collector(inputs.accept(prompt, SamplingParams(**given), id="r"), tokenizer)
+
+
+def logprobs(start: int, tokens: list[int]) -> Logprobs:
+    """The chosen token's is -token / 10; token 7 would have been the likeliest, then 8."""
+    return Logprobs(
+        start,
+        [[token, 7, 8] for token in tokens],
+        [[-token / 10, -0.1, -0.2] for token in tokens],
+        [token + 1 for token in tokens],
+    )
+
+
+def cut(tokens: list[int], draw: random.Random, **end: Any) -> list[EngineOutput]:
+    """As an engine might send them."""
+    outputs, at = [], 0
+    while at < len(tokens):
+        size = draw.randint(1, 4)
+        part = tokens[at : at + size]
+        outputs.append(EngineOutput("r", part, logprobs=logprobs(at + 1, part)))
+        at += size
+    for name, value in end.items():
+        setattr(outputs[-1], name, value)
+    return outputs
+
+
+def feed(one: Collector, outputs: list[EngineOutput], index: int = 0) -> list[RequestOutput]:
+    """All that a reader gets who asks after each."""
+    told = []
+    for output in outputs:
+        one.add(index, output)
+        if (new := one.take()) is not None:
+            told.append(new)
+        assert one.take() is None  # nothing is told twice
+    return told
+
+
+@pytest.mark.parametrize("stop", [[], ["the", "n\n"], ["zz"]])
+def test_all_kinds_tell_the_same_at_every_cut(tokenizer: Tokenizer, stop: list[str]):
+    draw, stopped = random.Random(1), 0
+    for _ in range(150):
+        ids = tokenizer.encode("".join(draw.choices("tthhee an\né🎉", k=draw.randint(1, 20))))
+        results = []
+        for kind in (CUMULATIVE, DELTA, FINAL):
+            one = collector(tokenizer, output_kind=kind, stop=stop, logprobs=2)
+            told = feed(one, cut(ids, draw, finish="length"))
+            assert [output.finished for output in told] == [False] * (len(told) - 1) + [True]
+            if kind == DELTA:
+                total = told[0]
+                for more in told[1:]:
+                    total.add(more)
+            else:
+                total = told[-1]
+            assert kind != FINAL or len(told) == 1
+            (output,) = total.outputs
+            assert len(output.logprobs) == len(output.token_ids)
+            assert all(
+                token in entries
+                for token, entries in zip(output.token_ids, output.logprobs, strict=True)
+            )
+            assert output.cumulative_logprob == pytest.approx(-sum(output.token_ids) / 10)
+            results.append(
+                (output.text, output.token_ids, output.finish_reason, output.stop_reason)
+            )
+        assert results[0] == results[1] == results[2]
+        text, tokens, finish, reason = results[0]
+        stopped += finish == "stop"
+        assert (finish == "stop") == (reason in stop)
+        whole = tokenizer.decode(tokens)
+        assert whole.startswith(text)
+        assert finish == "stop" or (text == whole and tokens == ids)
+    assert (stopped > 10) == bool(stop and stop != ["zz"])
+
+
+def test_cumulative_texts_only_grow(tokenizer: Tokenizer):
+    ids = tokenizer.encode("the and é an the")
+    one = collector(tokenizer, stop=["nd é x"])
+    texts = [out.outputs[0].text for out in feed(one, cut(ids, random.Random(2), finish="length"))]
+    assert texts == sorted(texts, key=len)
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert texts[-1] == "the and é an the"
+
+
+def test_a_stop_string_ends_the_request_here(tokenizer: Tokenizer):
+    ids = tokenizer.encode("a\nb")
+    one = collector(tokenizer, stop="\n", output_kind=FINAL)
+    assert one.add(0, EngineOutput("r", ids))  # the engine still runs it
+    output = one.take()
+    assert output is not None
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("a", ids[:2])
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "\n")
+    # What the engine says afterwards changes nothing.
+    assert not one.add(0, EngineOutput("r", [5], finish="abort"))
+    assert one.take() is None
+
+
+def test_the_token_that_stops_is_no_text(tokenizer: Tokenizer):
+    ids = tokenizer.encode("the and")
+    for include, text in ((False, "the"), (True, "the and")):
+        one = collector(tokenizer, stop_token_ids=ids[-1:], include_stop_str_in_output=include)
+        (output,) = feed(one, [EngineOutput("r", ids, finish="stop", stopped_by=ids[-1])])
+        assert output.outputs[0].text == text
+        assert output.outputs[0].token_ids == ids
+        assert output.outputs[0].stop_reason == ids[-1]
+
+
+def test_stream_interval_counts_tokens(tokenizer: Tokenizer):
+    one = collector(tokenizer, output_kind=DELTA, stream_interval=3)
+    told = feed(
+        one,
+        [EngineOutput("r", [index]) for index in range(1, 8)]
+        + [EngineOutput("r", [8], finish="length")],
+    )
+    assert [output.outputs[0].token_ids for output in told] == [[1], [2, 3, 4], [5, 6, 7], [8]]
+
+
+def test_outputs_of_a_request_come_together(tokenizer: Tokenizer):
+    one = collector(tokenizer, n=2, output_kind=DELTA)
+    one.add(0, EngineOutput("r_0", [1]))
+    assert [out.index for out in one.take().outputs] == [0]
+    one.add(1, EngineOutput("r_1", [2], finish="length"))
+    output = one.take()
+    assert ([out.index for out in output.outputs], output.finished) == ([1], False)
+    one.add(0, EngineOutput("r_0", [3], finish="length"))
+    output = one.take()
+    assert ([out.token_ids for out in output.outputs], output.finished) == ([[3]], True)
+
+
+def test_cumulative_outputs_hold_all_of_a_request(tokenizer: Tokenizer):
+    one = collector(tokenizer, n=2)
+    one.add(1, EngineOutput("r_1", [2]))
+    assert [out.token_ids for out in one.take().outputs] == [[], [2]]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_the_best_of_several_are_told_at_the_end(tokenizer: Tokenizer, kind: RequestOutputKind):
+    one = collector(tokenizer, n=2, best_of=4, output_kind=kind)
+    told = []
+    for index, value in enumerate([-3.0, -1.0, -4.0, -2.0]):
+        found = Logprobs(1, [[index]], [[value]], [1])
+        one.add(index, EngineOutput(f"r_{index}", [index], finish="length", logprobs=found))
+        told.append(one.take())
+    assert told[:3] == [None] * 3
+    outputs = told[3].outputs
+    assert [(out.index, out.token_ids, out.cumulative_logprob) for out in outputs] == [
+        (0, [1], -1.0), (1, [3], -2.0),
+    ]  # fmt: skip
+    assert outputs[0].logprobs is None  # they were asked for to rank by, not by the user
+
+
+# -- log-probabilities ------------------------------------------------------------------------------
+
+
+def test_logprobs_have_rank_and_text(tokenizer: Tokenizer):
+    one = collector(tokenizer, logprobs=2)
+    (output,) = feed(one, [EngineOutput("r", [7], finish="length", logprobs=logprobs(1, [7]))])
+    (position,) = output.outputs[0].logprobs
+    # The chosen one is listed once, with its own rank.
+    assert [(i, e.rank, e.logprob) for i, e in position.items()] == [(7, 8, -0.7), (8, 2, -0.2)]
+    assert position[7].decoded_token == tokenizer.decode([7])
+
+
+def test_named_tokens_have_no_rank(tokenizer: Tokenizer):
+    one = collector(tokenizer, logprob_token_ids=[7, 8])
+    (output,) = feed(one, [EngineOutput("r", [3], finish="length", logprobs=logprobs(1, [3]))])
+    (position,) = output.outputs[0].logprobs
+    assert [(i, e.rank) for i, e in position.items()] == [(3, 4), (7, None), (8, None)]
+
+
+def test_flat_logprobs_are_the_same(tokenizer: Tokenizer):
+    found = []
+    for flat in (False, True):
+        one = collector(tokenizer, logprobs=2, prompt_logprobs=2, flat_logprobs=flat, prompt=[4, 5, 6])  # fmt: skip
+        outputs = cut([3, 4, 5], random.Random(1), finish="length")
+        outputs[0].prompt_logprobs = logprobs(1, [5, 6])
+        output = feed(one, outputs)[-1]
+        assert isinstance(output.outputs[0].logprobs, FlatLogprobs) == flat
+        assert isinstance(output.prompt_logprobs, FlatLogprobs) == flat
+        found.append((list(output.outputs[0].logprobs), list(output.prompt_logprobs)))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 3
+    assert found[0][1][0] is None
+
+
+def test_flat_logprobs_are_a_sequence():
+    flat = FlatLogprobs()
+    one = collector(None, prompt=[1], logprobs=2)
+    (output,) = feed(
+        one, [EngineOutput("r", [3, 4], finish="length", logprobs=logprobs(1, [3, 4]))]
+    )
+    flat.extend([None, *output.outputs[0].logprobs])
+    assert len(flat) == 3
+    assert flat[0] is None
+    assert flat[-1] == flat[2] == output.outputs[0].logprobs[1]
+    assert list(flat[1:]) == output.outputs[0].logprobs
+    with pytest.raises(IndexError):
+        flat[3]
+
+
+def test_prompt_logprobs_in_parts_and_twice(tokenizer: Tokenizer):
+    """A preempted request computes its prompt again; the first answer stands."""
+    one = collector(tokenizer, prompt=[3, 4, 5, 6], prompt_logprobs=2, output_kind=DELTA)
+    one.add(0, EngineOutput("r", [], prompt_logprobs=logprobs(1, [4, 5])))
+    again = logprobs(1, [4, 5, 6])
+    again.values = [[-9.0, -9.0, -9.0]] * 2 + [again.values[2]]
+    one.add(0, EngineOutput("r", [1], prompt_logprobs=again))
+    output = one.take()
+    assert output.prompt_logprobs[0] is None
+    chosen = zip([4, 5, 6], output.prompt_logprobs[1:], strict=True)
+    assert [entries[token].logprob for token, entries in chosen] == [-0.4, -0.5, -0.6]
+    one.add(0, EngineOutput("r", [2], finish="length"))
+    assert one.take().prompt_logprobs is None  # told once in a stream of deltas
+
+
+# -- ids only, errors, times ------------------------------------------------------------------------
+
+
+def test_without_text(tokenizer: Tokenizer):
+    for given in ({"tokenizer": None}, {"tokenizer": tokenizer, "detokenize": False}):
+        one = collector(prompt=[1], logprobs=2, **given)
+        (output,) = feed(one, [EngineOutput("r", [3], finish="length", logprobs=logprobs(1, [3]))])
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [3])
+        assert output.outputs[0].logprobs[0][3].decoded_token is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"), [("invalid", ValidationError), ("overloaded", QueueFull)]
+)
+def test_errors_are_told(tokenizer: Tokenizer, kind: Any, raised: type[Exception]):
+    one = collector(tokenizer)
+    (output,) = feed(
+        one, [EngineOutput("r", [], finish="error", error="so it is", error_kind=kind)]
+    )
+    assert output.finished
+    error = error_of(output)
+    assert isinstance(error, raised)
+    assert "so it is" in str(error)
+    assert (
+        error_of(feed(collector(tokenizer), [EngineOutput("r", [1], finish="length")])[0]) is None
+    )
+
+
+def test_ending_early_tells_what_there_is(tokenizer: Tokenizer):
+    one = collector(tokenizer, n=2, stop=["b"], output_kind=FINAL)
+    one.add(0, EngineOutput("r_0", tokenizer.encode("a"), finish="length"))
+    one.add(1, EngineOutput("r_1", tokenizer.encode("a")))
+    assert one.end("abort") == ["r_1"]
+    output = one.take()
+    assert [(out.text, out.finish_reason) for out in output.outputs] == [
+        ("a", "length"), ("a", "abort"),
+    ]  # fmt: skip
+
+
+def test_times_and_counts(tokenizer: Tokenizer):
+    one = collector(tokenizer)
+    one.add(0, EngineOutput("r", [1, 2], cached=3, queued=0.5))
+    one.add(0, EngineOutput("r", [3], finish="length", cached=3, preemptions=1))
+    output = one.take()
+    metrics = output.metrics
+    assert output.num_cached_tokens == 3
+    assert (metrics.num_generation_tokens, metrics.num_preemptions) == (3, 1)
+    assert metrics.queued == pytest.approx(0.5)
+    assert metrics.arrival_time <= metrics.first_token_ts <= metrics.last_token_ts
+    assert metrics.finished_time >= metrics.last_token_ts
