@@ -151,7 +151,10 @@ def _head(report: Report) -> str:
 
 def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
     config = resolved.hf_config
-    impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
+    try:
+        impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
+    except QuireError:
+        impl, why = "none", "see below"
     stored = stored_dtype(resolved.path, config)
     rows = [
         ("directory", resolved.path),

@@ -19,7 +19,7 @@ from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
 from quire.config.stored import stored_dtype
 from quire.engine.memory import ITEMSIZE, MemoryPlan, size
-from quire.errors import QuireError
+from quire.errors import ModelNotFound, QuireError
 from quire.models.formats import ITEMSIZE as STORED_ITEMSIZE
 from quire.models.formats import header, weight_files
 from quire.models.registry import choose_impl
@@ -53,7 +53,13 @@ def findings(
 ) -> list[Finding]:
     """All of them, in the order of the functions."""
     patient = Patient(resolved, facts, plan, weights)
-    return [finding for look in LOOKS for finding in look(patient)]
+    found: list[Finding] = []
+    for look in LOOKS:
+        try:
+            found += look(patient)
+        except QuireError as why:
+            found.append(Finding("error", str(why)))
+    return found
 
 
 # Each looks at one thing
@@ -62,11 +68,7 @@ def findings(
 def _code(patient: Patient) -> Iterator[Finding]:
     resolved = patient.resolved
     config, asked = resolved.hf_config, resolved.asked.model
-    try:
-        impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
-    except QuireError as error:
-        yield Finding("error", str(error))
-        return
+    impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
     if impl == "native":
         return
     yield Finding("note", f"{why}, so the code of Transformers runs: right, and slower than ours")
@@ -126,7 +128,7 @@ def _weights(patient: Patient) -> Iterator[Finding]:
         return
     try:
         kind, files = weight_files(resolved.path, load.load_format)
-    except QuireError:
+    except ModelNotFound:
         if patient.weights:
             yield from _room_to_fetch(patient)
         return

@@ -1,0 +1,329 @@
+"""`quire doctor`: what it says of checkpoints made here, on a machine made up here. Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from quire.cli import doctor, findings
+from quire.platforms.facts import PlatformFacts
+
+GIB = 1 << 30
+FACTS = PlatformFacts(
+    device="cpu",
+    name="a made-up machine",
+    dtypes=("bfloat16", "float32"),
+    block_size=64,
+    num_batched_tokens=2048,
+    max_num_seqs=256,
+    depth=1,
+    total_bytes=16 * GIB,
+    available_bytes=10 * GIB,
+)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 16,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+NUM_WEIGHTS = 1_235_814_400
+"""Of a model of one billion: only the header says so, the file is a hole."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """Make one: `config` changes config.json, `files` are written beside it, None takes one away."""
+    for name in [n for n in os.environ if n.startswith(("QUIRE_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "facts", lambda: FACTS)
+
+    def make(config=None, files=None, weights=NUM_WEIGHTS, layers=16):
+        write_weights(tmp_path / "model.safetensors", weights, layers)
+        texts = {
+            "config.json": json.dumps({**CONFIG, **(config or {})}),
+            "tokenizer.json": "{}",
+            "tokenizer_config.json": '{"chat_template": "{{ messages }}"}',
+            **(files or {}),
+        }
+        for name, text in texts.items():
+            if text is None:
+                (tmp_path / name).unlink(missing_ok=True)
+            else:
+                (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path)
+
+    return make
+
+
+def write_weights(path, count, layers):
+    tensors, start = {}, 0
+    for layer in range(layers):
+        end = start + 2 * (count // layers)
+        tensors[f"model.layers.{layer}.w"] = {
+            "dtype": "BF16",
+            "shape": [count // layers],
+            "data_offsets": [start, end],
+        }
+        start = end
+    header = json.dumps(tensors).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + start)  # a hole: it takes no space
+
+
+@pytest.fixture
+def ask(capsys, checkpoint):
+    """(exit status, text) of the command on a checkpoint."""
+
+    def asked(*flags, model=None, **changes):
+        status = doctor.main([model or checkpoint(**changes), "--port", "0", *flags])
+        return status, capsys.readouterr().out
+
+    return asked
+
+
+AGREED = """\
+PATH on cpu (a made-up machine)
+
+Model
+  directory       PATH
+  architecture    LlamaForCausalLM
+  weights         2.30 GiB, 1 safetensors file
+  code            native (LlamaForCausalLM is native)
+  number format   bfloat16
+  context         8192 tokens
+  step            2048 tokens of 256 requests
+  prefix caching  on
+
+Memory
+  memory             10.00 GiB available of 16.00 GiB
+  used at most       9.00 GiB (90%)
+  weights            2.30 GiB
+  activations        410.50 MiB for steps of 2048 tokens
+  KV cache           6.30 GiB = 3223 blocks of 64
+  tokens that fit    206,272
+  requests that fit  25 of max_model_len=8192 (max_num_seqs=256)
+
+What fits
+  256 tokens   256 requests at once (max_num_seqs)
+  1024 tokens  201 requests at once
+  4096 tokens  50 requests at once
+  8192 tokens  25 requests at once
+
+Notes
+  - 25 requests of full length fit, of max_num_seqs=256: with long texts some are preempted and computed again
+
+It would start.
+"""
+
+
+def test_the_report_is_as_agreed(ask, tmp_path):
+    status, text = ask("--max-model-len", "8K")
+    assert text.replace(str(tmp_path), "PATH") == AGREED
+    assert status == 0
+
+
+def test_the_sums_are_right(ask):
+    """KV of a token: keys and values of 8 heads of 64 in 16 layers, in two bytes each."""
+    token = 2 * 8 * 64 * 16 * 2
+    _, text = ask("--max-model-len", "8K", "--kv-cache-memory-bytes", str(token * 64 * 1001))
+    assert f"{token * 64 * 1001 / GIB:.2f} GiB = 1000 blocks of 64" in text
+    assert "8192 tokens  7 requests at once" in text  # 1000 // 128
+
+
+# What would go wrong
+
+
+def test_a_context_that_does_not_fit(ask):
+    status, text = ask("--gpu-memory-utilization", "0.5")
+    assert status == 1
+    assert "Not enough memory: one request of max_model_len=131072 needs 4.00 GiB" in text
+    best = int(text.partition("Set max_model_len=")[2].split()[0])
+    assert f"what follows from --max-model-len {best} is shown above" in text
+    assert f"{best} tokens" in text
+    status, text = ask("--gpu-memory-utilization", "0.5", "--max-model-len", str(best))
+    assert status == 0
+    assert "only 1 request of max_model_len" in text
+    assert ask("--gpu-memory-utilization", "0.5", "--max-model-len", str(best + 64))[0] == 1
+    assert ask("--gpu-memory-utilization", "0.5", "--max-model-len", "auto")[0] == 0
+
+
+def test_a_model_that_does_not_fit(ask):
+    status, text = ask("--gpu-memory-utilization", "0.1")
+    assert status == 1
+    assert "The weights alone do not fit: take a smaller model or a smaller dtype" in text
+    assert "What fits" not in text
+    assert text.count("Not enough memory") == 1
+
+
+ERRORS = [
+    ({"files": {"model.safetensors": "x"}}, (), "is no whole safetensors file"),
+    ({"files": {"model.safetensors": None}}, (), "has no weights"),
+    ({"files": {"config.json": None}}, (), "has no config.json: it is no checkpoint"),
+    ({"files": {"config.json": "{"}}, (), "config.json cannot be read"),
+    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer: name one with --tokenizer"),
+    ({"layers": 15}, (), "config.json says num_hidden_layers=16, and the files have weights of 15"),
+    ({"config": {"quantization_config": {"quant_method": "gptq"}}}, (), "a checkpoint quantized with gptq"),
+    ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "knows model_type='brand_new': upgrade"),
+    ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, ("--model-impl", "quire"), "model_impl=quire: GPT2LMHeadModel has no native"),
+    ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),
+    ({}, ("-tp", "2"), "tensor_parallel_size=2 is not supported yet"),
+    ({}, ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "enable_chunked_prefill is off"),
+    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja: neither a file"),
+    ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: there is no such file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "flags", "says"), ERRORS, ids=[row[2][:40] for row in ERRORS])
+def test_an_error_before_the_start(ask, changes, flags, says):
+    status, text = ask(*flags, **changes)
+    errors = text.partition("\nErrors\n")[2].partition("\n\n")[0]
+    assert says in errors, text
+    assert text.endswith("It would not start.\n")
+    assert status == 1
+
+
+WARNINGS = [
+    ({"files": {"tokenizer_config.json": "{}"}}, (), "Warnings", "no chat template: /v1/chat/completions refuses"),
+    ({"config": {"eos_token_id": None}}, (), "Warnings", "has an eos_token_id"),
+    ({}, ("--dtype", "float16"), "Warnings", "no instructions for float16, so it is slow; --dtype bfloat16"),
+    ({}, ("--swap-space", "9"), "Warnings", "swap_space=9 does nothing"),
+    ({}, ("--max-loras", "4"), "Warnings", "--max-loras does nothing"),
+    ({"config": {"architectures": ["XForCausalLM"], "auto_map": {"AutoModel": "x"}}}, (), "Warnings", "--trust-remote-code"),
+    ({}, ("--dtype", "float32", "--max-model-len", "9"), "Notes", "a copy of 4.60 GiB is made"),
+    ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, (), "Notes", "the code of Transformers runs"),
+    ({}, ("--load-format", "dummy"), "Notes", "the weights are random"),
+    ({}, ("--skip-tokenizer-init",), "Notes", "prompts are token ids"),
+    ({"files": {"tokenizer.json": None, "tokenizer.model": "x"}}, (), "Notes", "without tokenizer.json"),
+    ({"files": {"generation_config.json": '{"temperature": 0.6}'}}, (), "Notes", "temperature=0.6; --generation-config vllm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "title", "says"), WARNINGS, ids=[row[3][:40] for row in WARNINGS]
+)
+def test_what_would_start_and_disappoint(ask, changes, flags, title, says):
+    status, text = ask("--max-model-len", "8K", *flags, **changes)
+    assert says in text.partition(f"\n{title}\n")[2].partition("\n\n")[0], text
+    assert status == 0
+    _, well = ask(
+        "--max-model-len", "8K", files={"tokenizer.model": None, "generation_config.json": None}
+    )
+    assert says not in well
+
+
+def test_a_port_that_is_taken(ask):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        status, text = ask("--max-model-len", "8K", "--port", port)
+    assert f"port {port} of 127.0.0.1 cannot be had now" in text
+    assert status == 0  # it may be free by then
+
+
+def test_which_models_transformers_knows():
+    assert findings.known_to_transformers("gpt2")
+    assert findings.known_to_transformers("gemma3_text")  # in a folder of another name
+    assert findings.known_to_transformers("xlm-roberta")
+    assert not findings.known_to_transformers("brand_new")
+    assert not findings.known_to_transformers("")
+
+
+# A hub id whose weights are not here
+
+
+@pytest.fixture
+def hub(monkeypatch, checkpoint):
+    """`some/model`: the small files come, the weights' headers are asked for, no weights are fetched."""
+    hub = pytest.importorskip("huggingface_hub")
+    folder = checkpoint(files={"model.safetensors": None})
+    asked = []
+
+    def fetch(name, *, ignore_patterns, **about):
+        asked.append((name, ignore_patterns))
+        return folder
+
+    class Api:
+        def __init__(self, token=None): ...
+
+        def model_info(self, name, **about):
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+
+        def get_safetensors_metadata(self, name, **about):
+            tensor = SimpleNamespace(dtype="BF16", shape=[1000, 1000, 1000])
+            return SimpleNamespace(files_metadata={"a": SimpleNamespace(tensors={"w": tensor})})
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "HfApi", Api)
+    return asked
+
+
+def test_weights_are_not_fetched_to_look_at_them(ask, hub, monkeypatch):
+    usage = SimpleNamespace(free=5 * GIB)
+    monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: usage)
+    status, text = ask("--max-model-len", "8K", model="some/model")
+    assert status == 0
+    assert "weights         1.86 GiB, on the hub, not here yet" in text
+    assert "the weights are fetched at start: 1.86 GiB" in text
+    assert hub[0][0] == "some/model"
+    assert {"*.safetensors", "*.bin", "*.pt", "*.pth"} <= set(hub[0][1])
+    usage.free = GIB
+    status, text = ask("--max-model-len", "8K", model="some/model")
+    assert status == 1
+    assert "has 1.00 GiB free: make room, or choose another with --download-dir" in text
+
+
+# The command
+
+
+def test_it_takes_the_flags_of_serve(capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["m", "--max-num-seq", "3"])
+    assert ended.value.code == 2
+    assert "quire doctor: error: unknown flag --max-num-seq" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        doctor.main(["--help=scheduler"])
+
+
+def test_loggers_are_as_before(ask):
+    ours = logging.getLogger("quire")
+    before = (list(ours.handlers), ours.propagate)
+    ask("--swap-space", "9")
+    assert (ours.handlers, ours.propagate) == before
+
+
+def test_it_loads_no_torch(checkpoint):
+    code = (
+        "import sys; from quire.cli.main import main; status = main(sys.argv[1:])\n"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], status)"
+    )
+    words = [
+        "doctor",
+        checkpoint(),
+        "--max-model-len",
+        "64",
+        "--kv-cache-memory-bytes",
+        "1G",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
