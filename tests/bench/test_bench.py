@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from quire.bench import offline, steps
+from quire.bench import offline, report, steps
+from quire.bench.__main__ import main
 from quire.bench.contenders import Run, agreement
 from quire.bench.machine import FLOOR, Probe, Shares, seconds
 from quire.bench.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
@@ -90,6 +91,7 @@ class MadeUp:
 def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypatch, capsys):
     ours, peer = MadeUp("quire"), MadeUp("transformers")
     monkeypatch.setattr(offline, "_engine", lambda *_: ours)
+    monkeypatch.setattr(offline.machine, "probe", lambda _: Probe(1e10, 1e12))
     monkeypatch.setattr(offline, "Transformers", lambda *_: peer)
     monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
     parser = argparse.ArgumentParser()
@@ -120,3 +122,38 @@ def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypa
     assert offline.run(parser.parse_args([*words, "--no-peer", "--workloads", "8x128/64"])) == 0
     assert "| 8x128/64 | 0.5 | 1.02e+03 |" in capsys.readouterr().out
     assert len(list((tmp_path / "results").iterdir())) == 4  # the first was not overwritten
+
+
+def test_the_last_result_is_the_last(tmp_path):
+    known = {"shape": "tiny", "dtype": "float32"}
+    for name in (
+        "2026-01-02-cpu-2c",
+        "2026-01-03-cpu-2c",
+        *[f"2026-01-03-cpu-2c-{n}" for n in (2, 10, 9)],
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**known, "name": name}))
+    (tmp_path / "2026-01-04-cpu-2c.json").write_text(json.dumps({**known, "dtype": "bfloat16"}))
+    found = report.last_like(known, tmp_path, "cpu-2c")
+    assert found["name"] == "2026-01-03-cpu-2c-10"
+    assert report.last_like(known, tmp_path, "other-2c") is None
+
+
+def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
+    words = ["--shape", "tiny", "--dtype", "float32", "--rounds", "1", "--workloads", "8x128/64"]
+    words += ["--threads", "1", "--out", str(tmp_path / "results"), "--cache", str(tmp_path)]
+    assert main(["offline", *words]) == 0
+    (kept,) = (tmp_path / "results").glob("*.json")
+    result = json.loads(kept.read_text())
+    assert result["command"] == " ".join(["quire bench", *words])
+    assert {"cpu", "cores", "memory_gib", "threads", "python", "torch"} <= set(result["machine"])
+    (row,) = result["workloads"]
+    assert row["agreement"] == 1.0  # float32: every token is the peer's
+    assert row["output_tokens_per_s"]["quire"] > 0
+    assert "Machine:" in capsys.readouterr().out
+
+
+def test_command_measures_a_step(monkeypatch, capsys):
+    monkeypatch.setattr(steps, "measure_all", lambda count: [steps.measure(4, steps=count)])
+    assert main(["steps", "--steps", "5"]) == 0
+    assert capsys.readouterr().out.startswith("     4 rows")

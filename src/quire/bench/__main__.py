@@ -1,17 +1,30 @@
-"""`python -m quire.bench`: see offline.py."""
+"""`quire bench` and `python -m quire.bench`: what is measured is the first word.
+
+quire bench [offline] ...     offline throughput beside Transformers (offline.py)
+quire bench steps ...         what a step costs the scheduler (steps.py)
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from quire.bench import offline
+from quire.bench import offline, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.bench", description=offline.__doc__)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["steps"]:
+        return steps.main(words[1:])
+    words = words[1:] if words[:1] == ["offline"] else words
+    parser = argparse.ArgumentParser(
+        prog="quire bench",
+        description=offline.__doc__,
+        epilog="`quire bench steps`: of a step alone.",
+    )
     offline.add_arguments(parser)
-    return offline.run(parser.parse_args(argv))
+    return offline.run(parser.parse_args(words), words)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ class Transformers:
     def __init__(self, path: Path, dtype: str):
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         start = time.perf_counter()
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(

@@ -10,8 +10,8 @@ import argparse
 import datetime
 import json
 import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print and keep. 0, or an exception that says what failed."""
+def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+    """Measure, print and keep. 0, or an exception that says what failed.
+
+    Args:
+        words: the command line that `args` came from, for the record.
+    """
     import torch
 
     shape = shapes.SHAPES[args.shape]
@@ -67,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         contenders.append(Transformers(path, args.dtype))
     try:
         result = _measure(args, shape, chosen, contenders)
+        result["command"] = " ".join(["quire bench", *words])
     finally:
         for contender in contenders:
             contender.close()
@@ -124,7 +129,6 @@ def _measure(
         "shape": shape.name,
         "dtype": args.dtype,
         "rounds": args.rounds,
-        "command": f"{Path(sys.executable).name} -m quire.bench {' '.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "machine": described,
         "probes": [asdict(p) for p in probes],

@@ -6,6 +6,7 @@ Knows what was measured. Does not know how.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -107,11 +108,17 @@ def page(result: dict[str, Any], last: dict[str, Any] | None) -> str:
 
 def last_like(result: dict[str, Any], folder: Path, machine: str) -> dict[str, Any] | None:
     """The newest kept result of the same shape, dtype and kind of machine."""
-    for path in sorted(folder.glob(f"*-{machine}*.json"), reverse=True):
+    for path in sorted(folder.glob(f"*-{machine}*.json"), key=_order, reverse=True):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if all(found.get(key) == result[key] for key in ("shape", "dtype")):
             return found
     return None
+
+
+def _order(path: Path) -> tuple[str, int]:
+    """Day, and number within it: see `free_name`."""
+    number = re.search(r"-(\d+)$", path.stem)
+    return path.stem[: len("2000-01-01")], int(number[1]) if number else 1
 
 
 def free_name(folder: Path, stem: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.kvcache.manager import KVManager
@@ -127,13 +128,13 @@ def profile(rows: int, steps: int) -> str:
     return out.getvalue()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.bench.steps", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench steps", description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="decode steps to measure")
     parser.add_argument(
         "--profile", type=int, metavar="ROWS", help="profile this many rows instead"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.profile:
         print(profile(args.profile, args.steps))
         return 0
