@@ -84,7 +84,19 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm.v1.engine.llm_engine": {"LLMEngine": "quire:LLMEngine"},
     "vllm.v1.engine.exceptions": {"EngineDeadError": "quire.errors:EngineDeadError"},
     "vllm.v1.sample": {},
-    "vllm.v1.sample.logits_processor": {"LogitsProcessor": f"{LATER}LogitsProcessor"},
+    "vllm.v1.sample.logits_processor": {
+        name: f"quire.worker.sample.foreign:{name}"
+        for name in (
+            "LogitsProcessor",
+            "AdapterLogitsProcessor",
+            "BatchUpdate",
+            "MoveDirectionality",
+        )
+    },
+    "vllm.v1.sample.logits_processor.interface": {
+        name: f"quire.worker.sample.foreign:{name}"
+        for name in ("LogitsProcessor", "BatchUpdate", "MoveDirectionality")
+    },
     "vllm.lora": {},
     "vllm.lora.request": {"LoRARequest": f"{LATER}LoRARequest"},
     "vllm.config": {

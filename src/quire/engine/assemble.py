@@ -206,7 +206,8 @@ def build_worker(resolved: Resolved) -> Worker:
         resolved.max_num_seqs, plan.max_model_len, len(groups), resolved.block_size, platform.device
     )
     asked = resolved.asked.model
-    sink = SampleSink(model, rows, asked.logprobs_mode, load_processors(asked.logits_processors))
+    processors = load_processors(asked.logits_processors, resolved, platform.device)
+    sink = SampleSink(model, rows, asked.logprobs_mode, processors)
     worker = Worker(platform, model, TokenSource(model), sink, [], rows)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
