@@ -192,3 +192,63 @@ def test_short_forms_of_what_comes_later(argv):
 
 def test_expert_parallel_has_a_short_form():
     assert parse(["-ep"]).parallel.enable_expert_parallel
+
+
+# The same names as keywords of a program, with values as Python has them
+
+KEYWORDS = {
+    "taken": {
+        "model": "m", "dtype": "float16", "gpu_memory_utilization": 0.9, "max_model_len": 128, "max_num_seqs": 4,
+        "max_num_batched_tokens": 64, "enable_prefix_caching": False, "enable_chunked_prefill": True, "enforce_eager": True,
+        "trust_remote_code": True, "served_model_name": ["a", "b"], "chat_template": "{{ x }}", "seed": 1,
+        "disable_log_stats": True, "scheduling_policy": "priority", "num_scheduler_steps": 1, "preemption_mode": "swap",
+        "kv_cache_dtype": "fp8", "block_size": 16, "num_gpu_blocks_override": 8, "swap_space": 4, "cpu_offload_gb": 0,
+        "tokenizer": "t", "tokenizer_mode": "slow", "skip_tokenizer_init": True, "max_logprobs": 20, "load_format": "dummy",
+        "download_dir": "/d", "revision": "r", "code_revision": "r", "tokenizer_revision": "r", "config_format": "hf",
+        "model_loader_extra_config": {"a": 1}, "hf_overrides": {"a": 1}, "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes", "distributed_executor_backend": "mp", "attention_backend": "FLASH_ATTN",
+        "runner": "generate", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2,
+        "enable_expert_parallel": True, "quantization": "awq", "logits_processors": ["a:B"], "logprobs_mode": "raw_logits",
+        "override_generation_config": {"top_p": 0.5}, "hf_token": True, "kv_cache_memory_bytes": 1 << 30,
+        "async_scheduling": True, "generation_config": "vllm",
+    },
+    "warned": {
+        "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
+        "max_lora_rank": 64, "max_loras": 4, "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
+        "allowed_media_domains": ["a.b"], "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
+        "structured_outputs_config": {"backend": "auto"}, "use_v2_block_manager": True, "max_seq_len_to_capture": 9,
+    },
+    "refused": {
+        "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},
+        "speculative_model": "m", "num_speculative_tokens": 3, "limit_mm_per_prompt": {"image": 2},
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, "enable_sleep_mode": True,
+        "pooler_config": {"a": 1}, "kv_offloading_size": 4.0, "reasoning_parser": "qwen3",
+    },
+    "silent": {"mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1, "limit_mm_per_prompt": {}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("treatment", "name", "value"),
+    [(how, name, value) for how, names in KEYWORDS.items() for name, value in names.items()],
+    ids=as_id,
+)
+def test_keywords(treatment, name, value, warnings):
+    if treatment == "refused":
+        with pytest.raises(Unsupported, match=rf"^{name} \(.*\) is not supported yet: "):
+            engine_config({name: value})
+        return
+    config = engine_config({name: value})
+    assert len(warnings) == (treatment == "warned")
+    if treatment == "taken":
+        assert field(config, name) == value
+    elif treatment == "warned":
+        assert warnings[0].startswith(f"{name} ")
+
+
+def test_a_number_format_of_torch_is_a_name():
+    class Dtype:
+        def __str__(self):
+            return "torch.bfloat16"
+
+    assert engine_config({"dtype": Dtype()}).model.dtype == "bfloat16"
