@@ -29,7 +29,7 @@ TRIALS = 4000
 
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/building.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/pool.py", "kvcache/hashing.py"
-QUEUES = "scheduler/queues.py"
+QUEUES, FAIR = "scheduler/queues.py", "scheduler/fair.py"
 
 # name -> (file, what stands there, what is put there)
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -56,6 +56,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         SCHEDULER, "max(self.running, key=lambda r: r.order)", "min(self.running, key=lambda r: r.order)",
     ),
     "the queue forgets who came first": (QUEUES, "return -priority, -number", "return -priority, number"),
+    "a tenant's end is not told": (SCHEDULER, "        self.waiting.ended(request)\n", ""),
+    "the oldest gives way": (FAIR, "return max((r for", "return min((r for"),
     "a gate's stop is a skip": (
         SCHEDULER,
         "            if not n or not self.kv.admit(request, prefix, hit, n):\n                break\n",

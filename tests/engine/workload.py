@@ -20,6 +20,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import Abort, EngineRequest
+from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import NO_ROW
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -89,16 +90,23 @@ class WitnessGate(Gate):
         self.preempted_at = -1  # the turn of the last preemption
 
     def enter(self, request):
-        assert self.preempted_at != self.late.now, "a plan that preempts admits nobody"
-        for other in self.scheduler.waiting:
+        if not isinstance(self.scheduler.waiting, FairQueue):  # there somebody may have made way
+            assert self.preempted_at != self.late.now, "a plan that preempts admits nobody"
+        for other in self._beside(request, self.scheduler.waiting):
             if other.order < request.order and other.row == NO_ROW:
                 assert not self.late.ready(other), f"{request.id} overtakes {other.id}"
 
     def leave(self, request):
         if request.finish is None:  # preempted
             self.preempted_at = self.late.now
-            least = max([request, *self.scheduler.running], key=lambda r: r.order)
+            beside = self._beside(request, self.scheduler.running)
+            least = max([request, *beside], key=lambda r: r.order)
             assert least is request, f"{request.id} is preempted before {least.id}"
+
+    def _beside(self, request, others):
+        """Those whose order counts against this one's: all, or those of its tenant."""
+        fair = isinstance(self.scheduler.waiting, FairQueue)
+        return [r for r in others if not fair or r.tenant == request.tenant]
 
 
 class RememberingHasher(Hasher):
@@ -194,7 +202,11 @@ def draw_setting(seed: int) -> Setting:
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
     faulty = rng.random() < 0.15
     device.failing_steps = 0.02 if faulty and rng.random() < 0.5 else 0.0
-    core = EngineCore(Scheduler(kv, limits, gates, clock=lambda: 0.0), device, depth)
+    # A draw of its own, so that the seeds of before keep their workloads.
+    fair = random.Random(~seed).random() < 0.3
+    waiting = FairQueue({"b": 3.0}) if fair else None
+    scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
+    core = EngineCore(scheduler, device, depth)
     witness.scheduler = core.scheduler
     return Setting(rng, core, device, pool, gate, late, faulty)
 
@@ -232,6 +244,7 @@ def draw_requests(s: Setting) -> None:
             priority=rng.randint(0, 2),
             adapter=rng.choice([None, None, "a", "bb"]),
             salt=rng.choice(["", "", "x"]),
+            tenant="aab"[i % 3],
         )  # fmt: skip
         s.arrivals.append(asked)
         s.device.kin[asked.id] = (asked.adapter, asked.salt)
@@ -340,6 +353,8 @@ def trial(seed: int) -> tuple[int, int]:
     assert len(s.pool.free) == s.pool.usable, "blocks leaked"
     assert not s.gate.active, "a gate was not told that everybody left"
     assert len(s.scheduler.free_rows) == s.scheduler.limits.max_rows, "rows leaked"
+    if isinstance(s.scheduler.waiting, FairQueue):
+        assert not s.scheduler.waiting.here, "the queue was not told that everybody left"
     assert not s.late.entered_early, "a gate said not ready, and it entered"
     return s.scheduler.count.preemptions, s.device.reads
 

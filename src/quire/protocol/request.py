@@ -34,6 +34,7 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     adapter: str | None = None
     media: list[MediaItem] = []
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
+    tenant: str = ""  # who asks: requests of one tenant share its part of the engine
     extras: dict[str, Any] = {}  # "transfer", "trace", ...: read by that feature and nobody else
 
 

@@ -7,7 +7,7 @@ served; so a request that was preempted goes back to its own place in either.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quire.scheduler.request import Request
 
@@ -18,7 +18,10 @@ def _backwards(request: Request) -> tuple[int, int]:
 
 
 class WaitingQueue:
-    """Kept sorted backwards, so that the first in line is popped from the end at no cost."""
+    """Kept sorted backwards, so that the first in line is popped from the end at no cost.
+
+    Another order is a class with these methods (`fair.py`); the scheduler asks it and does not know why.
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -30,6 +33,16 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """First in line first. Removing the request at hand while iterating is allowed."""
         return reversed(self._requests)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """A step computes so many tokens of this request."""
+
+    def ended(self, request: Request) -> None:
+        """A request that was added once is gone for good."""
+
+    def gives_way(self, first: Request, running: Sequence[Request]) -> Request | None:
+        """Who of `running` is to be set back so that `first`, the first in line, finds room."""
+        return None
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_backwards)

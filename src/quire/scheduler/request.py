@@ -39,6 +39,7 @@ class Request:
     stops: frozenset[int]  # tokens that end it
     min_length: int  # tokens it must have before they do
     arrived: float
+    tenant: str = ""  # who asks, where that matters to the order
 
     # where it stands
     row: int = NO_ROW
@@ -76,6 +77,7 @@ class Request:
             stops=frozenset((*ends, *(params.stop_token_ids or ()))),
             min_length=len(asked.tokens) + params.min_tokens,
             arrived=asked.arrived,
+            tenant=asked.tenant,
         )
 
     @property

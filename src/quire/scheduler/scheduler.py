@@ -81,10 +81,11 @@ class Scheduler:
         limits: Limits,
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.time,
+        waiting: WaitingQueue | None = None,
     ):
         self.kv, self.limits, self.gates, self.clock = kv, limits, list(gates), clock
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue() if waiting is None else waiting
         self.running: list[Request] = []
         self.free_rows = list(range(limits.max_rows - 1, -1, -1))
         self.left: list[int] = []  # rows given back since the last plan
@@ -150,6 +151,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Give every running request its next tokens, then admit waiting ones, within the budget."""
         building = PlanBuilder(self.limits.max_step_tokens)
+        self._make_way()
         for request in self._decoding_first():
             if request.row == NO_ROW or not (
                 n := self._wanted(request, building.budget, request.computed)
@@ -162,6 +164,7 @@ class Scheduler:
                     break
             else:
                 building.take(request, n, added, self.limits.drafts > 0)
+                self.waiting.charge(request, n)
         for request, _ in building.counted:  # only now is this work sure to run
             self.kv.publish(request)
         if not building.preempted:
@@ -248,17 +251,29 @@ class Scheduler:
             )
         )  # fmt: skip
         building.take(request, n, [], self.limits.drafts > 0)
+        self.waiting.charge(request, n)
         self.kv.publish(request)
 
-    def _preempt(self, request: Request, building: PlanBuilder) -> None:
-        """Take back row, blocks and this plan's work; what it has is computed again later."""
-        building.preempted = True
-        building.undo(request)
+    def _make_way(self) -> None:
+        """When there is no row left for the first in line, the line may name one who gives his."""
+        if self.free_rows or (first := next(self._waiting_and_ready(), None)) is None:
+            return
+        if not first.pending and (victim := self.waiting.gives_way(first, self.running)):
+            self._set_back(victim)
+
+    def _set_back(self, request: Request) -> None:
+        """Take back row and blocks; what it has is computed again later."""
         self._leave(request)
         request.computed, request.drafted = 0, False
         request.preemptions += 1
         self.waiting.add(request)
         self.count.preemptions += 1
+
+    def _preempt(self, request: Request, building: PlanBuilder) -> None:
+        """Set back a request for want of blocks, with this plan's work for it."""
+        building.preempted = True
+        building.undo(request)
+        self._set_back(request)
         log.warning_every(
             "preemption", 5.0,
             "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
@@ -285,6 +300,7 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+        self.waiting.ended(request)
 
     # -- commit ---------------------------------------------------------------------------------
     def commit(self, result: StepResult) -> list[EngineOutput]:
