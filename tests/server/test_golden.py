@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from asgi import browser
-from cases import ADMIN, ANSWERS, FIELDS, REFUSALS, TEXT_FIELDS, Case
+from exchanges import ADMIN, ANSWERS, FIELDS, REFUSALS, TEXT_FIELDS, Case
 
 GOLDEN = Path(__file__).parent / "golden"
 GROUPS = {"answers": ANSWERS, "admin": ADMIN, "refusals": REFUSALS}
