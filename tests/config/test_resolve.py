@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small_llama import CPU, LLAMA
 
+import quire
 from quire.config.lengths import model_length
+from quire.config.options import options
 from quire.config.resolve import overridden
 from quire.config.stored import stored_dtype
 from quire.errors import ConfigError, Unsupported
@@ -258,13 +262,46 @@ def test_attention_backends(settle, monkeypatch, warnings):
     )
 
 
-def test_what_does_nothing_is_said(settle, warnings):
-    settle(swap_space=4, preemption_mode="recompute")
-    assert not warnings
-    settle(swap_space=8)
-    assert "swap_space=8 does nothing" in warnings.pop()
-    settle(preemption_mode="swap")
-    assert "preemption_mode=swap does nothing" in warnings.pop()
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"swap_space": 4, "preemption_mode": "recompute"}, ""),
+        ({"swap_space": 8}, "swap_space=8 does nothing: a preempted request is recomputed"),
+        ({"preemption_mode": "swap"}, "preemption_mode=swap does nothing: "),
+        ({"model_loader_extra_config": {"a": 1}}, "model_loader_extra_config does nothing: "),
+        (
+            {"tool_call_parser": "hermes", "enable_auto_tool_choice": True},
+            "tool_call_parser=hermes does nothing: ",
+        ),
+        ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice does nothing: "),
+    ],
+    ids=str,
+)
+def test_what_does_nothing_is_said(settle, warnings, keywords, says):
+    settle(**keywords)
+    assert len(warnings) == bool(says)
+    assert "".join(warnings).startswith(says)
+
+
+# Fields that no room reads, and why that is no lie.
+UNREAD = {
+    "enforce_eager": "nothing is captured, so it is always so",
+    "use_tqdm_on_load": "nothing is shown while loading, so there is nothing to hide",
+    "prefix_caching_hash_algo": "any name means the same keyed hash; the help says so",
+    "enable_server_load_tracking": "/load always counts",
+    "tensor_parallel_size": "refused above 1",
+    "pipeline_parallel_size": "refused above 1",
+    "data_parallel_size": "refused above 1",
+    "fail_on_environ_validation": "read from the keywords, before there is a configuration",
+}
+
+
+def test_every_field_is_read_by_somebody():
+    """A flag that is taken and does nothing is a lie; `checks.py` may say so instead."""
+    source = Path(quire.__file__).parent
+    text = "\n".join(file.read_text(encoding="utf-8") for file in source.rglob("*.py"))
+    unread = {name for name in options() if not re.search(rf"\.{name}\b", text)}
+    assert unread == set(UNREAD)
 
 
 def test_overrides_merge():

@@ -144,9 +144,31 @@ def _stored_quantization(config: Mapping[str, Any]) -> None:
 
 
 def _ignored(asked: EngineConfig) -> None:
-    if asked.cache.swap_space not in (0, 4):
-        logger.warning(
-            "swap_space=%g does nothing: a preempted request is recomputed", asked.cache.swap_space
-        )
-    if asked.scheduler.preemption_mode == "swap":
-        logger.warning("preemption_mode=swap does nothing: a preempted request is recomputed")
+    """What is taken and does nothing, said once."""
+    cache, server = asked.cache, asked.server
+    tools = "a request with tools is refused until reading tool calls comes"
+    says = {
+        f"swap_space={cache.swap_space:g}": (
+            cache.swap_space not in (0, 4),
+            "a preempted request is recomputed",
+        ),
+        "preemption_mode=swap": (
+            asked.scheduler.preemption_mode == "swap",
+            "a preempted request is recomputed",
+        ),
+        "model_loader_extra_config": (
+            bool(asked.load.model_loader_extra_config),
+            f"load_format={asked.load.load_format} has no options",
+        ),
+        f"tool_call_parser={server.tool_call_parser}": (
+            server.tool_call_parser is not None,
+            tools,
+        ),
+        "enable_auto_tool_choice": (
+            server.enable_auto_tool_choice and server.tool_call_parser is None,
+            tools,
+        ),
+    }
+    for name, (given, why) in says.items():
+        if given:
+            logger.warning("%s does nothing: %s", name, why)
