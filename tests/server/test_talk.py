@@ -1,0 +1,166 @@
+"""`quire chat` and `quire complete`: conversations, and a server at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from scripted import ScriptedEngine, make_state
+
+from quire.cli import chat as chat_command
+from quire.cli import complete as complete_command
+from quire.cli.chat import conversation
+from quire.cli.talk import Remote, Wish, read
+from quire.config.engine import EngineConfig
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, QuireError
+from quire.server import listen
+from quire.server.app import build_app
+from quire.server.state import ServerState
+
+
+class Parrot:
+    """Says what it was told last, word by word."""
+
+    name = "parrot"
+
+    def __init__(self) -> None:
+        self.heard: list[list[dict[str, str]]] = []
+
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        self.heard.append([dict(message) for message in messages])
+        words = messages[-1]["content"]
+        if words == "bad":
+            raise QuireError("no such word")
+        for word in words.split():
+            if word == "STOP":
+                raise KeyboardInterrupt
+            yield word + " "
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        yield prompt.upper()
+
+    def close(self) -> None:
+        self.heard.clear()
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    left = iter(lines)
+
+    def read_line(prompt: str) -> str:
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read_line)
+
+
+def wish(**more: object) -> Wish:
+    return Wish(EngineConfig(), **more)  # type: ignore[arg-type]
+
+
+def test_a_conversation_is_remembered(monkeypatch, capsys):
+    typed(monkeypatch, "one two", "", "bad", "three", "/reset", "four")
+    parrot = Parrot()
+    assert conversation(wish(system_prompt="be kind"), parrot) == 0
+    assert [[one["content"] for one in messages] for messages in parrot.heard] == [
+        ["be kind", "one two"],
+        ["be kind", "one two", "one two ", "bad"],
+        ["be kind", "one two", "one two ", "three"],
+        ["be kind", "four"],
+    ]
+    out, err = capsys.readouterr()
+    assert out == "one two \n\nthree \nfour \n"
+    assert "error: no such word" in err
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch, capsys):
+    typed(monkeypatch, "a STOP b", "c", "/exit", "never")
+    parrot = Parrot()
+    conversation(wish(), parrot)
+    assert [one["content"] for one in parrot.heard[1]] == ["a STOP b", "a ", "c"]
+    assert capsys.readouterr().out == "a  ...\nc \n"
+
+
+def test_one_message_and_nothing_else_on_stdout(capsys):
+    conversation(wish(quick="hi there", stats=True), Parrot())
+    out, err = capsys.readouterr()
+    assert out == "hi there \n"
+    assert "2 pieces" in err
+
+
+@contextmanager
+def serving(state: ServerState) -> Iterator[str]:
+    """A real server in a thread; its URL."""
+    config = ServerConfig(host="127.0.0.1", port=0)
+    listener = listen.bind(config)
+    server = listen.http_server(build_app(state), config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    url = listen.address(config, listener)
+    thread.start()
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def test_a_server_is_asked_and_its_first_model_taken(capsys):
+    engine = ScriptedEngine("Hé", "llo")
+    with serving(make_state(engine, api_key="k", served_model_name=["m1", "m2"])) as url:
+        flags = ["--url", url, "--api-key", "k", "--max-tokens", "5", "--temperature", "0.5"]
+        assert chat_command.main([*flags, "-q", "hi", "--system-prompt", "be"]) == 0
+        assert complete_command.main([*flags, "-q", "Once"]) == 0
+    assert capsys.readouterr().out == "Héllo\nHéllo\n"
+    params = engine.asked[0].params
+    assert (params.max_tokens, params.temperature) == (5, 0.5)
+    assert engine.asked[0].prompt.text == "s:be\nu:hi\na:"
+    assert engine.asked[1].prompt.text == "Once"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [([], "answers 401: Unauthorized"), (["--api-key", "k", "--model-name", "other"], "answers 404: The model `other`")],
+)  # fmt: skip
+def test_a_servers_refusal_is_said_in_its_words(flags: list[str], words: str, capsys):
+    with serving(make_state(ScriptedEngine(), api_key="k")) as url:
+        assert chat_command.main(["--url", url, "-q", "hi", *flags]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_an_error_in_mid_stream_is_said(capsys):
+    with serving(make_state(ScriptedEngine("a", QuireError("it broke")))) as url:
+        assert chat_command.main(["--url", f"{url}/v1", "-q", "hi"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "a\n"
+    assert "it broke" in err
+
+
+def test_no_server_there(capsys):
+    assert complete_command.main(["--url", "127.0.0.1:9", "-q", "x"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(ConfigError, match="--url ftp://x"):
+        Remote(Wish(EngineConfig(), url="ftp://x"))
+
+
+def test_flags_of_the_engine_work_too():
+    found = read("chat", ["a/model", "--max-model-len", "4k", "-q", "hi", "--max_tokens", "7", "--seed", "3"])  # fmt: skip
+    assert (found.config.model.model, found.config.model.max_model_len) == ("a/model", 4000)
+    assert (found.quick, found.sampling, found.config.model.seed) == ("hi", {"max_tokens": 7}, 3)
+    assert found.url is None
+
+
+@pytest.mark.parametrize("words", [["--no-such-flag"], ["--temperature", "warm"]])
+def test_a_mistake_in_the_flags_ends_with_status_2(words: list[str], capsys):
+    with pytest.raises(SystemExit) as end:
+        read("chat", words)
+    assert end.value.code == 2
+    assert "quire chat: error:" in capsys.readouterr().err
