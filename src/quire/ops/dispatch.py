@@ -13,6 +13,7 @@ attribute. An implementation that cannot serve some arguments (a dtype, a shape)
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -20,6 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
+
+MODULES = {"pieces": "quire.ops.pieces"}
+"""Kind -> the module that registers its implementations; imported when the kind is first bound."""
 
 
 class Op(Generic[P, R]):
@@ -56,6 +60,9 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
 
 def bind(kinds: Sequence[str]) -> dict[str, str]:
     """Give every op its first implementation among `kinds`; returns which. The reference is always last."""
+    for kind in kinds:
+        if kind in MODULES:
+            importlib.import_module(MODULES[kind])
     chosen = {}
     for name, each in OPS.items():
         kind = next((k for k in kinds if k in each.implementations), "reference")

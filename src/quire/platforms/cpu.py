@@ -23,7 +23,7 @@ class CpuPlatform:
     name = "cpu"
     device = torch.device("cpu")
     attention: tuple[str, ...] = ("TORCH_SDPA",)
-    kernels: tuple[str, ...] = ("native", "reference")
+    kernels: tuple[str, ...] = ("native", "pieces", "reference")
 
     def __init__(self) -> None:
         found = facts.cpu_facts()
