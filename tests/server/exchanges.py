@@ -118,6 +118,32 @@ ANSWERS = {
     "cors": Case(CHAT, method="OPTIONS", headers={"Origin": "http://x", "Access-Control-Request-Method": "POST"}),
 }  # fmt: skip
 
+SAID = HI | {"max_tokens": 9}
+MSG = "/v1/messages"
+MESSAGES = {
+    "messages": Case(MSG, SAID),
+    "messages-system": Case(MSG, SAID | {"system": [{"type": "text", "text": "be"}], "metadata": {"user_id": "u"}}),
+    "messages-length": Case(MSG, SAID, finish="length"),
+    "messages-goes-on": Case(MSG, {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]}),
+    "messages-cached": Case(MSG, SAID, config=DETAILS),
+    "messages-stream": Case(MSG, SAID | stream()),
+    "messages-stream-error": Case(MSG, SAID | stream(), script=("a", QuireError("it broke"))),
+    "messages-key": Case(MSG, SAID, headers={"x-api-key": "k"}, config={"api_key": "k"}),
+    "messages-count": Case(f"{MSG}/count_tokens", HI | {"model": "toy"}),
+    "messages-count-long": Case(f"{MSG}/count_tokens", {"messages": [{"role": "user", "content": "x" * 100}]}),
+    "messages-no-max-tokens": Case(MSG, HI),
+    "messages-unknown-model": Case(MSG, SAID | {"model": "other"}),
+    "messages-image": Case(MSG, SAID | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "messages-role": Case(MSG, SAID | {"messages": [{"role": "tool", "content": "x"}]}),
+    "messages-tools": Case(MSG, SAID | {"tools": [{"name": "f"}]}),
+    "messages-thinking": Case(MSG, SAID | {"thinking": {"type": "enabled", "budget_tokens": 2000}}),
+    "messages-format": Case(MSG, SAID | {"output_config": {"format": {"type": "json_schema"}}}),
+    "messages-loading": Case(MSG, SAID, phase=Phase.LOADING),
+    "messages-queue-full": Case(MSG, SAID, script=(QueueFull("64 requests wait"),)),
+    "messages-dies": Case(MSG, SAID, script=(EngineDeadError("it fell"),)),
+    "messages-body": Case(MSG, "{", headers={"Content-Type": "application/json"}),
+}  # fmt: skip
+
 ADMIN = {
     "dev-off": Case("/reset_prefix_cache", method="POST"),
     "reset-prefix-cache": Case("/reset_prefix_cache", method="POST", dev=True),

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from asgi import browser
-from exchanges import ADMIN, ANSWERS, FIELDS, REFUSALS, TEXT_FIELDS, Case
+from exchanges import ADMIN, ANSWERS, FIELDS, MESSAGES, REFUSALS, TEXT_FIELDS, Case
 
 GOLDEN = Path(__file__).parent / "golden"
-GROUPS = {"answers": ANSWERS, "admin": ADMIN, "refusals": REFUSALS}
+GROUPS = {"answers": ANSWERS, "admin": ADMIN, "messages": MESSAGES, "refusals": REFUSALS}
 TOLD = ("content-type", "retry-after", "www-authenticate", "x-request-id", "allow", "connection",
         "access-control-allow-origin", "endpoint-load-metrics")  # fmt: skip
 

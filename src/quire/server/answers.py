@@ -21,11 +21,11 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def new_id(kind: str, request: Request, body: Sampling) -> str:
-    """`chatcmpl-X`: X is the header X-Request-Id, else the body's request_id, else random."""
+    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else random."""
     header = request.headers.get("x-request-id")
     if header is not None and not _ID.fullmatch(header):
         raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
-    return f"{kind}-{header or body.request_id or secrets.token_hex(16)}"
+    return f"{kind}{header or body.request_id or secrets.token_hex(16)}"
 
 
 def priority(request: Request, body: Sampling) -> int:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, models, tokens
+from quire.server import admin, docs, health, messages, models, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
@@ -33,6 +33,8 @@ Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/messages", messages.messages),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("GET", "/v1/models", models.models),
     ("GET", "/v1/models/{name:path}", models.model),
     ("POST", "/tokenize", tokens.tokenize),

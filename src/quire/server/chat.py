@@ -75,13 +75,17 @@ def check_tools(body: ChatRequest) -> None:
         )
 
 
-async def chat_prompt(body: ChatRequest, engine: TextEngine, state: ServerState) -> Prompt:
+async def chat_prompt(
+    body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
+) -> Prompt:
+    """The conversation as the model reads it. `check`: that it fits."""
     check_messages(body.messages)
     check_tools(body)
     text = engine.render(body.messages, chat_options(body, state))
     tokens = await encode(engine, text, special=body.add_special_tokens)
     tokens = truncated(tokens, body, engine)
-    check_length(tokens, body, engine)
+    if check:
+        check_length(tokens, body, engine)
     return Prompt(tokens, text, body.cache_salt or "")
 
 
@@ -158,18 +162,31 @@ def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
+async def generation_of(
+    request: Request, body: ChatRequest, engine: TextEngine, kind: str
+) -> Generation:
+    """A conversation, checked and rendered, ready to be generated. `kind`: what its id begins with.
+
+    Raises:
+        ApiError, ValidationError: it cannot be served as it is.
+    """
+    state: ServerState = request.app.state.quire
+    params = chat_params(body, engine.defaults())
+    prompt = await chat_prompt(body, engine, state)
+    return Generation(
+        state, engine, new_id(kind, request, body), [prompt], params,
+        priority(request, body), body.timeout, body.stream_interval or 1,
+    )  # fmt: skip
+
+
 async def chat(request: Request) -> Response | EventStream:
     """Answer a conversation."""
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, ChatRequest)
     model = state.check_model(body.model)
-    params = chat_params(body, engine.defaults())
-    prompt = await chat_prompt(body, engine, state)
-    generation = Generation(
-        state, engine, new_id("chatcmpl", request, body), [prompt], params,
-        priority(request, body), body.timeout, body.stream_interval or 1,
-    )  # fmt: skip
+    generation = await generation_of(request, body, engine, "chatcmpl-")
+    (prompt,) = generation.prompts
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
     name = shapes.naming(as_ids, engine.token_text)

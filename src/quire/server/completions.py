@@ -94,7 +94,7 @@ async def completions(request: Request) -> Response | EventStream:
     params = completion_params(body, engine.defaults())
     prompts = await completion_prompts(body, engine)
     generation = Generation(
-        state, engine, new_id("cmpl", request, body), prompts, params,
+        state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, body.stream_interval or 1,
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids

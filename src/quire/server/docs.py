@@ -26,6 +26,8 @@ Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
+    "/v1/messages": schemas.MessagesRequest,
+    "/v1/messages/count_tokens": schemas.MessagesRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
     "/collective_rpc": schemas.RpcRequest,
@@ -53,7 +55,7 @@ STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 
 def components() -> dict[str, Any]:
     """The schemas of all bodies, by name."""
     _, found = msgspec.json.schema_components(
-        list(BODIES.values()), ref_template="#/components/schemas/{name}"
+        list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
     )
     for schema in found.values():
         for name in LATER:

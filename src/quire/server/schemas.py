@@ -108,6 +108,29 @@ class ChatRequest(Sampling, kw_only=True):
     function_call: Any = None
 
 
+class MessagesRequest(Struct, kw_only=True):
+    """Anthropic's."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] = []
+    stream: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None

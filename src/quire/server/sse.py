@@ -6,7 +6,7 @@ Knows bytes, ASGI messages and time. Does not know what a frame says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -30,6 +30,16 @@ HEADERS = [
 
 def data(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A frame that is named by its body's `type`."""
+    return b"event: " + str(body["type"]).encode() + b"\n" + data(body)
+
+
+def failed(error: Exception) -> bytes:
+    """The end of a stream that cannot go on."""
+    return data(envelope(as_api_error(error))) + DONE
 
 
 async def hung_up(receive: Receive) -> None:
@@ -67,8 +77,13 @@ async def ended(*tasks: asyncio.Future[Any]) -> None:
 class EventStream:
     """An ASGI answer: frames as they come. `prepare` first, so that an early error is still an HTTP error."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], keep_alive: float = 0):
-        self.frames, self.keep_alive = frames, keep_alive
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        keep_alive: float = 0,
+        failed: Callable[[Exception], bytes] = failed,
+    ):
+        self.frames, self.keep_alive, self.failed = frames, keep_alive, failed
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
         self._first: asyncio.Future[bytes] | None = None
 
@@ -132,7 +147,7 @@ class EventStream:
         except OSError:
             raise
         except Exception as error:
-            await self._send(send, data(envelope(as_api_error(error))) + DONE)
+            await self._send(send, self.failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _kept_alive(self, send: Send, coming: asyncio.Future[bytes]) -> bytes:

@@ -1,0 +1,208 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
+
+Knows that protocol's shapes. A request becomes a chat request; here its deltas become content blocks.
+
+    message_start, content_block_start, content_block_delta ..., content_block_stop, message_delta, message_stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import wraps
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from quire.errors import EngineDeadError
+from quire.server.bodies import json_response, read
+from quire.server.chat import chat_prompt, generation_of
+from quire.server.errors import as_api_error, clean, invalid
+from quire.server.generation import Delta, Generation
+from quire.server.health import state_of
+from quire.server.respond import answer
+from quire.server.schemas import ChatRequest, MessagesRequest
+from quire.server.sse import EventStream, event, or_hung_up
+from quire.server.state import Phase
+
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+STOPS = {"stop": "end_turn", "length": "max_tokens"}
+TEXT_BLOCKS = ("text",)
+
+Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    known = as_api_error(error)
+    kind = ERRORS.get(known.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": clean(known.message)}}
+
+
+def failed(error: Exception) -> bytes:
+    return event(error_body(error))
+
+
+def with_its_errors(endpoint: Endpoint) -> Endpoint:
+    """Errors in this protocol's own envelope."""
+
+    @wraps(endpoint)
+    async def answered(request: Request) -> Response | EventStream:
+        try:
+            return await endpoint(request)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if isinstance(error, EngineDeadError):
+                state_of(request).phase = Phase.DEAD
+            known = as_api_error(error)
+            return json_response(error_body(error), known.status, known.headers)
+
+    return answered
+
+
+# -- in -------------------------------------------------------------------------------------------
+def text_of(content: Any, where: str) -> str:
+    """A text, or blocks of it, as one text.
+
+    Raises:
+        ApiError: 400 for blocks of another kind.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"`{where}` must be a text or a list of blocks", where)
+    parts = []
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in TEXT_BLOCKS or not isinstance(block.get("text"), str):
+            raise invalid(
+                f"`{where}[{at}]`: blocks of type {kind!r} are not supported by this model",
+                f"{where}[{at}]",
+            )
+        parts.append(block["text"])
+    return "".join(parts)
+
+
+def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
+    """The same wish in OpenAI's words. `counted`: only the prompt matters.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    if not counted and (body.max_tokens is None or body.max_tokens < 1):
+        raise invalid("`max_tokens` is needed, and must be at least 1", "max_tokens")
+    if body.tools and (body.tool_choice or {}).get("type") != "none":
+        raise invalid("`tools`: reading tool calls is not supported yet; leave it out", "tools")
+    if (body.thinking or {}).get("type", "disabled") != "disabled":
+        raise invalid(
+            "`thinking`: thoughts are not told apart from text yet; leave it out", "thinking"
+        )
+    output = body.output_config or {}
+    if output.get("format") is not None:
+        raise invalid("`output_config.format`: structured output is not supported yet; leave it out", "output_config")  # fmt: skip
+    messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
+    for at, message in enumerate(body.messages):
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
+        content = text_of(message.get("content"), f"messages[{at}].content")
+        messages.append({"role": role, "content": content})
+    goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # the answer is begun
+    return ChatRequest(
+        messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
+        stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
+        cache_salt=body.cache_salt, chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
+        kv_transfer_params=body.kv_transfer_params,
+        add_generation_prompt=not goes_on, continue_final_message=goes_on,
+    )  # fmt: skip
+
+
+# -- out ------------------------------------------------------------------------------------------
+def usage(generation: Generation, details: bool) -> dict[str, Any]:
+    """Cached tokens are told only where the server tells them; input_tokens are then the others."""
+    count = generation.counts[0]
+    found = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
+    if details:
+        found["cache_read_input_tokens"] = count.cached
+        found["input_tokens"] -= count.cached
+    return found
+
+
+def ended(delta: Delta) -> dict[str, Any]:
+    """Why it ended."""
+    by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+    reason = "stop_sequence" if by is not None else STOPS.get(delta.finish_reason or "", "end_turn")
+    return {"stop_reason": reason, "stop_sequence": by}
+
+
+def message(generation: Generation, model: str, content: list[Any], details: bool) -> dict[str, Any]:  # fmt: skip
+    return {
+        "id": generation.id,
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "model": model,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage(generation, details),
+    }
+
+
+@with_its_errors
+async def messages(request: Request) -> Response | EventStream:
+    """Answer a conversation, in Anthropic's protocol."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, MessagesRequest)
+    model = state.check_model(body.model)
+    generation = await generation_of(request, as_chat(body), engine, "msg_")
+    details = state.config.server.enable_prompt_tokens_details
+    if body.stream:
+        return await answer(request, streamed(generation, model, details), failed)
+    (delta,) = await or_hung_up(request.receive, generation.whole())
+    blocks = [{"type": "text", "text": delta.text}]
+    return json_response(message(generation, model, blocks, details) | ended(delta))
+
+
+async def streamed(
+    generation: Generation, model: str, details: bool
+) -> AsyncGenerator[bytes, None]:
+    started = False
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            if not started:
+                started = True
+                start = message(generation, model, [], details)
+                start["usage"]["output_tokens"] = 0
+                yield event({"type": "message_start", "message": start})
+                block = {"type": "text", "text": ""}
+                yield event({"type": "content_block_start", "index": 0, "content_block": block})
+            if delta.text:
+                part = {"type": "text_delta", "text": delta.text}
+                yield event({"type": "content_block_delta", "index": 0, "delta": part})
+            if delta.finish_reason is not None:
+                yield event({"type": "content_block_stop", "index": 0})
+                end = {"delta": ended(delta), "usage": usage(generation, details)}
+                yield event({"type": "message_delta", **end})
+    yield event({"type": "message_stop"})
+
+
+@with_its_errors
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, MessagesRequest)
+    state.check_model(body.model)
+    prompt = await chat_prompt(as_chat(body, counted=True), engine, state, check=False)
+    return json_response({"input_tokens": len(prompt.tokens)})
