@@ -155,13 +155,18 @@ def test_token_ids_outside_the_vocabulary_fail_their_row_alone():
     drive = Driver(worker)
     wrong = SamplingParams(temperature=0.0, logit_bias={211: 1.0}, seed=0)
     result = drive(
-        [Work(0, 1), Work(1, 2), Work(2, 1)],
-        [enter(0, [5], GREEDY), enter(1, [5, 211], GREEDY), enter(2, [5], wrong)],
+        [Work(0, 1), Work(1, 2), Work(2, 1), Work(3, 2), Work(4, 2)],
+        [
+            enter(0, [5], GREEDY),
+            enter(1, [5, 211], GREEDY),
+            enter(2, [5], wrong),
+            enter(3, [5, -1], GREEDY),
+            enter(4, [5, 1 << 40], GREEDY),
+        ],
     )
-    assert result.errors == {
-        1: "prompt has a token id outside the vocabulary of 211",
-        2: "logit_bias has a token id outside the vocabulary of 211",
-    }
+    prompt = "prompt has a token id outside the vocabulary of 211"
+    bias = "logit_bias has a token id outside the vocabulary of 211"
+    assert result.errors == {1: prompt, 2: bias, 3: prompt, 4: prompt}
     assert result.tokens[0] == follow(worker.model, [5], 1)
 
 

@@ -20,6 +20,8 @@ import torch
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, Work
 
+MOST = 2**31 - 1
+
 
 class Rows:
     """State of up to `max_rows` requests. A row is taken by `enter` and given back by `leave`."""
@@ -62,7 +64,8 @@ class Rows:
                 f" a row holds {self.max_model_len}"
             )
         self.ids[row], self.params[row] = new.id, new.params
-        self.token_ids_RL[row, :length] = torch.tensor(new.tokens, dtype=torch.int32)
+        if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sink refuses the request
+            self.token_ids_RL[row, :length] = torch.tensor(new.tokens, dtype=torch.int32)
         self.num_prompt[row], self.computed[row], self.length[row] = (
             new.num_prompt, new.computed, length,
         )  # fmt: skip

@@ -45,7 +45,7 @@ class Limits:
         """How many of the likeliest tokens to look at first."""
         most = int(self.top_k.max()) + SPARE
         if not self.top_k.all():
-            most = max(most, USUAL)
+            most = max(most, min(USUAL, vocab // 16))
         return most if most < vocab // 2 else vocab
 
 
@@ -69,9 +69,9 @@ def threshold(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Ten
     top_S1 = values_SK[:, :1]
     floor_S1 = torch.full_like(top_S1, -torch.inf)
     if limits.min_p.any():
-        floor_S1 = (top_S1 + _of(np.log(np.maximum(limits.min_p, 1e-300)), values_SK)).to(
-            values_SK.dtype
-        )
+        some_S = limits.min_p > 0
+        below_S = np.log(limits.min_p, where=some_S, out=np.full(count, -np.inf))
+        floor_S1 = (top_S1 + _of(below_S, values_SK)).to(values_SK.dtype)
         floor_S1 = torch.minimum(floor_S1, top_S1)
     ranked = limits.top_k > 0
     if ranked.any():
