@@ -144,6 +144,28 @@ MESSAGES = {
     "messages-body": Case(MSG, "{", headers={"Content-Type": "application/json"}),
 }  # fmt: skip
 
+RSP = "/v1/responses"
+RESPONSES = {
+    "responses": Case(RSP, {"input": "hi"}),
+    "responses-items": Case(RSP, {"instructions": "be", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Oh"}]}, {"role": "developer", "content": "x"}]}),
+    "responses-length": Case(RSP, {"input": "hi", "max_output_tokens": 5}, finish="length"),
+    "responses-stream": Case(RSP, {"input": "hi"} | stream()),
+    "responses-stream-length": Case(RSP, {"input": "hi"} | stream(), script=("a",), finish="length"),
+    "responses-stream-error": Case(RSP, {"input": "hi"} | stream(), script=("a", QuireError("it broke"))),
+    "responses-get": Case(f"{RSP}/resp_1"),
+    "responses-cancel": Case(f"{RSP}/resp_1/cancel", method="POST"),
+    "responses-no-input": Case(RSP, {}),
+    "responses-empty": Case(RSP, {"input": []}),
+    "responses-item": Case(RSP, {"input": [{"type": "function_call_output", "output": "x"}]}),
+    "responses-part": Case(RSP, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    "responses-previous": Case(RSP, {"input": "hi", "previous_response_id": "resp_1"}),
+    "responses-background": Case(RSP, {"input": "hi", "background": True}),
+    "responses-format": Case(RSP, {"input": "hi", "text": {"format": {"type": "json_schema"}}}),
+    "responses-tools": Case(RSP, {"input": "hi", "tools": [{"type": "function"}]}),
+    "responses-max": Case(RSP, {"input": "hi", "max_output_tokens": 0}),
+}  # fmt: skip
+
 ADMIN = {
     "dev-off": Case("/reset_prefix_cache", method="POST"),
     "reset-prefix-cache": Case("/reset_prefix_cache", method="POST", dev=True),

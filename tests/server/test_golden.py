@@ -12,10 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 from asgi import browser
-from exchanges import ADMIN, ANSWERS, FIELDS, MESSAGES, REFUSALS, TEXT_FIELDS, Case
+from exchanges import ADMIN, ANSWERS, FIELDS, MESSAGES, REFUSALS, RESPONSES, TEXT_FIELDS, Case
 
 GOLDEN = Path(__file__).parent / "golden"
-GROUPS = {"answers": ANSWERS, "admin": ADMIN, "messages": MESSAGES, "refusals": REFUSALS}
+GROUPS = {
+    "answers": ANSWERS,
+    "admin": ADMIN,
+    "messages": MESSAGES,
+    "responses": RESPONSES,
+    "refusals": REFUSALS,
+}
 TOLD = ("content-type", "retry-after", "www-authenticate", "x-request-id", "allow", "connection",
         "access-control-allow-origin", "endpoint-load-metrics")  # fmt: skip
 
@@ -33,7 +39,7 @@ def written(name: str, case: Case) -> str:
     found = asyncio.run(answer(case))
     lines = [f"## {name}", f"{found.status_code}"]
     lines += [f"{key}: {found.headers[key]}" for key in TOLD if key in found.headers]
-    text = re.sub(r'"created":\d+', '"created":0', found.text)
+    text = re.sub(r'"created(_at)?":\d+', r'"created\1":0', found.text)
     return "\n".join([*lines, text.rstrip("\n")]) + "\n\n"
 
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, messages, models, tokens
+from quire.server import admin, docs, health, messages, models, responses, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
@@ -33,6 +33,9 @@ Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses.responses),
+    ("GET", "/v1/responses/{name}", responses.stored),
+    ("POST", "/v1/responses/{name}/cancel", responses.stored),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("GET", "/v1/models", models.models),

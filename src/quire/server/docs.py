@@ -19,6 +19,7 @@ from quire import __version__
 from quire.server import schemas
 from quire.server.bodies import json_response
 from quire.server.middleware import OPEN
+from quire.server.responses import LATER as LATER_RESPONSES
 from quire.server.sampling import LATER
 
 Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
@@ -26,6 +27,7 @@ Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
+    "/v1/responses": schemas.ResponsesRequest,
     "/v1/messages": schemas.MessagesRequest,
     "/v1/messages/count_tokens": schemas.MessagesRequest,
     "/tokenize": schemas.TokenizeRequest,
@@ -57,8 +59,8 @@ def components() -> dict[str, Any]:
     _, found = msgspec.json.schema_components(
         list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
     )
-    for schema in found.values():
-        for name in LATER:
+    for title, schema in found.items():
+        for name in LATER_RESPONSES if title == "ResponsesRequest" else LATER:
             schema.get("properties", {}).pop(name, None)
     return {**found, "Error": ERROR}
 
@@ -76,7 +78,7 @@ def openapi(rows: Iterable[Row], keyed: bool) -> dict[str, Any]:
         for kind in kinds.lower().split():
             about: dict[str, Any] = {
                 "summary": first_line(endpoint),
-                "operationId": f"{kind}_{endpoint.__name__}",
+                "operationId": kind + path.replace("/", "_").replace("{name", "name").rstrip("}"),
                 "responses": {
                     "200": {"description": "the answer"},
                     "default": {

@@ -131,6 +131,50 @@ class MessagesRequest(Struct, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
 
 
+class ResponsesRequest(Struct, kw_only=True):
+    """OpenAI's Responses; fields that only matter to stored ones are accepted where they change no answer."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    store: bool = True
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    vllm_xargs: dict[str, Any] | None = None
+    # Known by name; refused until their feature is here.
+    background: bool = False
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    previous_input_messages: list[Any] | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None

@@ -1,0 +1,241 @@
+"""POST /v1/responses: OpenAI's Responses protocol, for text.
+
+Knows that protocol's shapes. A request becomes a chat request; here its deltas become output items. Nothing is
+stored: each request brings its whole conversation.
+
+    response.created, .in_progress, .output_item.added, .content_part.added, .output_text.delta ...,
+    .output_text.done, .content_part.done, .output_item.done, response.completed (or .incomplete, .failed)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.bodies import json_response, read
+from quire.server.chat import generation_of
+from quire.server.errors import ApiError, as_api_error, clean, invalid
+from quire.server.generation import Delta, Generation
+from quire.server.health import state_of
+from quire.server.respond import answer
+from quire.server.schemas import ChatRequest, ResponsesRequest
+from quire.server.sse import EventStream, event, or_hung_up
+
+LATER = {
+    "background": "ask without it, and wait for the answer",
+    "previous_response_id": "nothing is stored; send the whole conversation as `input`",
+    "conversation": "nothing is stored; send the whole conversation as `input`",
+    "prompt": "nothing is stored; send the text as `input`",
+    "structured_outputs": "leave it out",
+    "kv_transfer_params": "leave it out",
+    "previous_input_messages": "send the whole conversation as `input`",
+}
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+# -- in -------------------------------------------------------------------------------------------
+def refuse_later(body: ResponsesRequest) -> None:
+    """Raises ApiError 400 that names the field."""
+    for name, remedy in LATER.items():
+        if getattr(body, name) not in (None, False):
+            raise invalid(f"`{name}` is not supported yet: {remedy}", name)
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
+    if body.tools and body.tool_choice != "none":
+        raise invalid("`tools`: reading tool calls is not supported yet; leave it out", "tools")
+    form = (body.text or {}).get("format") or {"type": "text"}
+    if form.get("type") != "text":
+        raise invalid("`text.format`: structured output is not supported yet; only 'text' is", "text")  # fmt: skip
+    if body.truncation not in (None, "disabled"):
+        raise invalid("`truncation` must be 'disabled'", "truncation")
+
+
+def text_of(content: Any, where: str) -> str:
+    """Raises ApiError 400: parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"`{where}` must be a text or a list of parts", where)
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise invalid(
+                f"`{where}[{at}]`: parts of type {kind!r} are not supported by this model",
+                f"{where}[{at}]",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Instructions and input as messages.
+
+    Raises:
+        ApiError: 400 that names the place.
+    """
+    start = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        return [*start, {"role": "user", "content": body.input}]
+    found: list[dict[str, Any]] = []
+    for at, item in enumerate(body.input):
+        where = f"input[{at}]"
+        if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
+            raise invalid(f"`{where}`: only messages are supported", where)
+        role = "system" if item["role"] == "developer" else item["role"]
+        found.append({"role": role, "content": text_of(item.get("content"), f"{where}.content")})
+    if not found:
+        raise invalid("`input` is empty", "input")
+    return [*start, *found]
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same wish as a chat request."""
+    refuse_later(body)
+    return ChatRequest(
+        messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
+        stream=body.stream, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
+        min_p=body.min_p, repetition_penalty=body.repetition_penalty, seed=body.seed,
+        stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens, priority=body.priority,
+        request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
+        reasoning_effort=(body.reasoning or {}).get("effort"),
+    )  # fmt: skip
+
+
+# -- out ------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Shaper:
+    body: ResponsesRequest
+    generation: Generation
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    number: int = 0
+    """Events so far."""
+
+    @property
+    def item_id(self) -> str:
+        return "msg_" + self.generation.id.removeprefix("resp_")
+
+    def response(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
+        """The whole object; `why` it is incomplete."""
+        body, params = self.body, self.generation.params
+        return {
+            "id": self.generation.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": None if why is None else {"reason": why},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": body.reasoning,
+            "service_tier": "auto",
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else self.usage(),
+            "user": body.user,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        count = self.generation.counts[0]
+        output = sum(count.output_tokens)
+        return {
+            "input_tokens": count.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": count.cached},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": count.prompt_tokens + output,
+        }
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def item(self, status: str, text: str | None) -> dict[str, Any]:
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [] if text is None else [self.part(text)],
+        }
+
+    def ended(self, delta: Delta, text: str) -> dict[str, Any]:
+        cut = delta.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        return self.response(
+            status, [self.item(status, text)], why="max_output_tokens" if cut else None
+        )
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        number, self.number = self.number, self.number + 1
+        return event({"type": f"response.{kind}", "sequence_number": number, **fields})
+
+    def failed(self, error: Exception) -> bytes:
+        known = as_api_error(error)
+        told = {"code": "server_error", "message": clean(known.message)}
+        return self.event("failed", response=self.response("failed", [], told))
+
+
+async def responses(request: Request) -> Response | EventStream:
+    """Answer a conversation, in the Responses protocol."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, ResponsesRequest)
+    model = state.check_model(body.model)
+    generation = await generation_of(request, as_chat(body), engine, "resp_")
+    shaper = Shaper(body, generation, model)
+    if body.stream:
+        return await answer(request, streamed(shaper), shaper.failed)
+    (delta,) = await or_hung_up(request.receive, generation.whole())
+    return json_response(shaper.ended(delta, delta.text))
+
+
+async def streamed(shaper: Shaper) -> AsyncGenerator[bytes, None]:
+    place = {"output_index": 0}
+    inside = place | {"item_id": shaper.item_id, "content_index": 0}
+    parts: list[str] = []
+    async with aclosing(shaper.generation.deltas()) as deltas:
+        async for delta in deltas:
+            if not shaper.number:
+                start = shaper.response("in_progress", [])
+                yield shaper.event("created", response=start)
+                yield shaper.event("in_progress", response=start)
+                yield shaper.event("output_item.added", **place, item=shaper.item("in_progress", None))  # fmt: skip
+                yield shaper.event("content_part.added", **inside, part=shaper.part(""))
+            if delta.text:
+                parts.append(delta.text)
+                yield shaper.event("output_text.delta", **inside, delta=delta.text, logprobs=[])
+            if delta.finish_reason is None:
+                continue
+            text = "".join(parts)
+            whole = shaper.ended(delta, text)
+            yield shaper.event("output_text.done", **inside, text=text, logprobs=[])
+            yield shaper.event("content_part.done", **inside, part=shaper.part(text))
+            yield shaper.event("output_item.done", **place, item=whole["output"][0])
+            yield shaper.event(whole["status"], response=whole)
+
+
+async def stored(request: Request) -> Response:
+    """Nothing is stored, so no response is found."""
+    name = str(request.path_params["name"])
+    raise ApiError(404, f"there is no response `{name[:200]}`: responses are not stored", param="response_id")  # fmt: skip
