@@ -42,6 +42,11 @@ def test_every_import_is_declared():
     assert not undeclared(used, known)
 
 
+def test_every_dependency_is_imported():
+    used = {name.split(".")[0] for file in source_files() for name in imports(file)}
+    assert {name for name in declared() if IMPORT_NAMES.get(name, name) not in used} == set()
+
+
 def test_an_undeclared_import_is_seen():
     assert undeclared({"os", "numpy", "left_pad"}, {"numpy"}) == {"left_pad"}
 

@@ -5,14 +5,15 @@ The probes run in the process that measures, around each round, since a shared m
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.bench.shapes import Shape, Workload
+from quire.platforms import facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +83,21 @@ def seconds(
 
 def describe() -> dict[str, Any]:
     """CPU, cores, memory, threads and versions: what a result means nothing without."""
-    import psutil
     import torch
     import transformers
 
     return {
-        "cpu": cpu_name(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 0,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": facts.cpu_name(),
+        "cores": os.cpu_count() or 0,
+        "memory_gib": round(facts.memory()[0] / 2**30, 1),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "load": psutil.getloadavg()[0],
+        "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
-        return " ".join(found[1].split())
-    return platform.processor() or platform.machine()
 
 
 def slug(machine: dict[str, Any]) -> str:
