@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,7 @@ class Executor:
         self.model, self.rows = model, {}
         self.failing: set[str] = set()
         self.steps = 0
+        self.pause = 0.0  # seconds a step takes at least
         self.closed = False
         self.broken: Exception | None = None
 
@@ -99,6 +101,7 @@ class Executor:
         if self.broken is not None:
             raise self.broken
         self.steps += 1
+        time.sleep(self.pause)
         for row in plan.left:
             del self.rows[row]
         for new in plan.entered:

@@ -92,17 +92,11 @@ class FrontRoom:
                 f"request_id {accepted.id!r} is that of a request which still runs; choose another",
                 parameter="request_id", value=accepted.id,
             )  # fmt: skip
+        # An id that the engine still knows, or that another's child has, stays the user's word only.
         for number in itertools.count(1):
-            if not any(child.id in self._echoes for child in accepted.children):
+            if not any(c.id in self._echoes or c.id in self._children for c in accepted.children):
                 break
             accepted.rename_children(number)
-        taken = [child.id for child in accepted.children if child.id in self._children]
-        if taken:
-            raise ValidationError(
-                f"request_id {accepted.id!r} with n={accepted.params.n} needs the id {taken[0]!r}, which"
-                " another request has; choose another",
-                parameter="request_id", value=accepted.id,
-            )  # fmt: skip
         collector = Collector(accepted, self.tokenizer)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
