@@ -52,9 +52,16 @@ def load_plugins(*, again: bool = False) -> list[str]:
             continue
         logger.info("plugin %s (%s) loaded", point.name, point.value)
         ran.append(point.name)
-    for name in sorted((allowed or set()) - set(ran)):
-        logger.warning("plugin %s is named in QUIRE_PLUGINS and not installed, or it failed", name)
+    for name in sorted((allowed or set()) - installed()):
+        logger.warning("plugin %s is named in QUIRE_PLUGINS and not installed", name)
     return ran
+
+
+def installed() -> set[str]:
+    """Names of all plugins that there are, of every kind (logits processors are not run here)."""
+    points = importlib.metadata.entry_points()
+    groups = [group for group in points.groups if group.startswith(("quire.", "vllm."))]
+    return {point.name for group in groups for point in points.select(group=group)}
 
 
 def found(allowed: set[str] | None) -> Iterable[importlib.metadata.EntryPoint]:

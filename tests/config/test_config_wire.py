@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from small_llama import CPU, LLAMA
 
 from quire.config import wire
 from quire.config.engine import EngineConfig
 from quire.config.options import options
-from quire.config.resolve import resolve, without_callables
 from quire.errors import ConfigError
 
 OTHER = {
@@ -67,15 +65,6 @@ def test_what_cannot_be_found_again_is_refused():
             wire.config_to_wire(asked)
     with pytest.raises(ConfigError, match="cannot go to another process"):
         wire.config_to_wire(EngineConfig.from_keywords(override_generation_config={"a": object()}))
-
-
-def test_an_override_that_was_applied_need_not_travel():
-    asked = EngineConfig.from_keywords(hf_overrides=lambda config: config, seed=4)
-    assert without_callables(asked) == EngineConfig.from_keywords(seed=4)
-    kept = EngineConfig.from_keywords(hf_overrides={"a": 1})
-    assert without_callables(kept) is kept
-    resolved = resolve(without_callables(asked), "/nowhere", LLAMA, CPU)
-    assert wire.from_wire(wire.to_wire(resolved)) == resolved
 
 
 @pytest.mark.parametrize("name", ["nowhere.at.all:X", "json:nothing", "json"])

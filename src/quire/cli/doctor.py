@@ -27,6 +27,7 @@ from quire.models import hf
 from quire.models.formats import weight_bytes, weight_files
 from quire.models.registry import choose_impl
 from quire.platforms.facts import PlatformFacts, facts
+from quire.registry import load_plugins
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Of the requests in the table of what fits."""
@@ -84,6 +85,7 @@ def examine(asked: EngineConfig) -> Report:
     report = Report(asked, facts())
     try:
         check_wishes(asked)
+        load_plugins()
         path = _small_files(asked)
         config = hf.read_config(path, asked.model.hf_overrides)
         report.resolved = resolve(asked, path, config, report.facts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from quire import env
@@ -308,10 +307,3 @@ def _say(resolved: Resolved, facts: Facts) -> None:
         resolved.depth,
         resolved.executor,
     )
-
-
-def without_callables(asked: EngineConfig) -> EngineConfig:
-    """The same, for a process that need not apply hf_overrides again: a function cannot cross."""
-    if not callable(asked.model.hf_overrides):
-        return asked
-    return replace(asked, model=replace(asked.model, hf_overrides={}))

@@ -31,8 +31,10 @@ from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.models import hf
 from quire.models.formats import weight_bytes
+from quire.platforms.cores import bind_to_cores
 from quire.platforms.facts import facts
 from quire.protocol.output import Ready
+from quire.registry import load_plugins
 from quire.scheduler.gate import Gate
 from quire.scheduler.scheduler import Limits, Scheduler
 
@@ -102,6 +104,7 @@ def patience() -> Patience:
 def resolve_config(config: EngineConfig) -> Resolved:
     """Find the checkpoint, read its config.json, settle every "auto"."""
     check_wishes(config)
+    load_plugins()
     path = hf.locate(config.model, config.load)
     return resolve(config, path, hf.read_config(path, config.model.hf_overrides), facts())
 
@@ -181,8 +184,10 @@ def build_worker(resolved: Resolved) -> Worker:
         Unsupported: a device, or a model, that is not served yet.
     """
     stages = Stages()
+    load_plugins()
     with stages("plan memory"):
         forecast = plan_memory(resolved)
+    bind_to_cores()
     with stages("import torch"):
         from quire.models.load import build_model
         from quire.platforms.cpu import CpuPlatform
