@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from quire import env
@@ -118,3 +120,21 @@ def test_a_wrong_log_level_ends_the_command(name, value, argv, monkeypatch, caps
     said = capsys.readouterr().err
     assert "quire serve: error: " in said
     assert "LOUD" in said or "QUIRE_CONFIGURE_LOGGING" in said
+
+
+# Variables that nothing reads, and why that is no lie.
+UNREAD = {
+    "HOST_IP": "comes with several nodes",
+    "WORKER_MULTIPROC_METHOD": "workers are programs of their own, whatever it says",
+    "ALLOW_RUNTIME_LORA_UPDATING": "comes with LoRA",
+    "MEDIA_LOADING_THREAD_COUNT": "comes with media",
+    "MEDIA_URL_ALLOW_REDIRECTS": "comes with media",
+    "PP_LAYER_PARTITION": "comes with pipelines",
+}
+
+
+def test_every_variable_is_read_by_somebody():
+    files = [f for f in Path(env.__file__).parent.rglob("*.py") if f.name != "env.py"]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    unread = {n for n, row in env.VARIABLES.items() if not row.field and f'"{n}"' not in text}
+    assert unread == set(UNREAD)

@@ -161,3 +161,19 @@ def test_a_generation_goes_on_after_an_interrupt() -> None:
         except KeyboardInterrupt:
             interrupts += 1
     assert (got, interrupts) == (reference(request)[0], 1)
+
+
+def test_a_broken_pool_is_seen_in_the_step_that_broke_it():
+    for each_step, runs_on in ((False, True), (True, False)):
+        client = make()
+        client.core.check_each_step = each_step
+        ask(client, "a")
+        assert client.outputs()
+        pool = client.core.scheduler.kv.pool
+        block = pool.free[-1] if isinstance(pool.free, list) else next(iter(pool.free))
+        pool.refs[block] += 1  # as if somebody had forgotten to take it off the list
+        if runs_on:
+            assert client.outputs()
+        else:
+            with pytest.raises(EngineDeadError, match="block pool"):
+                client.outputs()

@@ -118,6 +118,7 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     cut = layout(about.layer_specs(), resolved.block_size, about.max_model_len)
     scheduler = build_scheduler(resolved, about, cut)
     core = EngineCore(scheduler, executor, resolved.depth)
+    core.check_each_step = bool(env.get("CHECK"))
     core.functions.update(admin.functions(core))
     ready = Ready(
         max_model_len=about.max_model_len,

@@ -37,6 +37,7 @@ class EngineCore:
     ):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self.check_when_idle = check_when_idle
+        self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something is the one that says so
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, Pending]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
@@ -76,7 +77,10 @@ class EngineCore:
         except self.executor.recoverable as error:
             log.exception("step %d failed; its requests end with an error", step)
             return list(self.scheduler.fail_step(step, f"the step failed: {type(error).__name__}"))
-        return list(self.scheduler.commit(result))
+        outputs = list(self.scheduler.commit(result))
+        if self.check_each_step:
+            self.scheduler.check()
+        return outputs
 
     def _rest(self) -> None:
         self.idle = True
