@@ -77,7 +77,7 @@ class EngineCore:
         except self.executor.recoverable as error:
             log.exception("step %d failed; its requests end with an error", step)
             return list(self.scheduler.fail_step(step, f"the step failed: {type(error).__name__}"))
-        outputs = list(self.scheduler.commit(result))
+        outputs: Outbox = list(self.scheduler.commit(result))
         if self.check_each_step:
             self.scheduler.check()
         return outputs
