@@ -79,7 +79,9 @@ def test_calls_are_answered_when_nobody_steps() -> None:
     client = make()
     assert client.call("reset_prefix_cache") is True
     assert client.call("stats")["num_blocks"] == 100
-    assert client.call("collective_rpc", "echo", [1], {"a": 2}) == [["echo", [1], {"a": 2}]]
+    assert client.call("collective_rpc", "echo", [1], {"a": 2}) == [
+        ["collective_rpc", "echo", [1], {"a": 2}]
+    ]
     with pytest.raises(QuireError, match="no function 'dance'"):
         client.call("dance")
 

@@ -37,7 +37,7 @@ class EngineCore:
     ):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self.check_when_idle = check_when_idle
-        self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something is the one that says so
+        self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something says so
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, Pending]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
