@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from source_rules import ROOT
+from source_rules import ROOT, source_files
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -66,3 +66,25 @@ def test_ci_runs_the_command_that_the_readme_gives():
     script = ROOT / ".ci" / "run"
     assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
     assert script.stat().st_mode & 0o111
+
+
+def test_the_picture_has_a_line_for_every_package():
+    text = (ROOT / "docs" / "design" / "picture.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`(\w+)`", " ".join(table)))
+    here = {file.package for file in source_files()} - {""}
+    assert here - named == set()
+    assert named - here <= {"embedded"}  # holds no code
+
+
+def test_decisions_are_numbered_and_say_what_would_change_them():
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    for number, page in enumerate(pages, 1):
+        text = page.read_text(encoding="utf-8")
+        assert page.name.startswith(f"{number:04}-"), page.name
+        assert text.startswith(f"# {number}. "), page.name
+        said = re.findall(
+            r"^\*\*(We will|Because|Instead of|This would change our mind)", text, re.M
+        )
+        assert said == ["We will", "Because", "Instead of", "This would change our mind"], page.name
+        assert text.count("\n") <= 60, page.name

@@ -6,7 +6,7 @@ Knows sizes and windows. Does not know tensors, blocks in use, or models. Layers
     full attention      every token, for ever
     sliding window      the last `window` tokens; older blocks are given back
     recurrent state     one fixed-size state a request, whatever its length (designed, not yet built:
-                        see docs/design/memory.md, "State that does not grow")
+                        see docs/design/recurrent-state.md)
 """
 
 from __future__ import annotations
