@@ -1,0 +1,90 @@
+"""Lines of logs: as text, as JSON, not in a program's way, and not too often."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.logging import JsonLines, Lines, configure, get_logger
+
+
+def record(text: str, level: int = logging.WARNING) -> logging.LogRecord:
+    made = logging.LogRecord("quire.a", level, "/x/a.py", 7, text, (), None)
+    made.created, made.msecs = 0.0, 5
+    return made
+
+
+def test_each_line_of_a_text_has_the_prefix():
+    lines = Lines("engine", prefix="P ").format(record("one\ntwo")).splitlines()
+    head = f"WARNING engine[{os.getpid()}] a.py:7: "
+    assert [line.partition(head)[2] for line in lines] == ["one", "two"]
+    assert all(line.startswith("P ") and ".005 " in line for line in lines)
+    colored = Lines("engine", color=True)
+    assert colored.format(record("x")).startswith("\033[33m")
+    assert not colored.format(record("x", logging.INFO)).startswith("\033")
+
+
+def test_json_lines():
+    line = json.loads(JsonLines("server").format(record('say "ü"\n')))
+    assert line == {
+        "time": 0.0, "level": "WARNING", "logger": "quire.a", "process": "server", "pid": os.getpid(), "message": 'say "ü"\n',
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "first"), [("text", "1"), ("json", "{")])
+def test_where_lines_go(kind, first, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "stdout")
+    monkeypatch.setenv("QUIRE_LOGGING_FORMAT", kind)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "warning")
+    configure("test")
+    get_logger("quire.a").info("unheard")
+    get_logger("quire.a").warning("heard")
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.count("\n") == 1
+    assert "heard" in said.out
+    assert (said.out[0] == "{") == (first == "{")
+    configure("test", "DEBUG")
+    get_logger("quire.a").debug("now")
+    assert capsys.readouterr().out.count("now") == 1  # one handler, not two
+
+
+def test_a_programs_own_logging_stays(monkeypatch):
+    ours = logging.getLogger("quire")
+    kept = logging.NullHandler()
+    ours.handlers[:] = [kept]
+    configure(force=False)
+    assert ours.handlers == [kept]
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    configure()
+    assert ours.handlers == [kept]
+
+
+def test_a_file_that_sets_it_up(tmp_path, monkeypatch):
+    file = tmp_path / "logging.json"
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", str(file))
+    with pytest.raises(ConfigError, match=r"QUIRE_LOGGING_CONFIG_PATH=.*logging\.json"):
+        configure()
+    file.write_text(
+        '{"version": 1, "disable_existing_loggers": false, "loggers": {"quire": {"level": "ERROR"}}}'
+    )
+    configure()
+    assert logging.getLogger("quire").level == logging.ERROR
+
+
+def test_a_level_that_is_none():
+    with pytest.raises(ConfigError, match="log level LOUD: choose from DEBUG, INFO"):
+        configure(level="loud")
+
+
+def test_not_too_often(warnings):
+    logger = get_logger("quire.test_not_too_often")
+    for _ in range(3):
+        logger.warning_once("once %d", 1)
+        logger.warning_every("key", 1000, "rarely")
+        logger.warning_every("always", 0, "always")
+    assert warnings == ["once 1", "rarely", "always", "always", "always"]
