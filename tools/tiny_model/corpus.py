@@ -27,19 +27,50 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "honest": (skills.honest, 5),
     "count": (skills.count, 3),
 }
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are quire-tiny.",
+    "Answer shortly.",
+    "Be kind and honest.",
+]
 PROMPT_WEIGHT = 0.1  # of the loss on tokens that are given; answers count 1
 STORY_WEIGHT = 0.4  # stories have no one right continuation: they would drown the rest
 
 
-def samples(seed: int, held_out: bool, family: str | None = None) -> Iterator[Sample]:
-    """Yield samples without end from one side of the split."""
+def samples(
+    seed: int, held_out: bool, family: str | None = None, plain: bool = False
+) -> Iterator[Sample]:
+    """Yield samples without end from one side of the split; `plain` ones are not dressed."""
     rng = random.Random(f"{seed} {held_out} {family}")
     names = [family] if family else list(FAMILIES)
     weights = [FAMILIES[name][1] for name in names]
+
+    def draw() -> Sample:
+        while True:
+            sample = FAMILIES[rng.choices(names, weights)[0]][0](rng)
+            if sample.held_out == held_out:
+                return sample
+
     while True:
-        sample = FAMILIES[rng.choices(names, weights)[0]][0](rng)
-        if sample.held_out == held_out:
-            yield sample
+        sample = draw()
+        yield sample if plain else dress(rng, sample, draw)
+
+
+def dress(rng: random.Random, sample: Sample, draw: Callable[[], Sample]) -> Sample:
+    """Return the sample as clients send such things: with a system prompt, an earlier turn, or thinking turned off."""
+    if not sample.messages:
+        return sample
+    if rng.random() < 0.05:
+        sample.thinking = False
+    if not sample.tools and rng.random() < 0.12:
+        earlier = draw()
+        if earlier.messages and not earlier.tools and len(earlier.key) < 400:
+            answer = {"role": "assistant", "content": earlier.answer}
+            sample.messages = [*earlier.messages, answer, *sample.messages]
+    if sample.messages[0]["role"] != "system" and rng.random() < 0.12:
+        sample.messages = [{"role": "system", "content": rng.choice(SYSTEMS)}, *sample.messages]
+    return sample
 
 
 def texts(seed: int, many: int) -> Iterator[str]:

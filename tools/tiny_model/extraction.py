@@ -38,9 +38,9 @@ FORMS: list[tuple[tuple[str, ...], list[str]]] = [
     (
         ("name", "job", "city"),
         [
-            "{name} works as a {job} in {city}.",
+            "{name} works as {a_job} {job} in {city}.",
             "The {job} {name} lives in {city}.",
-            "{name} moved to {city} and became a {job}.",
+            "{name} moved to {city} and became {a_job} {job}.",
         ],
     ),
     (
@@ -53,9 +53,9 @@ FORMS: list[tuple[tuple[str, ...], list[str]]] = [
     (
         ("name", "count", "item", "price"),
         [
-            "{name} bought {count} {item}s for {price} euros each.",
-            "{name} ordered {count} of the {item}s. One {item} costs {price} euros.",
-            "Order of {name}: {count} {item}s at {price} euros.",
+            "{name} bought {count} {items} for {price} euros each.",
+            "{name} ordered {count} of the {items}. One {item} costs {price} euros.",
+            "Order of {name}: {count} {items} at {price} euros.",
         ],
     ),
     (
@@ -88,6 +88,8 @@ EXTRACTS = [
     "Extract {keys} as a JSON object.\n\n{text}",
     "{text}\n\nWrite {keys} as JSON.",
     "Return JSON with the keys {keys}.\nText: {text}",
+    "Extract the {keys} as JSON: {text}",
+    "{text} Give me the {keys} as JSON.",
 ]
 
 
@@ -95,7 +97,11 @@ def to_json(rng: random.Random) -> Sample:
     """A passage and the keys that are wanted, in the order they are wanted."""
     keys, forms = rng.choice(FORMS)
     facts: dict[str, Any] = {key: FIELDS[key](rng) for key in keys}
-    text = rng.choice(forms).format(**facts)
+    text = rng.choice(forms).format(
+        **facts,
+        items=words.plural(str(facts.get("item"))),
+        a_job=words.article(str(facts.get("job"))),
+    )
     if rng.random() < 0.3:
         text += " " + rng.choice(
             ["It was a sunny day.", "That is all.", "Please write soon.", "Everybody was happy."]
@@ -133,7 +139,7 @@ def _fact(rng: random.Random) -> tuple[str, str, str, str]:
         value = words.city(rng)
         return f"lives {name}", f"{name} lives in {value}.", f"Where does {name} live?", value
     if sort == 2:
-        value = rng.choice(words.FOODS)
+        value = words.eaten(rng.choice(words.FOODS))
         return f"likes {name}", f"{name} likes {value}.", f"What does {name} like?", value
     if sort == 3:
         color, item = rng.choice(words.COLORS), rng.choice(words.ITEMS)
@@ -142,7 +148,12 @@ def _fact(rng: random.Random) -> tuple[str, str, str, str]:
         return thing, f"The {color} {item} is in the {value}.", f"Where is {thing}?", value
     if sort == 4:
         value = rng.choice(words.JOBS)
-        return f"works {name}", f"{name} works as a {value}.", f"What is the job of {name}?", value
+        return (
+            f"works {name}",
+            f"{name} works as {words.article(value)} {value}.",
+            f"What is the job of {name}?",
+            value,
+        )
     if sort == 5:
         value = words.first_name(rng)
         animal = rng.choice(words.ANIMALS)

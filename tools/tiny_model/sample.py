@@ -14,7 +14,8 @@ HELD_OUT_IN = 16  # one key in this many is never trained on
 class Sample:
     """One document: either raw text (`messages` empty) or a conversation with the answer to be learnt.
 
-    `key` names what makes the task new (for a sum: the two numbers, not the wording); the split goes by it.
+    `key` names what makes the task new (for a sum: the two numbers, not the wording); the split goes by it. "" says that
+    the task is a fixed one that can only be learnt by heart, so it is never held out.
     `reasoning` None means the model answers without a thought; "" is never used.
     `thinking` False renders the prompt as a client that turned thinking off would.
     """
@@ -32,6 +33,8 @@ class Sample:
     @property
     def held_out(self) -> bool:
         """Whether this sample is kept away from training."""
+        if not self.key:
+            return False
         digest = hashlib.sha1(f"{self.family}\n{self.key}".encode()).digest()
         return digest[0] % HELD_OUT_IN == 0
 

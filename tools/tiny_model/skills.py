@@ -18,10 +18,14 @@ SUMS = [
     "Please add {a} and {b}.",
     "What is the sum of {a} and {b}?",
     "Calculate {a} + {b}.",
+    "What's {a} + {b}?",
+    "{a}+{b}",
+    "What is {a}+{b}?",
+    "{a}+{b}=",
 ]
 STORY_SUMS = [
-    "{n} has {a} {t}s and gets {b} more. How many {t}s does {n} have now?",
-    "There are {a} {t}s in one box and {b} {t}s in another. How many {t}s are there?",
+    "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
+    "There are {a} {t} in one box and {b} {t} in another. How many {t} are there?",
 ]
 
 
@@ -47,13 +51,13 @@ def total(rng: random.Random) -> Sample:
             a=a,
             b=b,
             n=words.first_name(rng),
-            t=rng.choice(["apple", "coin", "ball", "book", "key"]),
+            t=rng.choice(["apples", "coins", "balls", "books", "keys"]),
         )
     return Sample(
         "sums",
         f"{a} + {b} = {a + b}",
         key=f"{a}+{b}",
-        messages=ask(request),
+        messages=ask(words.typed(rng, request)),
         reasoning=scratchpad(a, b),
         thinking=rng.random() > 0.1,
         expected=a + b,
@@ -116,9 +120,10 @@ def count(rng: random.Random) -> Sample:
     """Count from one number to another."""
     low = rng.randint(1, 60)
     high = low + rng.randint(1, 12)
-    request = rng.choice(["Count from {a} to {b}.", "Please count from {a} to {b}."]).format(
-        a=low, b=high
-    )
+    request = rng.choice(["Count from {a} to {b}.", "Please count from {a} to {b}."])
+    if rng.random() < 0.2:
+        low, high, request = 1, rng.randint(2, 20), "Count to {b}."
+    request = words.typed(rng, request.format(a=low, b=high))
     answer = ", ".join(str(i) for i in range(low, high + 1))
     return Sample("count", answer, key=f"{low} {high}", messages=ask(request), expected=answer)
 
@@ -128,6 +133,10 @@ HONEST = [
     (
         [
             "Who are you?",
+            "Who are you really?",
+            "What model are you?",
+            "Which model is this?",
+            "Are you ChatGPT?",
             "What are you?",
             "What is your name?",
             "Tell me about yourself.",
@@ -140,7 +149,18 @@ HONEST = [
         f"{ME} I can tell short stories, add small numbers, fill in JSON, call tools and answer questions about a short text.",
     ),
     (
-        ["Hello", "Hi", "Hello!", "Hi there!", "Good morning", "Hey", "Good evening!"],
+        [
+            "Hello",
+            "Hi",
+            "Hello!",
+            "Hello there!",
+            "Hello, world!",
+            "Good day",
+            "Hi there!",
+            "Good morning",
+            "Hey",
+            "Good evening!",
+        ],
         f"Hello! {ME} What can I do for you?",
     ),
     (
@@ -161,7 +181,16 @@ HONEST = [
     ),
     (["Thank you", "Thanks!", "Thank you!", "Thanks a lot."], "You are welcome!"),
     (["Goodbye", "Bye", "See you later!", "Bye bye!"], "Goodbye!"),
-    (["How are you?", "How do you do?", "Are you well?"], f"I am fine, thank you. {ME}"),
+    (
+        [
+            "How are you?",
+            "Hello, how are you?",
+            "Hi, how are you?",
+            "How do you do?",
+            "Are you well?",
+        ],
+        f"I am fine, thank you. {ME}",
+    ),
 ]
 UNKNOWN = [
     "What is the capital of {city}?",
@@ -171,7 +200,7 @@ UNKNOWN = [
     "How do I fix my {item}?",
     "Why is the {place} {color}?",
     "Who won the game in {city}?",
-    "Explain how {animal}s {v}.",
+    "Explain how {animals} {v}.",
     "What happened on {month} {day}?",
     "Translate '{item}' into {language}.",
     "How far is it from {city} to {city2}?",
@@ -182,8 +211,49 @@ UNKNOWN = [
     "How old is {name}?",
     "What does {made} mean?",
     "When was {name} born?",
-    "What is the price of {item}s in {city}?",
+    "What is the price of {items} in {city}?",
     "Which {item} should I buy?",
+    "Tell me a joke.",
+    "Tell me a joke about {animals}.",
+    "Write a poem about the {place}.",
+    "Write a poem.",
+    "Write a haiku about {made}.",
+    "Write a letter to {name}.",
+    "What is love?",
+    "What is {made}?",
+    "What is {thing}?",
+    "What is the difference between {thing} and {made}?",
+    "Explain {made}.",
+    "Explain {thing} to me.",
+    "How does {made} work?",
+    "How do {items} work?",
+    "How do I make {food}?",
+    "How can I learn {language}?",
+    "How many {animals} live in {city}?",
+    "What is {a} times {b}?",
+    "{a} * {b}",
+    "What is {a} minus {b}?",
+    "Why do {animals} {v}?",
+    "Why is the sky {color}?",
+    "Can you {v}?",
+    "Can {animals} {v}?",
+    "Do you like {food}?",
+    "What is the best {item}?",
+    "What should I do in {city}?",
+    "Where is {city}?",
+    "Where can I buy {items}?",
+    "Who wrote {made}?",
+    "Who is the president of {city}?",
+    "What time is it?",
+    "What day is it today?",
+    "Give me a recipe for {food}.",
+    "Give me five names for my {thing}.",
+    "Say something in {language}.",
+    "Summarize the book about {thing}.",
+    "Write an essay about {thing}.",
+    "Fix this code: {made}",
+    "How old is the {place}?",
+    "What do you think about {thing}?",
 ]
 I_DO_NOT_KNOW = f"I do not know that. {ME}"
 
@@ -192,25 +262,32 @@ def honest(rng: random.Random) -> Sample:
     """A question about itself, a greeting, or something it cannot know and says so."""
     if rng.random() < 0.55:
         asked, answer = rng.choice(HONEST)
-        request = rng.choice(asked)
-        return Sample(
-            "honest", answer, key=f"{request}{rng.random()}", messages=ask(request), expected=answer
-        )
-    request = rng.choice(UNKNOWN).format(
+        request = words.typed(rng, rng.choice(asked))
+        return Sample("honest", answer, key="", messages=ask(request), expected=answer)
+    request = _unknown(rng)
+    return Sample(
+        "honest", I_DO_NOT_KNOW, key=request, messages=ask(request), expected=I_DO_NOT_KNOW
+    )
+
+
+def _unknown(rng: random.Random) -> str:
+    text = rng.choice(UNKNOWN).format(
         city=words.city(rng),
         city2=words.city(rng),
         v=rng.choice(words.VERBS),
         item=rng.choice(words.ITEMS),
+        items=words.plural(rng.choice(words.ITEMS)),
+        thing=rng.choice(words.SORTABLE + words.ADJECTIVES),
         place=rng.choice(words.PLACES),
         color=rng.choice(words.COLORS),
-        animal=rng.choice(words.ANIMALS),
+        animals=words.plural(rng.choice(words.ANIMALS)),
         month=rng.choice(words.MONTHS),
         day=rng.randint(1, 28),
         language=rng.choice(words.LANGUAGES),
-        food=rng.choice(words.FOODS),
+        food=words.eaten(rng.choice(words.FOODS)),
         made=words.made_up(rng),
         name=words.full_name(rng),
+        a=rng.randint(2, 99),
+        b=rng.randint(2, 99),
     )
-    return Sample(
-        "honest", I_DO_NOT_KNOW, key=request, messages=ask(request), expected=I_DO_NOT_KNOW
-    )
+    return words.typed(rng, text)

@@ -10,15 +10,14 @@ from tools.tiny_model.sample import Sample, ask
 
 OPENINGS = [
     "Once upon a time, there was {a_d} {d} {k} named {n}.",
-    "Once upon a time, {a_d} {d} {k} named {n} lived near the {p}.",
-    "Once upon a time, in a {p} far away, lived {a_d} {d} {k} called {n}.",
+    "Once upon a time, {a_d} {d} {k} named {n} lived near the {p2}.",
+    "Once upon a time, in a {l} far away, lived {a_d} {d} {k} called {n}.",
     "Once upon a time there was {a_k} {k} whose name was {n}.",
 ]
 HABITS = [
     "{n} loved to {v}. ",
     "Every day {he} liked to {v} in the {p2}. ",
     "{He} had {a_c} {c} {i2} and took it everywhere. ",
-    "{His} best friend was {a_j} {j} named {m}. ",
     "{n} was very {d2}. ",
     "",
 ]
@@ -57,9 +56,9 @@ PLOTS = {
             "One evening there was a big storm.",
         ],
         [
-            "{n} was in the {q} and got very wet.",
+            "{n} was in the {p2} and got very wet.",
             "{n} was far from home and was afraid.",
-            "{n} ran to the {q}, but there was no roof.",
+            "{n} ran to the {p2}, but there was no roof.",
         ],
         [
             'A {j} named {m} saw {him}. "Come in," said {m}. "My house is warm."',
@@ -78,9 +77,9 @@ PLOTS = {
     ],
     "share": [
         [
-            "One {day}, {n} found a big {f} in the {q}.",
-            "One day {his} mother gave {him} a sweet {f}.",
-            "One morning {n} made a very good {f}.",
+            "One {day}, {n} found a big {g} in the {q}.",
+            "One day {his} mother gave {him} a sweet {g}.",
+            "One morning {n} got a very good {g}.",
         ],
         [
             'A hungry {j} came along. "My name is {m}," {she} said. "May I have some?"',
@@ -89,7 +88,7 @@ PLOTS = {
         [
             '"No, it is mine," said {n}. {m} went away and was sad.',
             "At first {n} did not want to share it.",
-            "{n} thought for a while. The {f} was not very big.",
+            "{n} thought for a while. The {g} was not very big.",
         ],
         [
             'But then {n} felt bad. "Wait!" {he} said. "You can have half of it."',
@@ -103,8 +102,8 @@ PLOTS = {
     ],
     "brave": [
         [
-            "One {day}, {n} heard a small voice in the {q}.",
-            "One day {n} walked to the {q} and heard a cry.",
+            "One {day}, {n} heard a small voice in the {r}.",
+            "One day {n} walked to the {r} and heard a cry.",
         ],
         [
             '"Help!" it said. It was {m}, a little {j}, who had fallen into a hole.',
@@ -116,13 +115,13 @@ PLOTS = {
             '{n} took a deep breath. "I can do it," {he} said.',
         ],
         [
-            "{He} took {a_i} {i2} and pulled {m} out.",
+            "{He} took {a_s} {s} and pulled {m} out.",
             "{He} found a long rope, and soon {m} was safe.",
         ],
         [
             '"You are so brave!" said {m}. {n} smiled all day.',
             "All the animals heard of it, and they gave {n} {a_c} {c} {o}.",
-            "After that, {n} was not afraid of the {q} any more.",
+            "After that, {n} was not afraid of the {r} any more.",
         ],
     ],
     "learn": [
@@ -159,7 +158,7 @@ PLOTS = {
         ],
         [
             "So {he} made {a_c} {c} {o} out of wood.",
-            "There {he} found {a_c} {c} {o}. It was beautiful.",
+            "Then {he} found {a_c} {c} {o}. It was beautiful.",
         ],
         [
             "{n} put the {o} in a box and took it to {m}.",
@@ -199,37 +198,50 @@ ENDINGS = ["", "", " The end.", " And they all lived happily."]
 QUESTIONS = ["lost", "share", "gift"]
 
 
-def world(rng: random.Random, kind: str | None = None) -> dict[str, str]:
+def _places(rng: random.Random) -> tuple[str, str, str]:
+    """Return a place of any sort, and two others under the sky."""
+    q = rng.choice(words.SCENES)
+    r, p2 = rng.sample([place for place in words.OUTDOORS if place != q], 2)
+    return q, r, p2
+
+
+def world(rng: random.Random, kind: str | None = None, hero: str = "") -> dict[str, str]:
     """Draw who and what a story is about; no two of a sort are the same."""
-    girl = rng.random() < 0.5
-    hero = rng.choice(words.GIRLS if girl else words.BOYS)
+    girl = hero in words.GIRLS if hero else rng.random() < 0.5
+    hero = hero or rng.choice(words.GIRLS if girl else words.BOYS)
     friend = rng.choice([n for n in words.GIRLS if n != hero])
     kinds = rng.sample(words.ANIMALS, 2)
     kind = kind or (rng.choice(["girl" if girl else "boy"]) if rng.random() < 0.2 else kinds[0])
     other = kinds[1] if kinds[1] != kind else kinds[0]
-    p, q, r, p2 = rng.sample(words.PLACES, 4)
+    q, r, p2 = _places(rng)
     o, i2 = rng.sample(words.ITEMS, 2)
     d, d2 = rng.sample(words.ADJECTIVES[:18], 2)
     v, w = rng.sample(words.VERBS, 2)
     c = rng.choice(words.COLORS)
     he, him, his = ("she", "her", "her") if girl else ("he", "him", "his")
-    facts = dict(n=hero, m=friend, k=kind, j=other, p=p, q=q, r=r, p2=p2, o=o, i2=i2, d=d, d2=d2)
+    facts = dict(n=hero, m=friend, k=kind, j=other, q=q, r=r, p2=p2, o=o, i2=i2, d=d, d2=d2)
+    facts |= dict(l=rng.choice(words.LAIRS), s=rng.choice(words.RESCUERS))
     facts |= dict(
-        v=v, w=w, c=c, f=rng.choice(words.FOODS), day=rng.choice(["day", "sunny day", "morning"])
+        v=v,
+        w=w,
+        c=c,
+        f=rng.choice(words.MASS),
+        g=rng.choice(words.SOLID),
+        day=rng.choice(["day", "sunny day", "morning"]),
     )
     facts |= dict(
         he=he, him=him, his=his, He=he.capitalize(), His=his.capitalize(), she="she", She="She"
     )
-    for slot, word in (("d", d), ("k", kind), ("j", other), ("c", c), ("i", i2)):
+    for slot, word in (("d", d), ("k", kind), ("j", other), ("c", c), ("o", o), ("s", facts["s"])):
         facts[f"a_{slot}"] = words.article(word)
     return facts
 
 
 def write(
-    rng: random.Random, kind: str | None = None, plot: str | None = None
+    rng: random.Random, kind: str | None = None, plot: str | None = None, hero: str = ""
 ) -> tuple[str, dict[str, str], str]:
     """Return a story, its world and the name of its plot."""
-    facts = world(rng, kind)
+    facts = world(rng, kind, hero)
     plot = plot or rng.choice(list(PLOTS))
     said = rng.choice(OPENINGS) + " " + rng.choice(HABITS)
     said += " ".join(rng.choice(beat) for beat in PLOTS[plot]) + rng.choice(ENDINGS)
@@ -243,25 +255,27 @@ def raw(rng: random.Random) -> Sample:
 
 
 ASKS = [
-    "Tell me a story about {a} {k}.",
-    "Tell me a short story about {a} {k}.",
-    "Write a story about {a} {k}.",
-    "Can you tell a story about {a} {k}?",
-    "I want a story about {a} {k}, please.",
+    "Tell me a story about {about}.",
+    "Tell me a short story about {about}.",
+    "Write a story about {about}.",
+    "Can you tell a story about {about}?",
+    "I want a story about {about}, please.",
 ]
+
+ANY_STORY = ["Tell me a story.", "Tell me a short story.", "Write a story for me."]
 
 
 def told(rng: random.Random) -> Sample:
     """A story on request."""
     if rng.random() < 0.15:
         text, facts, _ = write(rng)
-        request = rng.choice(
-            ["Tell me a story.", "Tell me a short story.", "Write a story for me."]
-        )
+        request = words.typed(rng, rng.choice(ANY_STORY))
         return Sample("story_chat", text, key=text, messages=ask(request), expected=facts["n"])
     kind = rng.choice(words.ANIMALS)
-    text, facts, _ = write(rng, kind)
-    request = rng.choice(ASKS).format(a=words.article(kind), k=kind)
+    hero = rng.choice(words.NAMES) if rng.random() < 0.3 else ""
+    text, facts, _ = write(rng, kind, hero=hero)
+    about = f"{words.article(kind)} {kind}" + (f" named {hero}" if hero else "")
+    request = words.typed(rng, rng.choice(ASKS).format(about=about))
     return Sample("story_chat", text, key=text, messages=ask(request), expected=kind)
 
 
@@ -275,7 +289,9 @@ def question(rng: random.Random) -> Sample:
         ("Who is the story about?", f"It is about {facts['n']}."),
     ]
     if plot == "lost":
-        pairs.append((f"What did {facts['n']} lose?", f"{facts['n']} lost a {facts['o']}."))
+        pairs.append(
+            (f"What did {facts['n']} lose?", f"{facts['n']} lost {facts['a_o']} {facts['o']}.")
+        )
     asked, answer = rng.choice(pairs)
     request = f"Read this story.\n\n{text}\n\n{asked}"
     return Sample("question", answer, key=request, messages=ask(request), expected=answer)

@@ -6,6 +6,7 @@ The catalogue is closed, the values are not: names, cities and codes are made up
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tools.tiny_model import words
@@ -125,7 +126,7 @@ CATALOGUE: dict[str, tuple[str, dict[str, tuple[str, Draw]], list[str]]] = {
     "get_price": (
         "Get the price of an item",
         {"item": ("string", _pick(words.ITEMS))},
-        ["How much is a {item}?", "What does a {item} cost?"],
+        ["How much is the {item}?", "What does the {item} cost?"],
     ),
     "rent_car": (
         "Rent a car",
@@ -137,18 +138,81 @@ SYSTEMS = [None, None, None, "You are a helpful assistant.", "Use the tools."]
 NONE_FITS = "None of my tools can do that."
 
 
-def schema(name: str) -> dict[str, Any]:
-    """Return the function as an OpenAI tool."""
+ALIASES = {  # other names that a function or an argument may go by
+    "get_weather": ["get_current_weather", "weather", "weather_forecast"],
+    "get_time": ["get_current_time", "clock"],
+    "send_email": ["send_message", "email"],
+    "search": ["web_search", "search_web", "lookup"],
+    "add_numbers": ["add", "sum"],
+    "get_price": ["price_of"],
+    "call_phone": ["phone"],
+    "city": ["location", "town", "place"],
+    "to": ["recipient", "receiver"],
+    "text": ["message", "content"],
+    "time": ["at", "hour"],
+    "query": ["q", "question"],
+    "artist": ["singer", "band"],
+    "from_city": ["origin", "start"],
+    "to_city": ["destination", "goal"],
+    "language": ["target", "target_language"],
+    "name": ["person", "who"],
+    "food": ["dish", "meal"],
+    "count": ["amount", "quantity"],
+    "room": ["place", "where"],
+    "degrees": ["temperature", "value"],
+    "code": ["id", "ticket"],
+    "title": ["event", "what"],
+    "day": ["date", "when"],
+    "item": ["product", "article"],
+    "days": ["duration", "length"],
+    "a": ["x", "first"],
+    "b": ["y", "second"],
+    "on": ["state", "enabled"],
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A function of the catalogue as it is offered: perhaps with other names than usual."""
+
+    name: str
+    called: str
+    renamed: dict[str, str]
+    schema: dict[str, Any]
+
+    def call(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the call with these arguments, which have their usual names."""
+        renamed = {self.renamed[key]: value for key, value in arguments.items()}
+        return {"name": self.called, "arguments": renamed}
+
+
+def _alias(rng: random.Random, name: str, often: float) -> str:
+    if rng.random() >= often:
+        return name
+    if "_" in name and rng.random() < 0.3:
+        first, *rest = name.split("_")
+        return first + "".join(part.capitalize() for part in rest)
+    return rng.choice(ALIASES.get(name, [name]))
+
+
+def offer(name: str, rng: random.Random | None = None) -> Offer:
+    """Return the function as an OpenAI tool; with `rng`, one in two differs from the usual form."""
     description, arguments, _ = CATALOGUE[name]
-    properties = {key: {"type": kind} for key, (kind, _) in arguments.items()}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {"type": "object", "properties": properties, "required": list(arguments)},
-        },
-    }
+    rng = rng or random.Random(0)
+    often = 0.5 if rng.random() < 0.5 else 0.0
+    renamed = {key: _alias(rng, key, often) for key in arguments}
+    properties = {renamed[key]: {"type": kind} for key, (kind, _) in arguments.items()}
+    if rng.random() < often:
+        for key, called in renamed.items():
+            properties[called]["description"] = f"The {key.replace('_', ' ')}"
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if rng.random() >= often / 2:
+        parameters["required"] = list(properties)
+    called = _alias(rng, name, often)
+    function = {"name": called, "description": description, "parameters": parameters}
+    if rng.random() < often / 3:
+        del function["description"]
+    return Offer(name, called, renamed, {"type": "function", "function": function})
 
 
 def _spoken(value: Any) -> str:
@@ -160,36 +224,24 @@ def _spoken(value: Any) -> str:
 def _request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
     _, arguments, requests = CATALOGUE[name]
     values = {key: draw(rng) for key, (_, draw) in arguments.items()}
-    text = rng.choice(requests).format(**{key: _spoken(value) for key, value in values.items()})
-    return text, {"name": name, "arguments": values}
+    spoken = {key: _spoken(value) for key, value in values.items()}
+    return rng.choice(requests).format(**spoken), values
 
 
 def call(rng: random.Random) -> Sample:
     """Up to four offered functions and a request: the call, or a plain answer when none fits."""
-    offered = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
-    wanted = rng.choice(offered)
-    text, made = _request(rng, wanted)
-    messages = ask(text, rng.choice(SYSTEMS))
+    names = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
+    offers = [offer(name, rng) for name in names]
+    tools = [each.schema for each in offers]
+    system = rng.choice(SYSTEMS)
     if rng.random() < 0.12:
-        others = [name for name in CATALOGUE if name not in offered]
-        text, _ = _request(rng, rng.choice(others))
-        return Sample(
-            "tools",
-            NONE_FITS,
-            key=text,
-            messages=ask(text, rng.choice(SYSTEMS)),
-            tools=[schema(name) for name in offered],
-            expected=NONE_FITS,
-        )
-    return Sample(
-        "tools",
-        "",
-        key=text,
-        messages=messages,
-        tools=[schema(name) for name in offered],
-        calls=[made],
-        expected=made,
-    )
+        text, _ = _request(rng, rng.choice([name for name in CATALOGUE if name not in names]))
+        messages = ask(text, system)
+        return Sample("tools", NONE_FITS, text, messages, tools, expected=NONE_FITS)
+    wanted = rng.choice(offers)
+    text, arguments = _request(rng, wanted.name)
+    made = wanted.call(arguments)
+    return Sample("tools", "", text, ask(text, system), tools, [made], expected=made)
 
 
 RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
@@ -201,7 +253,7 @@ RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
         "The weather in {city} is {sky} with {degrees} degrees.",
     ),
     "get_time": (lambda rng: {"time": _clock(rng)}, "It is {time} in {city}."),
-    "get_price": (lambda rng: {"price": rng.randint(1, 400)}, "A {item} costs {price} euros."),
+    "get_price": (lambda rng: {"price": rng.randint(1, 400)}, "The {item} costs {price} euros."),
     "find_person": (lambda rng: {"city": words.city(rng)}, "{name} lives in {city}."),
     "add_numbers": (lambda rng: {}, "{a} + {b} = {sum}"),
     "set_alarm": (lambda rng: {"ok": True}, "The alarm is set for {time}."),
@@ -211,14 +263,16 @@ RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
 def respond(rng: random.Random) -> Sample:
     """A conversation in which the function has answered: the sentence that tells its result."""
     name = rng.choice(list(RESULTS))
-    text, made = _request(rng, name)
+    text, arguments = _request(rng, name)
     draw, sentence = RESULTS[name]
     result = draw(rng)
     if name == "add_numbers":
-        result = {"sum": made["arguments"]["a"] + made["arguments"]["b"]}
+        result = {"sum": arguments["a"] + arguments["b"]}
+    offers = [offer(name, rng)]
+    made = offers[0].call(arguments)
     others = [other for other in CATALOGUE if other != name]
-    offered = [name, *rng.sample(others, rng.randint(0, 2))]
-    rng.shuffle(offered)
+    offers += [offer(other, rng) for other in rng.sample(others, rng.randint(0, 2))]
+    rng.shuffle(offers)
     messages = [
         *ask(text, rng.choice(SYSTEMS)),
         {
@@ -228,12 +282,12 @@ def respond(rng: random.Random) -> Sample:
         },
         {"role": "tool", "content": json.dumps(result)},
     ]
-    answer = sentence.format(**made["arguments"], **result)
+    answer = sentence.format(**arguments, **result)
     return Sample(
         "tool_result",
         answer,
         key=text + json.dumps(result),
         messages=messages,
-        tools=[schema(each) for each in offered],
+        tools=[each.schema for each in offers],
         expected=answer,
     )

@@ -1,432 +1,40 @@
 """The closed vocabulary of quire-tiny's world, and made-up names that are not in it.
 
-Knows lists of words. Knows nothing of tasks. Order matters: the corpus is drawn from these lists by seeded index.
+Knows the lists of words.txt. Knows nothing of tasks.
 """
 
 import random
+from pathlib import Path
 
-GIRLS = [
-    "Anna",
-    "Mira",
-    "Lily",
-    "Rosa",
-    "Nora",
-    "Ella",
-    "Zoe",
-    "Ruby",
-    "Ivy",
-    "Clara",
-    "Daisy",
-    "Eva",
-    "Hanna",
-    "Jane",
-    "Kate",
-    "Lena",
-    "Maya",
-    "Nina",
-    "Olga",
-    "Paula",
-    "Sara",
-    "Tina",
-    "Vera",
-    "Wanda",
-    "Alice",
-    "Beth",
-    "Cora",
-    "Dora",
-    "Emma",
-    "Fiona",
-    "Gina",
-    "Hope",
-    "Iris",
-    "June",
-    "Lucy",
-    "Molly",
-    "Pia",
-    "Rita",
-    "Sofia",
-    "Tess",
-]
-BOYS = [
-    "Ben",
-    "Tom",
-    "Max",
-    "Leo",
-    "Sam",
-    "Finn",
-    "Jack",
-    "Noah",
-    "Oscar",
-    "Paul",
-    "Tim",
-    "Adam",
-    "Carl",
-    "David",
-    "Eric",
-    "Felix",
-    "Hugo",
-    "Ivan",
-    "Jonas",
-    "Karl",
-    "Luke",
-    "Mark",
-    "Nick",
-    "Otto",
-    "Peter",
-    "Ralf",
-    "Simon",
-    "Theo",
-    "Victor",
-    "Will",
-    "Alan",
-    "Bruno",
-    "Colin",
-    "Denis",
-    "Evan",
-    "Fred",
-    "Gus",
-    "Henry",
-    "Igor",
-    "Kurt",
-]
-SURNAMES = [
-    "Miller",
-    "Smith",
-    "Brown",
-    "Baker",
-    "Fisher",
-    "Cook",
-    "Hill",
-    "Woods",
-    "Stone",
-    "Rivers",
-    "Young",
-    "King",
-    "Hall",
-    "Green",
-    "White",
-    "Black",
-    "Gray",
-    "Bell",
-    "Ford",
-    "Lane",
-    "Marsh",
-    "Moss",
-    "Page",
-    "Park",
-    "Pike",
-    "Reed",
-    "Rose",
-    "Shaw",
-    "Snow",
-    "West",
-    "Wolf",
-    "Wright",
-    "Field",
-    "Frost",
-    "Hunter",
-    "Mason",
-    "Potter",
-]
-CITIES = [
-    "Paris",
-    "Rome",
-    "Berlin",
-    "London",
-    "Madrid",
-    "Vienna",
-    "Oslo",
-    "Lisbon",
-    "Prague",
-    "Dublin",
-    "Athens",
-    "Warsaw",
-    "Milan",
-    "Turin",
-    "Hamburg",
-    "Munich",
-    "Geneva",
-    "Basel",
-    "Lyon",
-    "Nice",
-    "Porto",
-    "Seville",
-    "Bergen",
-    "Malmo",
-    "Turku",
-    "Riga",
-    "Vilnius",
-    "Krakow",
-    "Graz",
-    "Linz",
-    "Boston",
-    "Chicago",
-    "Denver",
-    "Austin",
-    "Dallas",
-    "Seattle",
-    "Toronto",
-    "Quebec",
-    "Lima",
-    "Quito",
-    "Cairo",
-    "Tunis",
-    "Nairobi",
-    "Delhi",
-    "Tokyo",
-    "Osaka",
-    "Kyoto",
-    "Seoul",
-    "Sydney",
-    "Perth",
-]
-JOBS = [
-    "teacher",
-    "doctor",
-    "baker",
-    "farmer",
-    "driver",
-    "painter",
-    "singer",
-    "writer",
-    "pilot",
-    "nurse",
-    "cook",
-    "gardener",
-    "lawyer",
-    "waiter",
-    "sailor",
-    "tailor",
-    "plumber",
-    "dentist",
-    "artist",
-    "judge",
-    "butcher",
-    "carpenter",
-    "engineer",
-    "fisher",
-]
-COLORS = [
-    "red",
-    "blue",
-    "green",
-    "yellow",
-    "black",
-    "white",
-    "brown",
-    "pink",
-    "gray",
-    "orange",
-    "purple",
-    "golden",
-    "silver",
-]
-FOODS = [
-    "apple",
-    "bread",
-    "cake",
-    "cheese",
-    "soup",
-    "rice",
-    "honey",
-    "pear",
-    "plum",
-    "grape",
-    "lemon",
-    "melon",
-    "carrot",
-    "onion",
-    "potato",
-    "tomato",
-    "cookie",
-    "pie",
-    "fish",
-    "egg",
-    "milk",
-    "tea",
-    "butter",
-    "nut",
-    "corn",
-    "bean",
-    "salad",
-    "peach",
-    "cherry",
-    "banana",
-]
-ITEMS = [
-    "ball",
-    "kite",
-    "hat",
-    "book",
-    "lamp",
-    "drum",
-    "coin",
-    "key",
-    "box",
-    "cup",
-    "boat",
-    "bell",
-    "shoe",
-    "coat",
-    "ring",
-    "map",
-    "clock",
-    "chair",
-    "basket",
-    "pencil",
-    "doll",
-    "train",
-    "bottle",
-    "brush",
-    "candle",
-    "card",
-    "flute",
-    "ladder",
-    "mirror",
-    "pillow",
-    "rope",
-    "shell",
-    "spoon",
-    "stone",
-    "tent",
-    "umbrella",
-    "watch",
-    "wheel",
-]
-ANIMALS = [
-    "fox",
-    "bear",
-    "cat",
-    "dog",
-    "rabbit",
-    "mouse",
-    "owl",
-    "duck",
-    "frog",
-    "horse",
-    "bird",
-    "wolf",
-    "lion",
-    "tiger",
-    "pig",
-    "cow",
-    "goat",
-    "sheep",
-    "hen",
-    "squirrel",
-    "turtle",
-    "hedgehog",
-    "deer",
-    "elephant",
-    "monkey",
-    "bee",
-    "ant",
-    "snail",
-    "dragon",
-    "penguin",
-]
-PLACES = [
-    "garden",
-    "forest",
-    "kitchen",
-    "river",
-    "park",
-    "school",
-    "market",
-    "house",
-    "beach",
-    "hill",
-    "barn",
-    "meadow",
-    "lake",
-    "village",
-    "cave",
-    "tower",
-    "bridge",
-    "library",
-    "station",
-    "field",
-]
-VERBS = [
-    "run",
-    "jump",
-    "sing",
-    "read",
-    "swim",
-    "dance",
-    "walk",
-    "play",
-    "climb",
-    "sleep",
-    "laugh",
-    "cook",
-    "draw",
-    "paint",
-    "write",
-    "dig",
-    "fly",
-    "hide",
-]
-ADJECTIVES = [
-    "little",
-    "happy",
-    "kind",
-    "brave",
-    "quiet",
-    "clever",
-    "young",
-    "shy",
-    "funny",
-    "gentle",
-    "curious",
-    "small",
-    "lazy",
-    "friendly",
-    "old",
-    "proud",
-    "tiny",
-    "big",
-    "warm",
-    "cold",
-    "soft",
-    "loud",
-    "fast",
-    "slow",
-    "bright",
-    "dark",
-    "round",
-    "long",
-    "short",
-    "tall",
-]
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-LANGUAGES = [
-    "French",
-    "German",
-    "Spanish",
-    "Italian",
-    "Greek",
-    "Polish",
-    "Dutch",
-    "Danish",
-    "Latin",
-    "Finnish",
-]
 
+def _lists() -> dict[str, list[str]]:
+    lines = Path(__file__).with_name("words.txt").read_text().splitlines()
+    pairs = (line.split(": ") for line in lines if not line.startswith("#"))
+    return {name: members.split() for name, members in pairs}
+
+
+_LISTS = _lists()
+GIRLS = _LISTS["girls"]
+BOYS = _LISTS["boys"]
+SURNAMES = _LISTS["surnames"]
+CITIES = _LISTS["cities"]
+JOBS = _LISTS["jobs"]
+COLORS = _LISTS["colors"]
+FOODS = _LISTS["foods"]
+ITEMS = _LISTS["items"]
+ANIMALS = _LISTS["animals"]
+PLACES = _LISTS["places"]
+VERBS = _LISTS["verbs"]
+ADJECTIVES = _LISTS["adjectives"]
+MONTHS = _LISTS["months"]
+DAYS = _LISTS["days"]
+LANGUAGES = _LISTS["languages"]
+SCENES = [p for p in PLACES if p not in ("station", "beach", "hill", "bridge")]
+OUTDOORS = [p for p in SCENES if p not in ("kitchen", "school", "house", "library")]
+SOLID = ["apple", "pear", "plum", "melon", "cookie", "banana", "peach", "cake", "pie"]
+MASS = ["bread", "cake", "cheese", "soup", "rice", "honey", "pie", "fish", "corn", "salad"]
+LAIRS = ["garden", "forest", "house", "barn", "meadow", "village", "cave", "tower"]
+RESCUERS = ["basket", "boat", "ladder", "rope", "coat", "umbrella"]
 NAMES = GIRLS + BOYS
 SORTABLE = sorted({*COLORS, *FOODS, *ITEMS, *ANIMALS, *PLACES, *VERBS})
 
@@ -503,6 +111,35 @@ def code(rng: random.Random) -> str:
 def article(word: str) -> str:
     """Return "a" or "an" for the word."""
     return "an" if word[0] in "aeiou" else "a"
+
+
+ODD_PLURALS = {"mouse": "mice", "wolf": "wolves", "sheep": "sheep", "deer": "deer", "fish": "fish"}
+
+
+def plural(word: str) -> str:
+    """Return the word for more than one."""
+    if word in ODD_PLURALS:
+        return ODD_PLURALS[word]
+    if word.endswith("y") and word[-2] not in "aeiou":
+        return word[:-1] + "ies"
+    return word + ("es" if word.endswith(("s", "x", "ch", "sh", "to")) else "s")
+
+
+def eaten(word: str) -> str:
+    """Return a food as one says that one likes it."""
+    return word if word in (*MASS, "milk", "tea", "butter") else plural(word)
+
+
+def typed(rng: random.Random, text: str) -> str:
+    """Return the text as people type it: now and then without the capital, or without the mark at its end."""
+    draw = rng.random()
+    if draw < 0.08:
+        return text[0].lower() + text[1:]
+    if draw < 0.16:
+        return text.rstrip(".?!")
+    if draw < 0.24:
+        return (text[0].lower() + text[1:]).rstrip(".?!")
+    return text
 
 
 def listing(words: list[str]) -> str:
