@@ -34,7 +34,7 @@ from quire.kvcache.specs import CacheSpec
 if TYPE_CHECKING:
     from quire.layers.attention import Attention
 
-TILE = 256  # keys, when blocks divide it
+TILE = 128  # keys, when blocks divide it
 MIN_ROWS = 16
 ALONE = 16  # a row with more new tokens than this is a unit of its own
 QUERY_BLOCK = 128  # tokens of a long row that are scored at once
@@ -46,7 +46,7 @@ class Span:
     """The tiles over the same keys: these are gathered once for all the blocks of queries."""
 
     rows: slice
-    blocks: Tensor  # int64 [rows * blocks a tile]
+    lines: Tensor  # int64 [rows * K * blocks a tile]: (block, head) of the cache as one index
     unseen_BS: Tensor | None  # True where no query sees the key: it may be unwritten memory
     tiles: list[
         tuple[slice, Tensor | None]
@@ -133,7 +133,8 @@ class ReferenceAttention:
     def _attend_tiles(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
         spans = unit.spans.get(layer.window)
         if spans is None:
-            spans = list(_spans(unit, layer.window, layer.cache[0].shape[2], self.tile))
+            _, num_kv_heads, block_size, _ = layer.cache[0].shape
+            spans = list(_spans(unit, layer.window, num_kv_heads, block_size, self.tile))
             unit.spans[layer.window] = spans
         return _attend_unit(layer, unit, spans, q).to(q.dtype)
 
@@ -153,7 +154,9 @@ def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
     cache[block_T, :, slots_T - block_T * block_size] = new_TKD.to(cache.dtype)
 
 
-def _spans(unit: Unit, window: int | None, block_size: int, tile: int) -> Iterator[Span]:
+def _spans(
+    unit: Unit, window: int | None, num_kv_heads: int, block_size: int, tile: int
+) -> Iterator[Span]:
     """The tiles that some query of the unit sees, in the order of their keys."""
     per_tile = max(1, tile // block_size)
     size = per_tile * block_size
@@ -169,7 +172,8 @@ def _spans(unit: Unit, window: int | None, block_size: int, tile: int) -> Iterat
         if a >= b:
             continue
         blocks = unit.table_BN[a:b, index * per_tile : (index + 1) * per_tile]
-        blocks = F.pad(blocks, (0, per_tile - blocks.shape[1])).flatten()
+        blocks = F.pad(blocks, (0, per_tile - blocks.shape[1]))[:, None] * num_kv_heads
+        lines = (blocks + torch.arange(num_kv_heads, device=device)[:, None]).flatten()
         key_S = torch.arange(start, stop, device=device)
         at_BQ = first_B1[a:b] + torch.arange(Q, device=device)
         unseen_BS = None
@@ -187,7 +191,7 @@ def _spans(unit: Unit, window: int | None, block_size: int, tile: int) -> Iterat
                 if window:
                     hidden |= key_S <= at - window
             tiles.append((slice(x, y), hidden))
-        yield Span(slice(a, b), blocks, unseen_BS, tiles)
+        yield Span(slice(a, b), lines, unseen_BS, tiles)
 
 
 def _low(first_B1: Tensor, window: int | None) -> Tensor:
@@ -221,10 +225,9 @@ def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> 
 
 def _gather(cache: Tensor, span: Span) -> Tensor:
     """Blocks of cache [blocks, K, block_size, D] -> [B, K, S, D] in float32, a copy."""
-    num_rows = span.rows.stop - span.rows.start
-    found = cache.index_select(0, span.blocks)
-    found = found.view(num_rows, -1, *found.shape[1:]).transpose(1, 2)
-    return found.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3)
+    num_rows, (_, K, block_size, D) = span.rows.stop - span.rows.start, cache.shape
+    found = cache.view(-1, block_size * D).index_select(0, span.lines)
+    return found.view(num_rows, K, -1, D).float()
 
 
 def _tile(
