@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -9,8 +10,17 @@ from collections.abc import Callable, Iterator
 import pytest
 from small_llama import CPU, LLAMA
 
+from quire.config import flags
 from quire.config.engine import EngineConfig
 from quire.config.resolve import resolve
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_parser() -> Iterator[None]:
+    """Making a parser takes 20 ms, and a parser keeps nothing of what it parsed."""
+    make, flags.make_parser = flags.make_parser, functools.cache(flags.make_parser)
+    yield
+    flags.make_parser = make
 
 
 @pytest.fixture(autouse=True)
