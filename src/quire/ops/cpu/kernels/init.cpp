@@ -1,0 +1,17 @@
+// Says whether this build runs here, and asks the kernel of the operating system for what it needs.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "product.h"
+
+// 0: ready. Else the operating system does not give tile registers to this process.
+EXPORT int quire_init() {
+#ifdef QUIRE_AMX
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return (int)syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+#else
+  return 0;
+#endif
+}
+
+EXPORT int quire_threads() { return omp_get_max_threads(); }

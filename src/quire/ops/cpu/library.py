@@ -1,0 +1,80 @@
+"""The kernels as Python functions: one library, loaded once, called through ctypes.
+
+Knows argument types. Does not know layers. Torch must have been imported before, so that both share its OpenMP
+runtime: two would fight for the same cores.
+
+Tensors go in as addresses: callers see to dtype, layout and life time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from quire import env
+from quire.logging import get_logger
+from quire.ops.cpu import build, isa
+
+log = get_logger(__name__)
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "linear": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
+    "pack": (_P, _P, _L, _L, _L, _I),
+    "attention": (_P, _L, _P, _P, _P, _P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _F, _F),
+    "write_cache": (_P, _L, _P, _P, _L, _L, _L, _L),
+    "rms_norm": (_P, _L, _P, _P, _L, _L, _L, _L, _F, _I),
+    "add_rms_norm": (_P, _P, _P, _L, _L, _F, _I),
+    "rotate": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L),
+    "silu_and_mul": (_P, _P, _L, _L),
+}
+
+
+class Kernels:
+    """One build, ready to call: `kernels.linear(...)` and so on."""
+
+    def __init__(self, which: isa.Isa):
+        self.isa = which
+        torch.get_num_threads()  # its OpenMP runtime is up before ours is looked for
+        library = ctypes.CDLL(str(build.library(which)))
+        if library.quire_init():
+            raise build.CannotBuild(f"the operating system gives no {which.name} to this process")
+        for name, types in SIGNATURES.items():
+            function = getattr(library, f"quire_{name}")
+            function.argtypes, function.restype = types, None
+            setattr(self, name, function)
+        self.threads = library.quire_threads
+
+
+@functools.cache
+def load(name: str) -> Kernels:
+    """A named build. Raises CannotBuild."""
+    which = next((each for each in isa.usable() if each.name == name), None)
+    if which is None:
+        raise build.CannotBuild(f"this CPU cannot run {name}")
+    return Kernels(which)
+
+
+@functools.cache
+def best() -> Kernels | None:
+    """The best build that runs here; None, said once, where there is none."""
+    wanted = str(env.get("CPU_ISA"))
+    if wanted == "none":
+        return None
+    reasons = []
+    for each in isa.usable():
+        if wanted not in ("auto", each.name):
+            continue
+        try:
+            return load(each.name)
+        except (build.CannotBuild, OSError) as why:
+            reasons.append(f"{each.name}: {why}")
+    if not reasons:
+        reasons = ["this CPU has none of " + ", ".join(each.name for each in isa.ISAS)]
+    log.warning(
+        "no native CPU kernels (%s): linears and attention run in plain torch, slower",
+        "; ".join(reasons),
+    )
+    return None
