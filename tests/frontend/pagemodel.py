@@ -5,6 +5,7 @@ The model's logits come from the last two tokens; a prompt may also be given the
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -32,6 +33,12 @@ VOCAB = byte_level().get_vocab_size()
 MAX_LEN = 200
 
 
+@functools.cache
+def numbers(vocab: int) -> list[list[float]]:
+    draw = random.Random(5)
+    return [[draw.gauss(0, 2) for _ in range(vocab)] for _ in range(vocab)]
+
+
 @dataclass
 class Model:
     """Next-token logits, and what was scripted."""
@@ -39,15 +46,8 @@ class Model:
     scripts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     vocab: int = VOCAB
 
-    def __post_init__(self) -> None:
-        draw = random.Random(5)
-        self.tables = [
-            [[draw.gauss(0, 2) for _ in range(self.vocab)] for _ in range(self.vocab)]
-            for _ in range(1)
-        ]
-
     def logprobs(self, history: Sequence[int]) -> list[float]:
-        (table,) = self.tables
+        table = numbers(self.vocab)
         first, last = history[-2] if len(history) > 1 else 0, history[-1]
         logits = [a + b / 2 for a, b in zip(table[last], table[-1 - first], strict=True)]
         top = max(logits)

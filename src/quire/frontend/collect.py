@@ -27,6 +27,7 @@ class Child:
     """One of a request's outputs as it grows."""
 
     id: str
+    index: int
     detokenizer: Detokenizer | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Position | None] | None = None
@@ -87,7 +88,8 @@ class Collector:
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [
-            Child(child.id, _detokenizer(accepted, tokenizer)) for child in accepted.children
+            Child(child.id, index, _detokenizer(accepted, tokenizer))
+            for index, child in enumerate(accepted.children)
         ]
         self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
         self.cached: int | None = None
@@ -95,14 +97,11 @@ class Collector:
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
         self._prompt_told = False
+        self.finished = False
 
     @property
     def _names(self) -> Tokenizer | None:
         return self.tokenizer if self.params.detokenize else None
-
-    @property
-    def finished(self) -> bool:
-        return all(child.finish is not None for child in self.children)
 
     # -- in -------------------------------------------------------------------------------------
     def add(self, index: int, output: EngineOutput) -> bool:
@@ -117,7 +116,8 @@ class Collector:
             self._add_logprobs(child, output.logprobs, len(child.tokens) - before)
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(output.prompt_logprobs)
-        if self.finished:
+        if child.ended and all(one.finish is not None for one in self.children):
+            self.finished = True
             self.metrics.finished_time = time.time()
         return child.ended and output.finish is None
 
@@ -151,6 +151,7 @@ class Collector:
                     child.detokenizer.end()
                 child.finish, child.error = finish, error
                 ended.append(child.id)
+        self.finished = True
         self.metrics.finished_time = time.time()
         return ended
 
@@ -171,9 +172,11 @@ class Collector:
             chosen = ready
         else:
             chosen = self.children
-        index = {child.id: at for at, child in enumerate(chosen if ranked else self.children)}
         delta = kind == RequestOutputKind.DELTA
-        outputs = [self._completion(child, index[child.id], delta) for child in chosen]
+        outputs = [
+            self._completion(child, at if ranked else child.index, delta)
+            for at, child in enumerate(chosen)
+        ]
         for child in self.children:
             child.told = child.finish is not None
         return RequestOutput(

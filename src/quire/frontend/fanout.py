@@ -47,8 +47,8 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     seed = params.seed or 0
     children = []
     for index in range(count):
-        own = msgspec.structs.replace(
-            params, n=1, best_of=None, logprobs=logprobs,
+        own = params.settled(
+            n=1, best_of=None, logprobs=logprobs,
             seed=seed if index == 0 else mix(seed, index),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )  # fmt: skip

@@ -12,15 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from quire.errors import Unsupported, ValidationError
+from quire.features.structured.check import checked
 from quire.frontend.fanout import child_id, fan_out, mix
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import values as read
-from quire.protocol.params import SamplingParams, truncation
+from quire.protocol.params import SamplingParams, StructuredOutputsParams, truncation
 from quire.protocol.request import EngineRequest
 
 MAX_BAD_WORDS = 128  # token sequences, so each step's look-up stays bounded
@@ -151,8 +150,8 @@ class Inputs:
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
         )  # fmt: skip
-        asked = msgspec.structs.replace(
-            params, max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
+        asked = params.settled(
+            max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
         )
         return Accepted(id, given.text, tokens, asked, fan_out(request), arrived)
 
@@ -237,8 +236,7 @@ class Inputs:
             )  # fmt: skip
         skip = params.skip_reading_prefix_cache
         own_seed = mix(self.seed, self.client, next(iter(self._numbers)))
-        return msgspec.structs.replace(
-            params,
+        return params.settled(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=own_seed if params.seed is None else params.seed & ((1 << 63) - 1),
             logprobs=self._count("logprobs", params.logprobs, limited),
@@ -247,8 +245,20 @@ class Inputs:
             skip_reading_prefix_cache=params.prompt_logprobs is not None if skip is None else skip,
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words),
+            structured_outputs=self._constraint(params),
             stop=[], bad_words=[], truncate_prompt_tokens=None, stream_interval=None,
         )  # fmt: skip
+
+    def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
+        if params.structured_outputs is None:
+            return None
+        if not self.eos_token_ids:
+            raise ValidationError(
+                "structured_outputs needs an end-of-text token, and this model names none: give one as"
+                " eos_token_id in its generation_config.json",
+                parameter="structured_outputs",
+            )
+        return checked(params.structured_outputs)
 
     def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
         if asked is None:

@@ -62,6 +62,7 @@ class Tokenizer:
         self._added = _added_tokens(backend, slow)
         self.special_ids = frozenset(i for i, special in self._added.items() if special)
         self._pieces: dict[int, str] = {}
+        self._raw: dict[int, bytes] = {}
 
     # -- text to ids ----------------------------------------------------------------------------
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -139,6 +140,12 @@ class Tokenizer:
         """What the token adds to the text, in bytes; None when the decoder is not byte-level."""
         if not self.is_byte_level:
             return None
+        found = self._raw.get(token_id)
+        if found is None:
+            found = self._raw[token_id] = self._spelled(token_id)
+        return found
+
+    def _spelled(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if token is None:
             return b""

@@ -7,6 +7,7 @@ known, in `frontend/inputs.py`. Reading a value as what it should be is `values.
 
 from __future__ import annotations
 
+import copy
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from quire import env
 from quire.errors import Unsupported, ValidationError
 from quire.logging import get_logger
 from quire.protocol import values as read
+from quire.protocol.constraint import StructuredOutputsParams as StructuredOutputsParams
 
 log = get_logger(__name__)
 
@@ -85,9 +87,12 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """The older name of structured_outputs."""
+
     # known by name, refused until built: `REFUSED`
-    structured_outputs: Any = None
-    guided_decoding: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     prompt_logprob_token_ids: Any = None
@@ -108,9 +113,6 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """Token sequences whose last token must not complete them."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "structured_outputs": "constrained output (json, regex, choice, grammar) comes with its own feature;"
-        " until then describe the form in the prompt",
-        "guided_decoding": "its newer name is structured_outputs, which comes with its own feature",
         "thinking_token_budget": "bound the whole output with max_tokens",
         "repetition_detection": "use repetition_penalty or frequency_penalty",
         "prompt_logprob_token_ids": "use prompt_logprobs",
@@ -132,7 +134,25 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
         self._read_stops()
         self._read_logprobs()
         self._read_vocabulary()
+        self._read_constraint()
         self._check_together()
+
+    def _read_constraint(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ValidationError(
+                    "guided_decoding is the older name of structured_outputs; give only the newer one",
+                    parameter="guided_decoding",
+                )
+            log.warning_every(
+                "guided_decoding", 3600.0, "guided_decoding is now structured_outputs"
+            )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        asked: Any = self.structured_outputs
+        if isinstance(asked, dict):  # as JSON and old programs have it
+            self.structured_outputs = StructuredOutputsParams.read(asked)
+        elif asked is not None and not isinstance(asked, StructuredOutputsParams):
+            raise read.wrong("structured_outputs", asked, "a StructuredOutputsParams")
 
     def _read_counts(self) -> None:
         most = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
@@ -244,6 +264,13 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    def settled(self, **values: Any) -> SamplingParams:
+        """A copy with values that are known to keep the rules: nothing is read again, which costs time."""
+        new = copy.copy(self)
+        for name, value in values.items():
+            setattr(new, name, value)
+        return new
+
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
         """As the constructor, with None for what was not given.
@@ -300,20 +327,6 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
         self.max_tokens = read.whole("max_tokens", self.max_tokens, 1)
         self.temperature = read.number("temperature", self.temperature, 0, 2)
         self.length_penalty = read.number("length_penalty", self.length_penalty, None, None)
-
-
-class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
-    """How an output is to be constrained. Accepted so that it can be named; using one is refused."""
-
-    json: Any = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
 
 
 def truncation(value: Any) -> int:
