@@ -157,7 +157,7 @@ def test_it_is_not_built_over_vllm(tmp_path, setup_file):
 
 
 def test_pip_installs_it(tmp_path, program):
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="77")  # as compat/vllm/pyproject.toml
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     pip = "-m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index"
