@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,22 @@ def test_says_what_transformers_says(case: Case, tmp_path: Path) -> None:
         pieces = in_pieces(runner, texts(), seed=block_size, most=most)
         for got, alone in zip(pieces, whole, strict=True):
             assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama llama3", "mistral window", "qwen2 tied", "qwen3"])
+def test_in_16_bits_as_near_the_truth_as_transformers(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rounding is not a mistake; more of it than Transformers has would be one."""
+
+    theirs = write(next(case for case in CASES if case.name == name), tmp_path)
+    text = texts()[0]
+    truth = plain(copy.deepcopy(theirs).double(), text)
+    rounded = plain(theirs.to(dtype), text).float()
+    ours = build(tmp_path, dtype=str(dtype).removeprefix("torch."))
+    runner = Runner(ours, dtype=dtype)
+    whole, pieces = runner.prefill(0, text), runner.prefill(1, text, chunk=7)
+    bound = (rounded - truth).square().mean().sqrt()
+    for got in (whole, pieces):
+        assert (got - truth).square().mean().sqrt() < 1.2 * bound

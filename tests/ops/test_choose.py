@@ -1,0 +1,107 @@
+"""Which attention backend serves a model, and what is said when none can."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+
+import pytest
+from torch import nn, ones
+
+from quire.attention import base
+from quire.attention.base import Capabilities, Needs, choose
+from quire.attention.reference import ReferenceAttention
+from quire.errors import ConfigError
+from quire.layers.attention import Attention
+
+PLAIN = Needs(device="cpu", dtype="bfloat16", head_dims=frozenset({64}), block_size=64)
+NARROW = Capabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({"bfloat16"}),
+    head_dims=(64, 128),
+    block_sizes=(16, 64),
+)
+
+
+class Narrow:
+    can = NARROW
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        "NARROW": f"{__name__}:Narrow",
+        "GONE": "quire.attention.nowhere:Gone",
+        **base.BACKENDS,
+    }
+    monkeypatch.setattr(base, "BACKENDS", table)
+
+
+def test_needs_are_those_of_all_layers() -> None:
+    sinks = nn.Parameter(ones(4), requires_grad=False)
+    layers = [
+        Attention(4, 2, 16),
+        Attention(4, 2, 32, window=5, v_head_dim=8),
+        Attention(4, 2, 16, softcap=2.0, sinks=sinks),
+    ]
+    about = {"device": "cpu", "dtype": "float32", "kv_dtype": "auto", "block_size": 16}
+    plain = Needs.of(layers[:1], **about)
+    assert plain == Needs(device="cpu", dtype="float32", head_dims=frozenset({16}), block_size=16)
+    assert Needs.of(layers, **about) == replace(
+        plain,
+        head_dims=frozenset({16, 32}),
+        **dict.fromkeys(("differing_values", "windows", "softcap", "sinks"), True),
+    )
+
+
+LACKING = {
+    "device": ("cuda", "device cuda"),
+    "dtype": ("float32", "dtype float32"),
+    "kv_dtype": ("fp8", "KV cache of fp8"),
+    "head_dims": (frozenset({64, 80, 96}), "head size 80, head size 96"),
+    "block_size": (32, "blocks of 32"),
+    "differing_values": (True, "values of another size than keys"),
+    "windows": (True, "windows"),
+    "softcap": (True, "softcap"),
+    "sinks": (True, "sinks"),
+}
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Needs)])
+def test_every_need_can_be_lacking(name: str) -> None:
+    assert NARROW.lacking(PLAIN) == []
+    value, said = LACKING[name]
+    assert ", ".join(NARROW.lacking(replace(PLAIN, **{name: value}))) == said
+
+
+def test_the_first_that_can_is_taken_and_the_log_says_who_could_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    order = ("GONE", "NARROW", "TORCH_SDPA")
+    with caplog.at_level(logging.INFO):
+        assert choose(None, order, PLAIN)[0] == "NARROW"
+        name, backend = choose("auto", order, replace(PLAIN, sinks=True, windows=True))
+    assert name == "TORCH_SDPA"
+    assert isinstance(backend, ReferenceAttention)
+    assert "attention: TORCH_SDPA" in caplog.text
+    assert "NARROW lacks windows, sinks" in caplog.text
+    assert "GONE cannot be loaded" in caplog.text
+
+
+def test_the_one_asked_for_or_none() -> None:
+    order = ("TORCH_SDPA",)
+    assert choose("torch_sdpa", ("NARROW",), PLAIN)[0].upper() == "TORCH_SDPA"
+    with pytest.raises(ConfigError, match="NARROW lacks softcap"):
+        choose("NARROW", order, replace(PLAIN, softcap=True))
+    with pytest.raises(ConfigError, match="'FLASH' is unknown; there are NARROW, GONE, TORCH_SDPA"):
+        choose("FLASH", order, PLAIN)
+    with pytest.raises(ConfigError, match="TORCH_SDPA lacks device tpu"):
+        choose(None, order, replace(PLAIN, device="tpu"))
+
+
+def test_attention_without_a_worker_says_so() -> None:
+    layer = Attention(4, 2, 16, layer_index=7)
+    with pytest.raises(RuntimeError, match="attention layer 7 has no backend yet"):
+        layer(ones(1, 4, 16), ones(1, 2, 16), ones(1, 2, 16))
+    with pytest.raises(ValueError, match="4 query heads do not divide among 3 KV heads"):
+        Attention(4, 3, 16)
