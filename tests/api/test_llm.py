@@ -453,6 +453,16 @@ def test_statistics_are_logged_when_asked_for(
     assert "Avg generation throughput" in caplog.text
 
 
+def test_requests_are_logged_when_asked_for(
+    make: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        make().generate("quiet", GREEDY, use_tqdm=False)
+        assert "Received request" not in caplog.text
+        make(enable_log_requests=True, max_log_len=3).generate("loud", GREEDY, use_tqdm=False)
+    assert "Received request 0: prompt: 'lou', prompt_token_ids: [" in caplog.text
+
+
 def test_the_engine_ends_with_the_object(folder: Path):
     client = pagemodel.make(folder)
     executor: Any = client.core.executor

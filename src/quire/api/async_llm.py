@@ -90,10 +90,12 @@ class AsyncLLM(Later):
         else:
             client = make_client(config)
         try:
-            return cls(client, config)
+            made = cls(client, config)
         except BaseException:
             client.close()
             raise
+        made.front.logs_requests = config.observe.enable_log_requests
+        return made
 
     # -- requests -------------------------------------------------------------------------------
     async def generate(

@@ -86,6 +86,7 @@ class LLM(Later):
         self.client = client
         self.config = client.resolved.asked
         self.front = FrontRoom(client)
+        self.front.logs_requests = self.config.observe.enable_log_requests
         self.watch = Watch(client, self.config.model.model)
         self.request_counter = itertools.count()
         self._running = threading.RLock()  # one thread drives the engine, the others wait

@@ -23,6 +23,7 @@ class LLMEngine:
     def __init__(self, client: EngineClient):
         self.client, self.front = client, FrontRoom(client)
         self.config = client.resolved.asked
+        self.front.logs_requests = self.config.observe.enable_log_requests
         self._ended: list[RequestOutput] = []
         self._close = weakref.finalize(self, client.close)
 

@@ -20,9 +20,12 @@ from quire.frontend.collect import Collector
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.inputs import Accepted, Inputs
 from quire.frontend.tokenizer import Tokenizer, load
+from quire.logging import get_logger
 from quire.models import hf
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
+
+log = get_logger(__name__)
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"]  # a tokenizer does without
 
@@ -53,6 +56,8 @@ class FrontRoom:
             asked.seed,
             number,
         )
+        self.logs_requests = False
+        """A line for each; the server writes its own."""
         self.live: dict[str, Collector] = {}
         self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
@@ -97,6 +102,8 @@ class FrontRoom:
             if not any(c.id in self._echoes or c.id in self._children for c in accepted.children):
                 break
             accepted.rename_children(number)
+        if self.logs_requests:
+            self._log(accepted)
         collector = Collector(accepted, self.tokenizer)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
@@ -144,6 +151,14 @@ class FrontRoom:
         if ended:
             self.client.abort(ended)
         return found
+
+    def _log(self, accepted: Accepted) -> None:
+        most = self.client.resolved.asked.observe.max_log_len
+        text = None if accepted.prompt is None else accepted.prompt[:most]
+        log.info(
+            "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
+            accepted.id, text, accepted.tokens[:most], accepted.params,
+        )  # fmt: skip
 
     def _forget(self, collector: Collector) -> None:
         self.live.pop(collector.id, None)
