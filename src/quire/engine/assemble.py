@@ -7,6 +7,9 @@ Knows every room by name, and imports a room only when it builds it: the HTTP pr
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
@@ -23,6 +26,9 @@ from quire.engine.host import EngineHost, Patience
 from quire.engine.memory import ITEMSIZE, MemoryPlan, make_plan, specs_of
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import Stages, table
+from quire.features.structured.compile import Compiler
+from quire.features.structured.gate import GrammarGate
+from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.hashing import Hasher
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.manager import KVManager
@@ -113,11 +119,14 @@ def resolve_config(config: EngineConfig) -> Resolved:
 def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[EngineCore, Ready]:
     """Executor and scheduler of a resolved configuration; the model is loaded when this returns."""
     stages = stages or Stages()
-    executor = build_executor(resolved)
+    compiler = build_compiler(resolved)
+    executor = build_executor(resolved, compiler)
     about = msgspec.convert(executor.call("facts")[0], WorkerFacts)
     cut = layout(about.layer_specs(), resolved.block_size, about.max_model_len)
-    scheduler = build_scheduler(resolved, about, cut)
+    gate = GrammarGate(compiler)
+    scheduler = build_scheduler(resolved, about, cut, [gate])
     core = EngineCore(scheduler, executor, resolved.depth)
+    gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions.update(admin.functions(core))
     ready = Ready(
@@ -137,7 +146,26 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     return core, ready
 
 
-def build_scheduler(resolved: Resolved, about: WorkerFacts, cut: Layout) -> Scheduler:
+def build_compiler(resolved: Resolved) -> Compiler:
+    """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
+    size = int(resolved.hf_config.get("vocab_size") or 0)
+    return Compiler(Vocabulary(tokenizer_json(tokenizer_folder(resolved)), size))
+
+
+def tokenizer_folder(resolved: Resolved) -> str:
+    """Where the tokenizer lies: with the model, or where `tokenizer` says."""
+    asked = resolved.asked
+    name = asked.model.tokenizer
+    if name is None or name == asked.model.model:
+        return resolved.path
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder.absolute())
+    return hf.locate(replace(asked.model, model=name), asked.load)
+
+
+def build_scheduler(
+    resolved: Resolved, about: WorkerFacts, cut: Layout, gates: Sequence[Gate]
+) -> Scheduler:
     asked = resolved.asked.scheduler
     caching = resolved.prefix_caching and about.prefix_caching
     kv = KVManager(
@@ -158,26 +186,26 @@ def build_scheduler(resolved: Resolved, about: WorkerFacts, cut: Layout) -> Sche
         max_waiting=asked.max_num_queued_reqs or 0,
         max_waiting_tokens=asked.max_num_queued_tokens or 0,
     )
-    gates: list[Gate] = []
     return Scheduler(kv, limits, gates)
 
 
 # -- the back room --------------------------------------------------------------------------------
-def build_executor(resolved: Resolved) -> Executor:
+def build_executor(resolved: Resolved, compiler: Compiler) -> Executor:
     if resolved.executor == "mp":
         from quire.executor.processes import ProcessExecutor
 
         return ProcessExecutor("quire.engine.assemble:worker_from_wire", to_wire(resolved))
     from quire.executor.inline import InlineExecutor
 
-    return InlineExecutor(build_worker(resolved))
+    return InlineExecutor(build_worker(resolved, compiler))
 
 
 def worker_from_wire(payload: bytes) -> Worker:
-    return build_worker(from_wire(payload))
+    resolved = from_wire(payload)
+    return build_worker(resolved, build_compiler(resolved))
 
 
-def build_worker(resolved: Resolved) -> Worker:
+def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     """Plan memory, load the model, allocate its cache: one device, ready to run plans.
 
     Raises:
@@ -190,6 +218,7 @@ def build_worker(resolved: Resolved) -> Worker:
         forecast = plan_memory(resolved)
     bind_to_cores()
     with stages("import torch"):
+        from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model
         from quire.platforms.cpu import CpuPlatform
         from quire.worker.rows import Rows
@@ -213,8 +242,9 @@ def build_worker(resolved: Resolved) -> Worker:
     )
     asked = resolved.asked.model
     processors = load_processors(asked.logits_processors, resolved, platform.device)
-    sink = SampleSink(model, rows, asked.logprobs_mode, processors)
-    worker = Worker(platform, model, TokenSource(model), sink, [], rows)
+    masks = GrammarMasks(compiler, rows)
+    sink = SampleSink(model, rows, asked.logprobs_mode, [*processors, masks])
+    worker = Worker(platform, model, TokenSource(model), sink, [masks.hook], rows)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,

@@ -1,0 +1,67 @@
+"""Compiled grammars: made in threads, kept, handed out as fresh matchers.
+
+Knows constraints and a vocabulary. Does not know rows, requests or logits. A compiled grammar is a matcher that
+has read nothing; a request gets a copy of it, which shares the large parts and costs microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher
+
+from quire.features.structured.grammar import grammar_of, limits
+from quire.features.structured.vocabulary import Vocabulary
+from quire.protocol.constraint import StructuredOutputsParams
+
+KEPT = 256  # compiled grammars, least recently used go first
+THREADS = 2
+
+
+class Compiler:
+    """May be used from any thread."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._made: OrderedDict[tuple[object, ...], Future[LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(THREADS, "grammar-compile")
+
+    def ask(
+        self, constraint: StructuredOutputsParams, then: Callable[[], None] | None = None
+    ) -> Future[LLMatcher]:
+        """Its matcher, some time; `then` is called (in a thread) if it was not known before."""
+        key = constraint.key
+        with self._lock:
+            if (found := self._made.get(key)) is not None:
+                self._made.move_to_end(key)
+                return found
+            found = self._made[key] = self._pool.submit(self._compile, constraint)
+            if len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        if then is not None:
+            found.add_done_callback(lambda _: then())
+        return found
+
+    def matcher(self, constraint: StructuredOutputsParams) -> LLMatcher:
+        """A matcher of its own, that has read nothing. Waits if it is not compiled yet.
+
+        Raises:
+            ValidationError, ConfigError: it cannot be enforced, or not with this vocabulary.
+            ValueError: llguidance refuses it.
+        """
+        return self.ask(constraint).result().deep_copy()
+
+    def _compile(self, constraint: StructuredOutputsParams) -> LLMatcher:
+        text = grammar_of(constraint)
+        made = LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits())
+        if made.is_error():
+            raise ValueError(made.get_error().strip())
+        return made
+
+    def warm(self) -> None:
+        """Prepare the vocabulary in the background, before the first request needs it."""
+        self._pool.submit(lambda: self.vocabulary.tokenizer)

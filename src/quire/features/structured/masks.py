@@ -1,0 +1,217 @@
+"""Masks: what the grammars of a step's rows allow next, laid over the logits.
+
+Knows rows, tokens and matchers. A row's grammar lives here, beside the tokens, so nothing has to travel to the
+host and back between two steps: it works at any depth, with any chunking, and after a preemption the matcher is
+fed what the row brings along.
+
+    enter   -> thread: copy the compiled matcher, feed it the output so far, fill the mask
+    apply      wait for the masks of the rows that draw; lay them over the logits
+    after   -> thread: read the tokens that were drawn, feed them, fill the masks of the next step
+
+The thread works while the forward pass runs (llguidance lets go of the GIL). It is one thread, so a row's jobs run
+in order; many masks are filled by llguidance's own pool.
+
+Shape suffixes: R rows of the worker, S rows that draw, V vocabulary, W = words of 32 tokens.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from torch import Tensor
+
+from quire.features.structured.compile import Compiler
+from quire.protocol.plan import Entered
+from quire.worker.hooks import Hook
+from quire.worker.rows import Rows
+from quire.worker.sample.processors import Picked, Processor
+
+if TYPE_CHECKING:
+    from quire.batch import Batch
+    from quire.protocol.plan import StepPlan
+
+NEVER = -torch.inf
+DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A row's grammar. Touched by the thread alone, but for `job` and `gone`."""
+
+    row: int
+    ends: list[int]
+    ends_late: bool  # ignore_eos: end only where nothing else is allowed
+    matcher: LLMatcher | None = None
+    over: bool = False  # only an end may come now
+    ended: bool = False  # an end was drawn; whatever else comes is an end as well
+    error: str | None = None
+    gone: bool = False
+    job: Future[None] | None = None
+
+
+class GrammarMasks(Processor):
+    """One for a worker; `hook` goes to the worker's hooks."""
+
+    def __init__(self, compiler: Compiler, rows: Rows):
+        self.compiler, self.rows = compiler, rows
+        self.held: dict[int, Held] = {}
+        self.hook = GrammarHook(self)
+        self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
+        self._masks_RW: np.ndarray | None = None
+        self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._par = LLExecutor()
+
+    # -- rows -----------------------------------------------------------------------------------
+    def enter(self, new: Entered) -> bool:
+        if (constraint := new.params.structured_outputs) is None:
+            return False
+        held = Held(new.row, list(new.params.eos_token_ids), new.params.ignore_eos)
+        self.held[new.row] = held
+        outputs = new.tokens[new.num_prompt :]
+
+        def begin() -> None:
+            try:
+                held.matcher = self.compiler.matcher(constraint)
+                for token in outputs:
+                    self._feed(held, token)
+                self._fill([held])
+            except Exception as error:
+                held.error = str(error)
+
+        self.compiler.ask(constraint)
+        held.job = self._thread.submit(begin)
+        return True
+
+    def leave(self, row: int) -> None:
+        self.held.pop(row).gone = True
+
+    # -- a step ---------------------------------------------------------------------------------
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        self._drawing = None
+        helds = [self.held[row] for row in picked.rows.tolist()]
+        for at, held in zip(picked.at.tolist(), helds, strict=True):
+            if held.job is not None:
+                held.job.result()
+            if held.error is not None:
+                picked.errors.setdefault(at, held.error)
+        self._drawing = helds, picked.rows, picked.lengths
+        width = logits_SV.shape[1]
+        for at, held in zip(picked.at.tolist(), helds, strict=True):
+            if held.error is None:
+                self._lay(logits_SV[at], held, width)
+        return logits_SV
+
+    def _lay(self, logits_V: Tensor, held: Held, width: int) -> None:
+        if held.over:
+            # An end is allowed whatever min_tokens, allowed tokens or bad words say: nothing else is left.
+            ends = torch.tensor(held.ends, device=logits_V.device)
+            kept = logits_V[ends]
+            kept = kept.masked_fill_(kept == NEVER, 0.0)
+            logits_V.fill_(NEVER)
+            logits_V[ends] = kept
+            return
+        words_W = self._masks()[held.row]
+        bits = np.unpackbits(words_W.view(np.uint8), bitorder="little", count=width)
+        barred_V = torch.from_numpy(bits).to(logits_V.device) == 0
+        logits_V.masked_fill_(barred_V, NEVER)
+
+    def drew(self) -> None:
+        """The step's tokens stand in the rows: feed them, in the thread."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is None:
+            return
+        helds, rows_P, lengths_P = drawing
+        state = self.rows
+        where = (
+            torch.from_numpy(rows_P).to(state.device),
+            torch.from_numpy(lengths_P).to(state.device),
+        )
+        tokens_P = state.token_ids_RL[where]
+        event: torch.Event | None = None
+        if tokens_P.device.type != "cpu":
+            device, tokens_P = tokens_P.device, tokens_P.to("cpu", non_blocking=True)
+            event = torch.Event(device)
+            event.record()
+
+        def advance() -> None:
+            if event is not None:
+                event.synchronize()
+            live = []
+            for held, token in zip(helds, tokens_P.tolist(), strict=True):
+                if held.error is None and not held.gone:
+                    self._feed(held, token)
+                    live.append(held)
+            self._fill(live)
+
+        job = self._thread.submit(advance)
+        for held in helds:
+            held.job = job
+
+    # -- in the thread --------------------------------------------------------------------------
+    def _masks(self) -> np.ndarray:
+        if self._masks_RW is None:
+            words = (self.compiler.vocabulary.tokenizer.vocab_size + 31) // 32
+            self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
+        return self._masks_RW
+
+    def _feed(self, held: Held, token: int) -> None:
+        if held.ended or held.matcher is None:
+            return
+        if token in held.ends:
+            held.ended = held.over = True
+        elif not held.matcher.consume_token(token):
+            held.error = f"the output left its constraint: {held.matcher.get_error()}"
+
+    def _fill(self, helds: list[Held]) -> None:
+        """Masks of rows that go on; then the ends are put where they belong."""
+        todo = [
+            (held.matcher, held.row)
+            for held in helds
+            if held.matcher is not None and not held.ended and held.error is None
+        ]
+        masks_RW = self._masks()
+        if len(todo) == 1:
+            matcher, row = todo[0]
+            words_W = masks_RW[row]
+            matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+        elif todo:
+            rows, bytes_ = masks_RW.shape[0], masks_RW.strides[0]
+            self._par.unsafe_compute_mask_ptr(todo, masks_RW.ctypes.data, bytes_, rows)
+        for held in helds:
+            if held.matcher is None or held.ended or held.error is not None:
+                continue
+            if held.matcher.is_error():
+                held.error = f"the constraint is too much work: {held.matcher.get_error().strip()}"
+            else:
+                self._set_ends(held, masks_RW[held.row])
+
+    def _set_ends(self, held: Held, words_W: np.ndarray) -> None:
+        accepts = self.compiler.vocabulary.accepts
+        may_end = bool(words_W[accepts >> 5] >> (accepts & 31) & 1)
+        bits = words_W.view(np.uint32)
+        for token in (accepts, *held.ends):
+            bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        goes_on = bool(words_W.any())
+        held.over = may_end and not goes_on
+        if not may_end and not goes_on:
+            held.error = DEAD_END
+        elif may_end and not held.ends_late:
+            for token in held.ends:
+                bits[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+class GrammarHook(Hook):
+    """After each step, the grammars go on."""
+
+    name = "structured"
+
+    def __init__(self, masks: GrammarMasks):
+        self.masks = masks
+
+    def after(self, plan: StepPlan, batch: Batch) -> None:
+        self.masks.drew()
