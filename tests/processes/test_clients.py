@@ -53,7 +53,12 @@ def test_openai(server: Served):
 def test_anthropic(server: Served):
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
-        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+        asked = {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "max_tokens": 8,
+            "extra_body": {"temperature": 0},
+        }
         whole = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
             assert "".join(stream.text_stream) == whole.content[0].text

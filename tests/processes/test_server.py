@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: str) -> Iterator[Served]:
-    dev = {"QUIRE_SERVER_DEV_MODE": "1"}
+    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "3"}
     with Served(
         checkpoint, "--served-model-name", "tiny", "--max-num-queued-reqs", "40", env=dev
     ) as found:
@@ -153,19 +153,39 @@ def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str)
     assert said == {"there": expected, "here": expected}
 
 
-def test_an_engine_that_is_killed_comes_back(server: Served):
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.Signals):
+    """While 32 streams run: each ends in full or with an error, soon; and the server serves again by itself."""
+    body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": True}
+    begun, ends = threading.Barrier(33), dict[int, str]()
+
+    def run(at: int) -> None:
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun.wait(30)
+            rest = [line.removeprefix("data: ") for line in lines if line]
+        assert rest[-1] == "[DONE]"
+        ends[at] = rest[-2]
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(32)]
+    for thread in threads:
+        thread.start()
     (engine,) = [child for child in children(server.process.pid) if has_torch(child)]
-    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with server.client.stream("POST", TEXT, json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(engine, signal.SIGKILL)
-        rest = [line for line in lines if line]
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 500
-    assert rest[-1] == "data: [DONE]"
-    assert server.client.get("/health").status_code == 200
+    begun.wait(30)
+    os.kill(engine, blow)
+    struck = time.monotonic()
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - struck < 30
+    assert len(ends) == 32
+    errors = [end for end in ends.values() if '"error":{"message":"' in end]
+    assert errors  # some were in the middle
+    assert all('"code":500' in error for error in errors)
+    assert server.client.get("/health").status_code == 200  # it heals itself
     until(lambda: server.client.get("/health/ready").status_code == 200, 60)
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
 
 
 def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
