@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quire.frontend.tokenizer import byte_alphabet
+from quire.frontend.bytes_in_tokens import byte_alphabet
 
 MERGES = ["t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "Ġ a", "e r", "o u", "Ã ©", "ð Ł"]
 TEMPLATE = (

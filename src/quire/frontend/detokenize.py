@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.frontend.tokenizer import Tokenizer, byte_token
+from quire.frontend.bytes_in_tokens import byte_token
+from quire.frontend.tokenizer import Tokenizer
 
 CONTEXT = 6  # tokens of the prompt that the first output tokens are decoded after
 MOST_HELD = 8  # tokens that may wait for the rest of a character (of at most four bytes)

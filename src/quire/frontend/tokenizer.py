@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, ModelNotFound
+from quire.frontend.bytes_in_tokens import byte_alphabet, byte_token
 from quire.frontend.generation_config import read_json
 from quire.frontend.template import ChatTemplate
 from quire.logging import get_logger
@@ -271,29 +272,6 @@ class Tokenizer:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.full, name)
-
-
-@functools.cache
-def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (published with GPT-2).
-
-    Bytes that print stand for themselves; the others take the characters from U+0100 on, in order.
-    """
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain}
-    table |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return table
-
-
-def byte_token(token: str | None) -> int | None:
-    """The byte of a byte-fallback token such as <0xE2>; None for any other token."""
-    if token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
-    return None
 
 
 def _added_tokens(backend: Any, slow: bool) -> dict[int, bool]:
