@@ -145,7 +145,9 @@ class Serving:
             return 0 if told.done() else 1
         try:
             starting.result()
-        except (QuireError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, QuireError | OSError):  # a fault of ours: where it was matters
+                log.exception("the start failed")
             print(failure(error), file=sys.stderr, flush=True)
             return 1
         watch = asyncio.ensure_future(self._watch())
