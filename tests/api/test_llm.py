@@ -250,7 +250,7 @@ def test_chat_options(llm: LLM):
 
 def test_a_chat_does_not_get_a_second_bos(tmp_path: Path):
     template = "{{ bos_token }}{{ messages[0].content }}"
-    pagemodel.save_byte_level(tmp_path, add_bos_token=True, chat_template=template)
+    pagemodel.save_byte_level(tmp_path, adds_bos=True, chat_template=template)
     llm = LLM.from_client(pagemodel.make(tmp_path))
     bos = llm.get_tokenizer().bos_token_id
     (output,) = llm.chat([{"role": "user", "content": "the"}], GREEDY, use_tqdm=False)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from quire.frontend.bytes_in_tokens import byte_alphabet
 
@@ -80,6 +88,26 @@ def words() -> Tokenizer:
     return tokenizer
 
 
+def metaspace() -> Tokenizer:
+    """Unigram pieces, as T5 and Gemma have them: the first space is not written."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -3.0)]
+    pieces += [(piece, -2.0) for piece in ("▁the", "▁cat", "▁and", "s", "ing", "▁a", "▁é")]
+    pieces += [(char, -5.0) for char in "abcdefghijklmnopqrstuvwxyzé.,"]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tokenizer
+
+
+def with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
+    """One that puts `bos` before each text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    return tokenizer
+
+
 def save(tokenizer: Tokenizer, folder: Path, bos: str | None, eos: str, **config: object) -> str:
     """As a checkpoint's directory; its path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +119,7 @@ def save(tokenizer: Tokenizer, folder: Path, bos: str | None, eos: str, **config
     return str(folder)
 
 
-def save_byte_level(folder: Path, **config: object) -> str:
+def save_byte_level(folder: Path, adds_bos: bool = False, **config: object) -> str:
     config.setdefault("chat_template", TEMPLATE)
-    return save(byte_level(), folder, "<|bos|>", "<|end|>", **config)
+    tokenizer = with_bos(byte_level(), "<|bos|>") if adds_bos else byte_level()
+    return save(tokenizer, folder, "<|bos|>", "<|end|>", **config)

@@ -145,7 +145,7 @@ def test_truncation(inputs: Inputs):
 
 
 def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: Path):
-    tokenizer = load(spelling.save_byte_level(tmp_path, add_bos_token=True))
+    tokenizer = load(spelling.save_byte_level(tmp_path, adds_bos=True))
     inputs = Inputs(tokenizer, MAX_LEN, len(tokenizer))
     plain = tokenizer.encode("the", add_special_tokens=False)
     assert accept(inputs, "the").tokens == [tokenizer.bos_token_id, *plain]

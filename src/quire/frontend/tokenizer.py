@@ -331,7 +331,7 @@ def _own_code(config: dict[str, Any], trust_remote_code: bool) -> bool:
 
 
 def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any:
-    from tokenizers import AddedToken, processors
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
     try:
@@ -353,18 +353,8 @@ def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any
     missing = [token for token in named.values() if token not in known]
     if missing:
         backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
-    if "add_bos_token" in config or "add_eos_token" in config:
-        # Said in so many words, it stands above the file's own post-processor.
-        bos, eos = named.get("bos_token"), named.get("eos_token")
-        parts = ["$A"]
-        if config.get("add_bos_token") and bos is not None:
-            parts.insert(0, bos)
-        if config.get("add_eos_token") and eos is not None:
-            parts.append(eos)
-        ids = [(token, backend.token_to_id(token)) for token in parts if token != "$A"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=" ".join(parts), special_tokens=list(dict(ids).items())
-        )
+    # add_bos_token and add_eos_token of tokenizer_config.json say nothing beside a tokenizer.json, whose
+    # post-processor stands: so it is with transformers 5.
     return backend
 
 
