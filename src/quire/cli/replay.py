@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if recording is None:
         print(f"quire replay: error: nothing is recorded in {asked.folder}", file=sys.stderr)
         return 2
-    from quire.engine.assemble import build_executor
+    from quire.engine.assemble import build_compiler, build_executor
 
-    executor = build_executor(resolved)
+    executor = build_executor(resolved, build_compiler(resolved))
     try:
         return show(replay(recording, executor, resolved.max_num_batched_tokens))
     finally:
