@@ -88,3 +88,13 @@ def test_decisions_are_numbered_and_say_what_would_change_them():
         )
         assert said == ["We will", "Because", "Instead of", "This would change our mind"], page.name
         assert text.count("\n") <= 60, page.name
+
+
+def test_the_readme_names_the_routes_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("| HTTP |"))
+    named = set(re.findall(r"`(/[^`]+)`", line.split("|")[2]))
+    app = (ROOT / "src" / "quire" / "server" / "app.py").read_text(encoding="utf-8")
+    here = set(re.findall(r'"(?:GET|POST)[^"]*", "([^"]+)"', app))
+    assert named <= here
+    assert {path for path in here if re.fullmatch(r"/v1/\w+(/completions)?", path)} <= named
