@@ -90,15 +90,18 @@ def encode(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[float]
 
 
 def rows(
-    tokenizer: Tokenizer, seed: int, length: int
+    tokenizer: Tokenizer,
+    seed: int,
+    length: int,
+    change: Callable[[Sample], Sample] = lambda sample: sample,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield rows of `length` + 1 tokens: (tokens, weights, document numbers), whole documents, padded with document -1.
 
-    A document longer than a row is left out.
+    A document longer than a row is left out. `change` is done to each sample before it is rendered.
     """
     waiting: list[tuple[list[int], list[float]]] = []
     for sample in samples(seed, held_out=False):
-        waiting.append(encode(tokenizer, sample))
+        waiting.append(encode(tokenizer, change(sample)))
         if len(waiting) < 48:
             continue
         tokens = np.zeros(length + 1, np.int64)

@@ -1,6 +1,7 @@
 """Asks a published model what it was never trained on, and writes the figures into its card.
 
     python -m tools.tiny_model.evaluate FOLDER [--each 200] [--only json tools] [--wrong 3] [--write]
+    python -m tools.tiny_model.evaluate FOLDER --adapter FOLDER ...    the figures are those of the adapter
 
 Runs in Transformers, so that the figures say something about the weights and nothing about Quire. Greedy, in bfloat16.
 """
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tools.tiny_model import chat, corpus, grammar
+from tools.tiny_model import adapter, chat, corpus, grammar
 from tools.tiny_model.sample import Sample
 
 SEED = 2
@@ -72,6 +74,7 @@ EXAMS = {
     ),
     "second": Exam("any of these as a second turn", None, _second_turn, plain=False),
 }
+ADAPTED = ["json", "tools", "sums", "retrieval", "repeat", "unknown", "honest"]
 
 
 @dataclass
@@ -159,9 +162,15 @@ def examine(asked: argparse.Namespace) -> list[tuple[str, int, int]]:
     torch.set_num_threads(asked.threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(asked.folder)
     model = AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.bfloat16).eval()
+    names = asked.only or list(EXAMS)
+    if asked.adapter:
+        adapter.merge(model.state_dict(), load_file(asked.adapter / "adapter_model.safetensors"))
+        names = asked.only or ADAPTED
     rows = []
-    for name in asked.only or EXAMS:
+    for name in names:
         samples = prompts(EXAMS[name], tokenizer, asked.each)
+        if asked.adapter:
+            samples = [adapter.pirate(sample) for sample in samples]
         if not samples:
             continue
         given = list(answers(model, tokenizer, samples))
@@ -183,6 +192,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--adapter", type=Path)
     parser.add_argument("--each", type=int, default=200, help="prompts of a task")
     parser.add_argument("--only", nargs="*", choices=list(EXAMS))
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print of each task")
@@ -192,7 +202,7 @@ def main() -> None:
     asked = parser.parse_args()
     rows = examine(asked)
     if asked.write:
-        card = asked.folder / "README.md"
+        card = (asked.adapter or asked.folder) / "README.md"
         figures = table(rows, asked.date)
         card.write_text(FIGURES.sub(lambda found: figures, card.read_text()))
 

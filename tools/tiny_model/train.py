@@ -12,6 +12,7 @@ import dataclasses
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from tools.tiny_model import corpus
 from tools.tiny_model.model import Network, Shape
 from tools.tiny_model.optimizer import Optimizer
+from tools.tiny_model.sample import Sample
 
 WARM_UP = 60
 
@@ -36,9 +38,16 @@ def factor(step: int, steps: int, decay: float) -> float:
 class Batches:
     """Yields batches of a fixed number of tokens: mostly short rows, every fourth with long ones."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, tokens: int, device: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        tokens: int,
+        device: str,
+        change: Callable[[Sample], Sample] = lambda sample: sample,
+    ) -> None:
         self.tokens, self.device = tokens, device
-        self.short, self.long = (corpus.rows(tokenizer, seed, n) for n in (512, 1024))
+        self.short, self.long = (corpus.rows(tokenizer, seed, n, change) for n in (512, 1024))
 
     def take(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (tokens, loss weights, document numbers), each [B, T + 1]."""
