@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +101,7 @@ class File:
         return parts[1]
 
 
+@cache
 def source_files() -> list[File]:
     return [
         File(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8"))
@@ -117,9 +118,9 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def imports(file: File) -> Iterator[str]:
-    for node in file.nodes:
-        yield from imported(node)
+@cache
+def imports(file: File) -> tuple[str, ...]:
+    return tuple(name for node in file.nodes for name in imported(node))
 
 
 Rule = Callable[[File], list[str]]
