@@ -1,0 +1,190 @@
+"""`quire run-batch -i IN -o OUT --model M`: answer a file of requests, as OpenAI's batch files have them.
+
+    in    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    out   {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+One line each, in the order of the input. IN and OUT are files, or http(s) addresses (OUT is then PUT). Knows the
+file. The answers are those of the HTTP room, which is asked without a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import tempfile
+import urllib.request
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from quire.config import compat, flags
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError, QuireError
+from quire.logging import configure
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+AHEAD = 512  # requests under way at once: enough to fill any batch
+HELP = """usage: quire run-batch -i IN -o OUT [--model] MODEL [flags]
+
+Answers every line of IN, an OpenAI batch file, and writes the answers to OUT in the same order.
+
+-i, --input-file IN     a file, or an http(s) address
+-o, --output-file OUT   a file, or an http(s) address that takes PUT
+--output-tmp-dir DIR    where answers are collected when OUT is an address
+Every flag of the engine works too: see quire serve --help.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the command line asked for."""
+
+    config: EngineConfig
+    source: str
+    target: str
+    folder: str | None = None
+
+
+def read(argv: Sequence[str]) -> Job:
+    """Flags -> a job. Ends the program on --help (0) and on a mistake (2)."""
+    parser = flags.make_parser("quire run-batch")
+    if any(word in ("-h", "--help") for word in argv):
+        print(HELP, end="")
+        parser.exit(0)
+    parser.add_argument("-i", "--input-file", dest="input_file")
+    parser.add_argument("-o", "--output-file", dest="output_file")
+    parser.add_argument("--output-tmp-dir", dest="output_tmp_dir")
+    parser.add_argument(
+        "--enable-metrics", action="store_true"
+    )  # the old command's; nothing listens here
+    try:
+        given = flags.keywords(argv, parser)
+        own = {name: given.pop(name, None) for name in ("input_file", "output_file", "output_tmp_dir")}  # fmt: skip
+        given.pop("enable_metrics", None)
+        for name in ("input_file", "output_file"):
+            if not own[name]:
+                raise ConfigError(f"--{name.replace('_', '-')} is needed")
+        config = compat.engine_config({"disable_log_stats": True, **given}, "flag")
+    except (QuireError, TypeError, ValueError) as why:
+        parser.error(str(why))
+    config = replace(config, server=replace(config.server, api_key=None))
+    return Job(config, own["input_file"], own["output_file"], own["output_tmp_dir"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer the file; 0 when every line has its answer, be that an error."""
+    job = read(argv)
+    configure("batch", job.config.observe.log_level)
+    try:
+        with opened(job.source) as lines, written(job) as out:
+            count, refused = asyncio.run(run(job.config, lines, out))
+    except (QuireError, OSError) as why:
+        print(f"quire run-batch: error: {why}", file=sys.stderr)
+        return 1
+    print(f"{count} requests answered, {refused} of them with an error", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def opened(source: str) -> Iterator[Iterable[bytes]]:
+    """Lines of a file, or of what an address answers."""
+    if source.startswith(("http://", "https://")):
+        with urllib.request.urlopen(source, timeout=600) as answer:
+            yield answer
+    else:
+        with Path(source).open("rb") as file:
+            yield file
+
+
+@contextmanager
+def written(job: Job) -> Iterator[IO[bytes]]:
+    """A file that becomes the output when all of it is there."""
+    remote = job.target.startswith(("http://", "https://"))
+    folder = job.folder if remote else str(Path(job.target).resolve().parent)
+    with tempfile.NamedTemporaryFile("wb", dir=folder, prefix=".batch-", delete=False) as file:
+        try:
+            yield file.file
+            file.close()
+            if remote:
+                data = Path(file.name).read_bytes()
+                put = urllib.request.Request(job.target, data, method="PUT")
+                put.add_header("Content-Type", "application/jsonl")
+                urllib.request.urlopen(put, timeout=600).close()
+            else:
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, job.target)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+async def run(config: EngineConfig, lines: Iterable[bytes], out: IO[bytes]) -> tuple[int, int]:
+    """Answer all lines: how many there were, how many are errors."""
+    from quire.engine.assemble import make_client
+    from quire.observe.metrics import Metrics
+    from quire.server.app import build_app
+    from quire.server.state import Phase, ServerState
+    from quire.server.text_engine import AsyncTextEngine
+
+    client = await asyncio.to_thread(make_client, config, process=True)
+    try:
+        engine = await asyncio.to_thread(AsyncTextEngine.over, client, config)
+        state = ServerState(config, Metrics(config.model.model), engine, Phase.READY)
+        app = build_app(state)
+        count = refused = 0
+        async for answer in answers(app, lines):
+            out.write(msgspec.json.encode(answer) + b"\n")
+            count += 1
+            refused += answer["response"]["status_code"] != 200
+        return count, refused
+    finally:
+        await asyncio.to_thread(client.close)
+
+
+async def answers(app: Any, lines: Iterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """One answer a line, in order; up to AHEAD lines are worked on at once."""
+    under_way: deque[asyncio.Future[dict[str, Any]]] = deque()
+    for line in lines:
+        if not line.strip():
+            continue
+        under_way.append(asyncio.ensure_future(answer(app, line)))
+        if len(under_way) >= AHEAD:
+            yield await under_way.popleft()
+    while under_way:
+        yield await under_way.popleft()
+
+
+async def answer(app: Any, line: bytes) -> dict[str, Any]:
+    """What one line comes to; a bad line fails alone."""
+    from quire.server.local import ask
+
+    custom_id, status, body = None, 400, b""
+    try:
+        asked = msgspec.json.decode(line)
+        if not isinstance(asked, dict) or not isinstance(asked.get("body"), dict):
+            raise ValueError("a line must be an object with custom_id, method, url and body")
+        custom_id = asked.get("custom_id")
+        if asked.get("method", "POST") != "POST" or asked.get("url") not in ROUTES:
+            raise ValueError(f"only POST to {', '.join(ROUTES)} can be asked for")
+        if asked["body"].get("stream"):
+            raise ValueError("`stream` makes no sense in a file of requests; leave it out")
+        status, body = await ask(app, asked["url"], msgspec.json.encode(asked["body"]))
+        answered = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as why:
+        answered = {"error": {"message": str(why), "type": "BadRequestError", "param": None, "code": 400}}  # fmt: skip
+    return {
+        "id": f"batch_req_{secrets.token_hex(16)}",
+        "custom_id": custom_id,
+        "response": {
+            "status_code": status,
+            "request_id": f"req_{secrets.token_hex(16)}",
+            "body": answered,
+        },
+        "error": None,
+    }
