@@ -237,7 +237,7 @@ FIELDS: dict[str, Any] = {
     "logit_bias": {"a": 1}, "allowed_token_ids": [], "min_tokens": -1, "max_tokens": 0,
     "logprob_token_ids": [1] * 129, "cache_salt": "a/b", "request_id": "", "stream_interval": 0,
     "truncate_prompt_tokens": -2, "truncation_side": "up", "prompt_logprobs": -2,
-    "structured_outputs": {"json": {}}, "guided_regex": "a", "response_format": {"type": "json_object"},
+    "structured_outputs": {"json": {}, "regex": "a"}, "guided_regex": 5, "response_format": {"type": "yaml"},
     "use_beam_search": True, "repetition_detection": {}, "thinking_token_budget": 1,
     "kv_transfer_params": {}, "ec_transfer_params": {},
 }  # fmt: skip

@@ -44,6 +44,8 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
     """Objects of a schema that says nothing of further properties have none."""
     whitespace_pattern: str | None = None
     """A regex for what may stand between the tokens of JSON."""
+    said: str = FIELD
+    """The field that the user wrote: messages name it."""
 
     def __post_init__(self) -> None:
         self._read_schema()
@@ -98,13 +100,14 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             ValidationError: a field that there is not, and as the constructor.
         """
         fields = {name: value for name, value in given.items() if value is not None}
+        fields.pop("said", None)
         for name in ("json_object", "backend", "_backend", "_backend_was_auto"):
             if fields.get(name) is False or name.startswith(("_", "backend")):
                 fields.pop(name, None)
-        if unknown := sorted(set(fields) - set(cls.__struct_fields__)):
+        known = [name for name in cls.__struct_fields__ if name != "said"]
+        if unknown := sorted(set(fields) - set(known)):
             raise ValidationError(
-                f"{FIELD} has no field {', '.join(unknown)}; it may have"
-                f" {', '.join(cls.__struct_fields__)}",
+                f"{FIELD} has no field {', '.join(unknown)}; it may have {', '.join(known)}",
                 parameter=FIELD, value=unknown,
             )  # fmt: skip
         return cls(**fields)

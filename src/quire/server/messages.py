@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.errors import EngineDeadError
 from quire.server.bodies import json_response, read
 from quire.server.chat import chat_prompt, generation_of
+from quire.server.constraints import of_format
 from quire.server.errors import as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
@@ -107,8 +108,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
             "`thinking`: thoughts are not told apart from text yet; leave it out", "thinking"
         )
     output = body.output_config or {}
-    if output.get("format") is not None:
-        raise invalid("`output_config.format`: structured output is not supported yet; leave it out", "output_config")  # fmt: skip
+    of_format(output.get("format"), "output_config.format")
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
     for at, message in enumerate(body.messages):
         role = message.get("role")
@@ -121,7 +121,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
         stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
         cache_salt=body.cache_salt, chat_template_kwargs=body.chat_template_kwargs,
-        reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
+        response_format=output.get("format"), reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
         kv_transfer_params=body.kv_transfer_params,
         add_generation_prompt=not goes_on, continue_final_message=goes_on,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from quire.server.bodies import json_response, read
 from quire.server.chat import generation_of
+from quire.server.constraints import of_format
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
@@ -32,7 +33,6 @@ LATER = {
     "previous_response_id": "nothing is stored; send the whole conversation as `input`",
     "conversation": "nothing is stored; send the whole conversation as `input`",
     "prompt": "nothing is stored; send the text as `input`",
-    "structured_outputs": "leave it out",
     "kv_transfer_params": "leave it out",
     "previous_input_messages": "send the whole conversation as `input`",
 }
@@ -49,9 +49,9 @@ def refuse_later(body: ResponsesRequest) -> None:
         raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
     if body.tools and body.tool_choice != "none":
         raise invalid("`tools`: reading tool calls is not supported yet; leave it out", "tools")
-    form = (body.text or {}).get("format") or {"type": "text"}
-    if form.get("type") != "text":
-        raise invalid("`text.format`: structured output is not supported yet; only 'text' is", "text")  # fmt: skip
+    form = (body.text or {}).get("format")
+    if of_format(form, "text.format") is not None and body.structured_outputs is not None:
+        raise invalid("`text.format` and `structured_outputs`: a request has at most one constraint", "structured_outputs")  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise invalid("`truncation` must be 'disabled'", "truncation")
 
@@ -108,6 +108,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
         reasoning_effort=(body.reasoning or {}).get("effort"),
+        response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
     )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ class Shaper:
             "service_tier": "auto",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,

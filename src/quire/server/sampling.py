@@ -10,6 +10,7 @@ from typing import Any
 
 from quire import env
 from quire.protocol.params import SamplingParams
+from quire.server.constraints import constraint
 from quire.server.errors import ApiError, invalid
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 
@@ -20,13 +21,7 @@ MAX_SALT = 128  # characters
 MAX_ID = 256
 DELTA, FINAL_ONLY = 1, 2
 
-STRUCTURED = "structured output"
 LATER: dict[str, str] = {
-    "structured_outputs": STRUCTURED,
-    "guided_json": STRUCTURED,
-    "guided_regex": STRUCTURED,
-    "guided_choice": STRUCTURED,
-    "guided_grammar": STRUCTURED,
     "repetition_detection": "repetition detection",
     "thinking_token_budget": "a budget for thinking",
     "kv_transfer_params": "KV transfer",
@@ -49,12 +44,6 @@ def refuse_later(request: Sampling) -> None:
         raise invalid(
             "`use_beam_search`: beam search over HTTP is not supported yet; use LLM.beam_search",
             "use_beam_search",
-        )
-    kind = (request.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise invalid(
-            f"`response_format` of type {kind!r}: {STRUCTURED} is not supported yet; only 'text' is",
-            "response_format",
         )
 
 
@@ -145,6 +134,7 @@ def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "logit_bias": token_biases(request.logit_bias),
         "allowed_token_ids": request.allowed_token_ids,
         "extra_args": request.vllm_xargs,
+        "structured_outputs": constraint(request),
         "output_kind": DELTA if request.stream else FINAL_ONLY,
     }
 

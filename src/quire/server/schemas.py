@@ -56,17 +56,18 @@ class Sampling(Struct, kw_only=True):
     return_prompt_text: bool = False
     timeout: float | None = None
     vllm_xargs: dict[str, Any] | None = None
-    # Known by name; refused until their feature is here.
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_json_object: Any = None
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
+    # Known by name; refused until their feature is here.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     repetition_detection: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -165,12 +166,12 @@ class ResponsesRequest(Struct, kw_only=True):
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     vllm_xargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Known by name; refused until their feature is here.
     background: bool = False
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    structured_outputs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     previous_input_messages: list[Any] | None = None
 

@@ -11,8 +11,9 @@ import functools
 from llguidance import LLMatcher
 
 from quire.errors import ValidationError
-from quire.features.structured.grammar import grammar_of, limits, refuse
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.refusal import Refused
+from quire.protocol.constraint import FIELD, StructuredOutputsParams
 
 KEPT = 512
 
@@ -24,8 +25,9 @@ def checked(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
         ValidationError: it cannot be enforced; the message names the keyword or the place.
     """
     plain = constraint.plain()
-    if (error := _verdict(_Keyed(plain))) is not None:
-        raise ValidationError(error[1], parameter=error[0])
+    if (why := _verdict(_Keyed(plain))) is not None:
+        where = plain.said if plain.said != FIELD else f"{FIELD}.{plain.kind}"
+        raise ValidationError(f"{where}: {why}", parameter=plain.said)
     return plain
 
 
@@ -43,13 +45,11 @@ class _Keyed:
 
 
 @functools.lru_cache(KEPT)
-def _verdict(keyed: _Keyed) -> tuple[str, str] | None:
-    constraint = keyed.constraint
+def _verdict(keyed: _Keyed) -> str | None:
+    """What is wrong with it."""
     try:
-        text = grammar_of(constraint)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
-        if failed or messages:
-            raise refuse(constraint.kind, " ".join(messages).strip())
-    except ValidationError as error:
-        return error.parameter or "structured_outputs", str(error)
-    return None
+        text = grammar_of(keyed.constraint)
+    except Refused as error:
+        return str(error)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    return explained(" ".join(messages)) if failed or messages else None

@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
-from quire.features.structured.grammar import grammar_of, limits
+from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.constraint import StructuredOutputsParams
 
@@ -50,16 +51,15 @@ class Compiler:
         """A matcher of its own, that has read nothing. Waits if it is not compiled yet.
 
         Raises:
-            ValidationError, ConfigError: it cannot be enforced, or not with this vocabulary.
-            ValueError: llguidance refuses it.
+            Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
         """
         return self.ask(constraint).result().deep_copy()
 
     def _compile(self, constraint: StructuredOutputsParams) -> LLMatcher:
-        text = grammar_of(constraint)
+        text = grammar_of(constraint, self.vocabulary.specials)
         made = LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits())
         if made.is_error():
-            raise ValueError(made.get_error().strip())
+            raise Refused(explained(made.get_error()))
         return made
 
     def warm(self) -> None:

@@ -9,35 +9,31 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.errors import ValidationError
-from quire.protocol.constraint import FIELD, StructuredOutputsParams
+from quire.features.structured.refusal import Refused
+from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
 MAX_NESTING = 64
 
 
-def wrong(why: str) -> ValidationError:
-    return ValidationError(f"{FIELD}.json: {why}", parameter=f"{FIELD}.json")
-
-
-def read_schema(value: str | dict[str, Any] | bool, constraint: StructuredOutputsParams) -> str:
+def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     """The schema as text, with what the constraint says of spaces and further properties.
 
     Raises:
-        ValidationError: it is no schema, or beyond a limit.
+        Refused: it is no schema, or beyond a limit.
     """
     schema = value
     if isinstance(value, str):
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise wrong(f"it is no JSON: {error}") from error
+            raise Refused(f"it is no JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
-        raise wrong("a schema must be a JSON object")
-    if _depth(schema) > MAX_NESTING:
-        raise wrong(f"it is nested more than {MAX_NESTING} deep")
+        raise Refused("a schema must be a JSON object")
+    if depth(schema) > MAX_NESTING:
+        raise Refused(f"it is nested more than {MAX_NESTING} deep")
     options: dict[str, Any] = {}
     if constraint.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -50,10 +46,11 @@ def read_schema(value: str | dict[str, Any] | bool, constraint: StructuredOutput
     return json.dumps(schema)
 
 
-def _depth(value: Any) -> int:
-    level, depth = [value], 0
+def depth(value: Any) -> int:
+    """How deep objects and lists stand in one another; counted no further than MAX_NESTING allows."""
+    level, reached = [value], 0
     while level:
-        depth += 1
+        reached += 1
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict):
@@ -61,9 +58,9 @@ def _depth(value: Any) -> int:
             elif isinstance(one, list):
                 inner += [v for v in one if isinstance(v, dict | list)]
         level = inner
-        if depth > MAX_NESTING:
+        if reached > 2 * MAX_NESTING:
             break
-    return depth
+    return reached
 
 
 def _closed(schema: Any) -> Any:

@@ -44,11 +44,17 @@ class Vocabulary:
         self._source, self.size = source, size
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
+        self._specials: dict[str, int] = {}
 
     @property
     def accepts(self) -> int:
         """The token whose bit in a mask says that the output may end."""
         return int(self.tokenizer.eos_token)
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """Special tokens by their text: grammars name them by id."""
+        return self._specials if self.tokenizer else {}
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -70,6 +76,7 @@ class Vocabulary:
         added = found.added_tokens
         free = max([len(found.model.vocab), *(int(token["id"]) + 1 for token in added)])
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        self._specials = {str(t["content"]): int(t["id"]) for t in added if t.get("special")}
         mark = {"id": free, "content": MARK, "special": True, **plain}
         whole = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         whole["added_tokens"] = msgspec.Raw(msgspec.json.encode([*added, mark]))
