@@ -21,7 +21,7 @@ WISHES = [
     {"temperature": 0.9, "min_p": 0.1, "top_p": 0.95},
     {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
     {"temperature": 0.0, "presence_penalty": 2.0},
-    {"temperature": 0.8, "min_tokens": 4, "eos_token_ids": [3, 4, 5]},
+    {"temperature": 0.8, "min_tokens": 4, "eos_token_ids": list(range(0, VOCAB, 2))},
     {"temperature": 0.8, "bad_word_ids": [[7], [8, 9]], "logit_bias": {10: 2.0}},
 ]
 REPORTS = [{}, {"logprobs": 3}, {"logprobs": 2, "prompt_logprobs": 1}]

@@ -192,6 +192,7 @@ def test_close_ends_the_child():
     pid = process.process.pid
     process.close()
     process.close()
+    assert process.process.returncode == 0  # it went by itself
     assert not _lives(pid)
     with pytest.raises(EngineDeadError, match="shut down"):
         process.call("ping")

@@ -70,6 +70,18 @@ def test_survivors(seed: int) -> None:
         assert torch.equal(draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
 
 
+@pytest.mark.parametrize("vocab", [3, 3_000])
+def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
+    """Weights 1, 1/2, 1/2 and p = 1/2: the first token alone."""
+    scaled_SV = torch.full((1, vocab), -torch.inf)
+    scaled_SV[0, [2, 0, 1]] = torch.tensor([0.0, -0.6931472, -0.6931472])
+    assert scaled_SV[0, 0].exp() == 0.5
+    limits = Limits(np.array([0]), np.array([0.5]), np.array([0.0]))
+    sorted_SV = scaled_SV.sort(dim=-1, descending=True).values
+    assert threshold(scaled_SV, sorted_SV, limits)[0] == 0
+    assert full_threshold(scaled_SV, limits) == 0
+
+
 def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
     """No sort of the vocabulary, and no second look, where top-k names its survivors."""
     looked: list[int] = []

@@ -87,6 +87,7 @@ def test_a_processor_of_ours():
     assert texts[1] == texts[4] == follow(model, [5], 4)
     assert texts[2] == texts[3] != generate(make_worker(), {0: ([5], wish(temperature=1.0))}, 4)[0]
     assert not worker.sink.pipeline.uses.any()
+    assert not any(worker.sink.pipeline.counts)
     assert worker.sink.pipeline.processors[4].tokens == {}
 
 

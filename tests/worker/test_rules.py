@@ -106,6 +106,22 @@ def test_rules_of_one_row_leave_the_others_alone():
         assert generate(make_worker(MODEL), {1: alone}, COUNT)[0][1] == together[row]
 
 
+def test_min_tokens_of_rows_that_reach_them_one_by_one():
+    ends = list(range(0, 211, 2))
+    prompts = {
+        row: (PROMPTS[row], made({"min_tokens": 4 * row, "eos_token_ids": ends}, seed=row))
+        for row in range(4)
+    }
+    texts, _ = generate(make_worker(MODEL), prompts, COUNT)
+    for row, (prompt, params) in prompts.items():
+        for at, token in enumerate(texts[row]):
+            output = texts[row][:at]
+            assert token == plain(raw(prompt + output), params, prompt, output).token
+        early = [token % 2 for token in texts[row][: 4 * row]]
+        assert all(early)
+        assert not all(token % 2 for token in texts[row][4 * row :])
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logprobs(mode, temperature):
