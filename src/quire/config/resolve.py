@@ -270,7 +270,7 @@ def _attention(asked: EngineConfig, facts: Facts) -> str | None:
     """The name to look up, aliases settled; whether the platform has it is for `attention/base.py` to say."""
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
-    if name in ("XFORMERS", "CPU_ATTN"):
+    if name == "XFORMERS":
         logger.warning("attention_backend=%s is an old name: using TORCH_SDPA", wanted)
         return "TORCH_SDPA"
     if (

@@ -16,7 +16,7 @@ from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
-from quire.ops.reference import gelu_and_mul, rotate, silu_and_mul
+from quire.ops.reference import gelu_and_mul, rotate
 
 
 class SelfAttention(nn.Module):
@@ -79,16 +79,17 @@ class GatedMLP(nn.Module):
         super().__init__()
         inner = cfg.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj")
-        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
         self.act = act or cfg.hidden_act
+        silu = self.act in ("silu", "swish")
+        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj", silu=silu)
+        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
         if self.act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
             raise ConfigError(f"hidden_act={self.act!r} is not known to the gated MLP")
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.gate_up.silu:
+            return self.down_proj(self.gate_up.silu_gated(x_TD))
         both = self.gate_up(x_TD)
-        if self.act in ("silu", "swish"):
-            return self.down_proj(silu_and_mul(both))
         return self.down_proj(gelu_and_mul(both, self.act == "gelu_pytorch_tanh"))
 
 

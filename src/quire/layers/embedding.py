@@ -5,6 +5,8 @@ Shape suffixes: T tokens, S places that want logits, V words, D features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from quire.layers.weights import Layer
@@ -19,10 +21,11 @@ class Embedding(Layer):
     def __init__(self, num_words: int, size: int, *, scale: float | None = None):
         super().__init__()
         self.scale = scale
+        self.rows: Callable[[Tensor], Tensor] | None = None  # set where the table lies otherwise
         self.new("weight", num_words, size)
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        x_TD = embedding(ids_T, self.weight)
+        x_TD = embedding(ids_T, self.weight) if self.rows is None else self.rows(ids_T)
         return x_TD if self.scale is None else x_TD * x_TD.new_tensor(self.scale)
 
 
@@ -36,6 +39,7 @@ class Head(Layer):
     ):
         super().__init__()
         self._tied = (tied,)  # in a tuple: not a submodule of this one
+        self.multiply: Callable[[Tensor, Tensor | None], Tensor] = self._multiply
         if tied is None:
             self.new("weight", num_words, size)
         if bias:
@@ -44,9 +48,16 @@ class Head(Layer):
             self.bias = None
 
     @property
+    def table(self) -> Layer:
+        """The layer that has the table: this one, or the embedding."""
+        return self._tied[0] or self
+
+    @property
     def table_VD(self) -> Tensor:
-        tied = self._tied[0]
-        return self.weight if tied is None else tied.weight
+        return self.table.get_parameter("weight")
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        return linear(x_SD, self.table_VD, self.bias)
+        return self.multiply(x_SD, self.bias)
+
+    def _multiply(self, x_SD: Tensor, bias_V: Tensor | None) -> Tensor:
+        return linear(x_SD, self.table_VD, bias_V)

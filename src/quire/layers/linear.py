@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.weights import Layer, Slot, set_parameter
-from quire.ops.reference import linear
+from quire.ops.reference import linear, silu_and_mul
 
 
 class Stored(NamedTuple):
@@ -41,6 +41,10 @@ class Scheme(Protocol):
         """x_TI -> y_TO, bias included."""
         ...
 
+    def silu_gated(self, layer: Linear, x_TI: Tensor) -> Tensor:
+        """silu(first half) * second half of what `apply` gives."""
+        ...
+
 
 class Plain:
     """Weights as they are."""
@@ -54,6 +58,9 @@ class Plain:
     def apply(self, layer: Linear, x_TI: Tensor) -> Tensor:
         return linear(x_TI, layer.weight, layer.bias)
 
+    def silu_gated(self, layer: Linear, x_TI: Tensor) -> Tensor:
+        return silu_and_mul(self.apply(layer, x_TI))
+
 
 PLAIN = Plain()
 
@@ -65,6 +72,7 @@ class Linear(Layer):
         num_out: outputs; or {"q_proj": 64, "k_proj": 32, ...}: the parts, by their checkpoint names beside
             this layer, that are stored one after the other and multiplied at once.
         packed: the name under which some checkpoints hold all the parts already together.
+        silu: the two halves of the outputs meet as silu(first) * second; call `silu_gated`.
     """
 
     weight: Tensor
@@ -77,8 +85,10 @@ class Linear(Layer):
         *,
         bias: bool = False,
         packed: str | None = None,
+        silu: bool = False,
     ):
         super().__init__()
+        self.silu = silu
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.packed = packed
         self.num_in = num_in
@@ -124,6 +134,10 @@ class Linear(Layer):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.scheme.apply(self, x_TI)
+
+    def silu_gated(self, x_TI: Tensor) -> Tensor:
+        """silu(first half) * second half of the outputs."""
+        return self.scheme.silu_gated(self, x_TI)
 
     def extra_repr(self) -> str:
         return f"{self.num_in} -> {self.parts or self.num_out}, bias={self.bias is not None}"

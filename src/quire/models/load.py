@@ -90,6 +90,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
     model.to(platform.device)  # buffers; the weights are there
     model.eval()
+    platform.prepare(model)
     bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",

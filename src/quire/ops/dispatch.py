@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
 
-MODULES = {"pieces": "quire.ops.pieces"}
+MODULES = {"pieces": "quire.ops.pieces", "native": "quire.ops.cpu.rows"}
 """Kind -> the module that registers its implementations; imported when the kind is first bound."""
 
 

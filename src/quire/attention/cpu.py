@@ -1,0 +1,105 @@
+"""Attention by the CPU's kernels: one call for any mix of prompts, chunks and single tokens.
+
+Knows addresses and strides. How it is computed, and why its bits do not depend on batch or chunks, stands in
+`ops/cpu/kernels/attention.cpp`.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import Capabilities
+from quire.batch import Batch
+from quire.kvcache.specs import CacheSpec
+from quire.ops.cpu.library import best
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+STEP = 32  # head sizes are multiples
+TOKENS = 16  # and so are blocks
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the layers of a group share in one step; the tensors keep their memory alive."""
+
+    table_BN: Tensor  # int32
+    starts_B1: Tensor  # int32
+    lengths_B: Tensor  # int32
+    slots_T: Tensor  # int64
+    rows: int
+
+
+class NativeAttention:
+    """Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E], bf16."""
+
+    can = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"bfloat16"}),
+        kv_dtypes=frozenset({"auto", "bfloat16"}),
+        head_dims=range(STEP, 513, STEP),
+        block_sizes=range(TOKENS, 4097, TOKENS),
+        differing_values=True,
+        windows=True,
+        softcap=True,
+        sinks=True,
+    )
+
+    def __init__(self) -> None:
+        found = best()
+        if found is None:
+            raise ImportError("no native kernels run here")
+        self.kernels = found
+
+    def cache_shape(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], ...]:
+        shape = (num_blocks, spec.num_kv_heads, block_size)
+        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+
+    def plan(self, batch: Batch, group: int) -> Plan:
+        return Plan(
+            batch.block_tables[group].int().contiguous(),
+            batch.query_start_B1.int().contiguous(),
+            batch.lengths_B.int().contiguous(),
+            batch.slots[group].long().contiguous(),
+            batch.num_rows,
+        )
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+    ) -> Tensor:
+        keys, values = layer.cache
+        self._write(keys, k_TKD, meta.slots_T)
+        self._write(values, v_TKE, meta.slots_T)
+        q_THD = _side_by_side(q_THD)
+        sinks_H = None if layer.sinks is None else layer.sinks.float().contiguous()
+        o_THE = torch.empty((len(q_THD), layer.num_heads, layer.v_head_dim), dtype=torch.bfloat16)
+        self.kernels.attention(
+            q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(), meta.rows, layer.num_heads, layer.num_kv_heads,
+            layer.head_dim, layer.v_head_dim, keys.shape[2], layer.window or 0, layer.scale, layer.softcap or 0.0,
+        )  # fmt: skip
+        return o_THE
+
+    def _write(self, cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
+        new_TKD = _side_by_side(new_TKD)
+        tokens, heads, size = new_TKD.shape
+        self.kernels.write_cache(
+            new_TKD.data_ptr(), new_TKD.stride(0), cache.data_ptr(), slots_T.data_ptr(),
+            tokens, heads, size, cache.shape[2],
+        )  # fmt: skip
+
+
+def _side_by_side(x_THD: Tensor) -> Tensor:
+    """As it is, if each token's heads lie together; else a copy."""
+    fits = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
+    return x_THD if fits else x_THD.contiguous()

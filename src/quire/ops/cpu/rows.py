@@ -1,0 +1,80 @@
+"""The row ops by our kernels, where their arguments fit; else in pieces of plain torch.
+
+Knows dtypes and strides. The kernels round as the definitions do; sums within a row run in another order, so
+results agree to bf16's last bit, not to every bit.
+
+Shape suffixes: as in `ops/reference.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops import pieces, reference  # noqa: F401  (pieces registers what we fall back on)
+from quire.ops.cpu.library import best
+
+
+def _heads(x: Tensor) -> tuple[int, int, int] | None:
+    """(rows, heads, step) of a tensor [..., D] or [T, H, D] whose heads lie side by side; None: it is otherwise."""
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1 or x.numel() == 0:
+        return None
+    if x.dim() == 2:
+        return x.shape[0], 1, x.stride(0)
+    if x.dim() == 3 and x.stride(1) == x.shape[2]:
+        return x.shape[0], x.shape[1], x.stride(0)
+    return None
+
+
+@reference.rms_norm.on("native")
+def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
+    kernels, lies, size = best(), _heads(x_TD), x_TD.shape[-1]
+    if kernels is None or lies is None or weight_D is None or size % 16:
+        return reference.rms_norm.implementations["pieces"](x_TD, weight_D, eps, plus_one)
+    rows, heads, step = lies
+    y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
+    kernels.rms_norm(
+        x_TD.data_ptr(), step, weight_D.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, eps, plus_one
+    )  # fmt: skip
+    return y
+
+
+@reference.add_rms_norm.on("native")
+def _add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    kernels, size = best(), x_TD.shape[-1]
+    plain = x_TD.is_contiguous() and residual_TD.is_contiguous() and x_TD.dim() == 2
+    if kernels is None or x_TD.dtype != torch.bfloat16 or not plain or size % 16:
+        return reference.add_rms_norm.implementations["pieces"](
+            x_TD, residual_TD, weight_D, eps, plus_one
+        )
+    kernels.add_rms_norm(
+        x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, plus_one
+    )
+    return x_TD, residual_TD
+
+
+@reference.rotate.on("native")
+def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
+    kernels, lies, half = best(), _heads(x_THD), cos_TP.shape[1]
+    if kernels is None or lies is None or interleaved or half % 16 or x_THD.dim() != 3:
+        return reference.rotate.implementations["pieces"](x_THD, cos_TP, sin_TP, interleaved)
+    rows, heads, step = lies
+    size = x_THD.shape[2]
+    cos_TP, sin_TP = cos_TP.contiguous(), sin_TP.contiguous()
+    y = torch.empty(x_THD.shape, dtype=torch.bfloat16)
+    kernels.rotate(
+        x_THD.data_ptr(), step, cos_TP.data_ptr(), sin_TP.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, half
+    )  # fmt: skip
+    return y
+
+
+@reference.silu_and_mul.on("native")
+def _silu_and_mul(x_TI2: Tensor) -> Tensor:
+    kernels, inner = best(), x_TI2.shape[-1] // 2
+    if kernels is None or x_TI2.dtype != torch.bfloat16 or not x_TI2.is_contiguous() or inner % 16:
+        return reference.silu_and_mul.implementations["pieces"](x_TI2)
+    y_TI = torch.empty((*x_TI2.shape[:-1], inner), dtype=torch.bfloat16)
+    kernels.silu_and_mul(x_TI2.data_ptr(), y_TI.data_ptr(), x_TI2.numel() // (2 * inner), inner)
+    return y_TI
