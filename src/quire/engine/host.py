@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from quire import env
 from quire.engine import flight
-from quire.engine.lifeline import Listener
+from quire.engine.lifeline import STOP, Listener
 from quire.logging import get_logger
 from quire.protocol.output import Beat, Died, Ready
 
@@ -262,7 +262,7 @@ def exit_code(child: subprocess.Popen[bytes]) -> str:
 def end(child: subprocess.Popen[bytes], patience: float) -> None:
     """Stop a child that may be alive: asked, then killed."""
     if child.poll() is None:
-        child.terminate()
+        child.send_signal(STOP)
         try:
             child.wait(patience)
         except subprocess.TimeoutExpired:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import struct
 import threading
 
 import msgspec
 
 from quire.protocol.output import Lifeline
+
+STOP = signal.SIGUSR2
+"""How the parent says stop. Not SIGTERM: service managers send that to every process of a group."""
 
 MOST = 1 << 24  # bytes; a frame that claims more is noise
 

@@ -24,7 +24,7 @@ import zmq
 from quire import env
 from quire.engine.core import EngineCore
 from quire.engine.flight import Recorded, Recorder
-from quire.engine.lifeline import Speaker
+from quire.engine.lifeline import STOP, Speaker
 from quire.engine.pulse import Pulse, Timed
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
@@ -39,7 +39,7 @@ YOUNG_OBJECTS = 20_000  # allocations between collections of the youngest; Pytho
 
 
 class Stop(Exception):
-    """SIGTERM."""
+    """Our host said so."""
 
 
 class Link:
@@ -111,7 +111,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def loop(core: EngineCore, link: Link, pulse: Pulse) -> None:
-    """Until SIGTERM, or an error that no request can be blamed for."""
+    """Until told to stop, or an error that no request can be blamed for."""
     told = 0.0
     while True:
         outbox = core.receive(block=core.idle)
@@ -153,7 +153,10 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
 def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
     configure("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # sent to all of a group, it is the parent's to answer
+    signal.signal(STOP, stop)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
     speaker = Speaker(lifeline)
