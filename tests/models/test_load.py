@@ -259,8 +259,8 @@ def spoil_missing(folder: Path) -> str:
 
 
 def spoil_unexpected(folder: Path) -> str:
-    rewrite(folder, {**weights(folder), "model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
-    return r"1 tensors that Qwen3 has no place for: model\.layers\.0\.self_attn\.q_proj\.bias.*--model-impl transformers"
+    rewrite(folder, {**weights(folder), "model.layers.1.self_attn.q_proj.bias": torch.ones(64)})
+    return r"1 tensors that Qwen3 has no place for: model\.layers\.1\.self_attn\.q_proj\.bias.*--model-impl transformers"
 
 
 def spoil_shape(folder: Path) -> str:
