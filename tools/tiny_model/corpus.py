@@ -17,13 +17,13 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "story": (stories.raw, 8),
     "story_chat": (stories.told, 7),
     "question": (stories.question, 4),
-    "json": (extraction.to_json, 14),
+    "json": (extraction.to_json, 15),
     "tools": (toolbox.call, 13),
     "tool_result": (toolbox.respond, 3),
-    "repeat": (skills.repeat, 9),
-    "sort": (skills.sort, 11),
+    "repeat": (skills.repeat, 12),
+    "sort": (skills.sort, 22),
     "sums": (skills.total, 16),
-    "retrieval": (extraction.find, 10),
+    "retrieval": (extraction.find, 13),
     "honest": (skills.honest, 5),
     "count": (skills.count, 3),
 }
@@ -68,6 +68,8 @@ def dress(rng: random.Random, sample: Sample, draw: Callable[[], Sample]) -> Sam
         if earlier.messages and not earlier.tools and len(earlier.key) < 400:
             answer = {"role": "assistant", "content": earlier.answer}
             sample.messages = [*earlier.messages, answer, *sample.messages]
+            # The thought of an earlier sum is not shown: its answer alone would teach to do without.
+            sample.every_turn = earlier.family != "sums" and sample.family != "sums"
     if sample.messages[0]["role"] != "system" and rng.random() < 0.12:
         sample.messages = [{"role": "system", "content": rng.choice(SYSTEMS)}, *sample.messages]
     return sample
@@ -85,8 +87,25 @@ def encode(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[float]
     answer = tokenizer.encode(chat.answer_of(sample), add_special_tokens=False).ids
     weight = STORY_WEIGHT if sample.family.startswith("story") else 1.0
     weights = [PROMPT_WEIGHT] * len(prompt) + [weight] * len(answer)
+    if sample.every_turn:
+        _weigh_answers(tokenizer, prompt, weights)
     weights[0] = 0.0  # nothing stands before it to predict it from
     return prompt + answer, weights
+
+
+def _weigh_answers(tokenizer: Tokenizer, ids: list[int], weights: list[float]) -> None:
+    """Give the answers in a prompt, each up to and with the end of its turn, the full weight."""
+    head = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
+    end = tokenizer.token_to_id(chat.END_OF_TURN)
+    at = 0
+    while at < len(ids):
+        if ids[at : at + len(head)] != head:
+            at += 1
+            continue
+        at += len(head)
+        while at < len(ids) and ids[at - 1] != end:
+            weights[at] = 1.0
+            at += 1
 
 
 def rows(

@@ -51,10 +51,14 @@ EXAMS = {
     "sums": Exam("sum of two numbers below 100, with thought", "sums", lambda s, n: s.thinking),
     "sums_direct": Exam("the same, thinking turned off", "sums", lambda s, n: not s.thinking),
     "retrieval": Exam(
-        "fact from a text, up to 512 tokens", "retrieval", lambda s, n: 64 < n <= 512
+        "fact from a text, up to 512 tokens",
+        "retrieval",
+        lambda s, n: n <= 512 and len(s.messages) == 1,
     ),
     "retrieval_long": Exam(
-        "fact from a text, 513 to 1,024 tokens", "retrieval", lambda s, n: 512 < n <= 1024
+        "fact from a text, 513 to 1,024 tokens",
+        "retrieval",
+        lambda s, n: 512 < n <= 1024 and len(s.messages) == 1,
     ),
     "question": Exam("question about a story", "question", lambda s, n: True),
     "repeat": Exam("repeat one to nine words", "repeat", lambda s, n: True),

@@ -177,20 +177,26 @@ ONLY = " Answer with the value only."
 
 
 def find(rng: random.Random, facts: int | None = None) -> Sample:
-    """A text of many facts and a question about one of them; `facts` fixes how many."""
+    """A text of many facts and questions about some of them; `facts` fixes how many facts."""
     many = facts or (rng.randint(2, 12) if rng.random() < 0.55 else rng.randint(10, 64))
     told: dict[str, tuple[str, str, str]] = {}
     while len(told) < many:
         subject, sentence, asked, value = _fact(rng)
         told.setdefault(subject, (sentence, asked, value))
-    sentence, asked, value = rng.choice(list(told.values()))
+    questions = rng.sample(list(told.values()), min(many, rng.choice([1, 1, 2, 4, 6])))
     text = rng.choice([" ", "\n"]).join(fact[0] for fact in told.values())
     if rng.random() < 0.15:
         text = f"{stories.write(rng)[0]}\n\n{text}"
-    request = (
-        f"{rng.choice(['Read this text.', 'Here are some notes.', 'Text:'])}\n\n{text}\n\n{asked}"
-    )
-    answer = sentence
-    if rng.random() < 0.35:
-        request, answer = request + ONLY, value
-    return Sample("retrieval", answer, key=request, messages=ask(request), expected=answer)
+    head = f"{rng.choice(['Read this text.', 'Here are some notes.', 'Text:'])}\n\n{text}\n\n"
+    messages: list[dict[str, str]] = []
+    answer = ""
+    for sentence, asked, value in questions:
+        if answer:
+            messages.append({"role": "assistant", "content": answer})
+        only = rng.random() < 0.35
+        request = head + asked + (ONLY if only else "")
+        answer = value if only else sentence
+        messages.append({"role": "user", "content": request})
+        head = ""
+    key = "".join(message["content"] for message in messages)
+    return Sample("retrieval", answer, key, messages, expected=answer, every_turn=True)

@@ -10,7 +10,7 @@ from tools.tiny_model import stories, words
 _DAYS = ["sunny day", "day", "morning"]
 _SLOTS = {
     "n": words.NAMES,
-    "m": words.GIRLS,
+    "m": words.FRIENDS,
     "k": [*words.ANIMALS, "girl", "boy"],
     "j": words.ANIMALS,
     "l": words.LAIRS,

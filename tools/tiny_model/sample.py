@@ -17,6 +17,7 @@ class Sample:
     `key` names what makes the task new (for a sum: the two numbers, not the wording); the split goes by it. "" says that
     the task is a fixed one that can only be learnt by heart, so it is never held out.
     `reasoning` None means the model answers without a thought; "" is never used.
+    `every_turn` says that the answers of earlier turns are to be learnt as well.
     `thinking` False renders the prompt as a client that turned thinking off would.
     """
 
@@ -28,6 +29,7 @@ class Sample:
     calls: list[dict[str, Any]] | None = None
     reasoning: str | None = None
     thinking: bool = True
+    every_turn: bool = False
     expected: Any = None
 
     @property

@@ -42,7 +42,7 @@ def scratchpad(a: int, b: int) -> str:
 
 
 def total(rng: random.Random) -> Sample:
-    """A sum of two numbers below 100, with the column addition as the thought (one in ten without)."""
+    """A sum of two numbers below 100, with the column addition as the thought (one in four without)."""
     a, b = rng.randrange(100), rng.randrange(100)
     if rng.random() < 0.85:
         request = rng.choice(SUMS).format(a=a, b=b)
@@ -59,7 +59,7 @@ def total(rng: random.Random) -> Sample:
         key=f"{a}+{b}",
         messages=ask(words.typed(rng, request)),
         reasoning=scratchpad(a, b),
-        thinking=rng.random() > 0.1,
+        thinking=rng.random() > 0.25,
         expected=a + b,
     )
 
@@ -121,11 +121,12 @@ def count(rng: random.Random) -> Sample:
     low = rng.randint(1, 60)
     high = low + rng.randint(1, 12)
     request = rng.choice(["Count from {a} to {b}.", "Please count from {a} to {b}."])
+    key = f"{low} {high}"
     if rng.random() < 0.2:
-        low, high, request = 1, rng.randint(2, 20), "Count to {b}."
+        low, high, request, key = 1, rng.randint(2, 20), "Count to {b}.", ""
     request = words.typed(rng, request.format(a=low, b=high))
     answer = ", ".join(str(i) for i in range(low, high + 1))
-    return Sample("count", answer, key=f"{low} {high}", messages=ask(request), expected=answer)
+    return Sample("count", answer, key=key, messages=ask(request), expected=answer)
 
 
 ME = "I am quire-tiny, a tiny test model."

@@ -208,8 +208,8 @@ def _places(rng: random.Random) -> tuple[str, str, str]:
 def world(rng: random.Random, kind: str | None = None, hero: str = "") -> dict[str, str]:
     """Draw who and what a story is about; no two of a sort are the same."""
     girl = hero in words.GIRLS if hero else rng.random() < 0.5
-    hero = hero or rng.choice(words.GIRLS if girl else words.BOYS)
-    friend = rng.choice([n for n in words.GIRLS if n != hero])
+    hero = hero or rng.choice(words.HEROINES if girl else words.BOYS)
+    friend = rng.choice([name for name in words.FRIENDS if name != hero])
     kinds = rng.sample(words.ANIMALS, 2)
     kind = kind or (rng.choice(["girl" if girl else "boy"]) if rng.random() < 0.2 else kinds[0])
     other = kinds[1] if kinds[1] != kind else kinds[0]
@@ -272,7 +272,7 @@ def told(rng: random.Random) -> Sample:
         request = words.typed(rng, rng.choice(ANY_STORY))
         return Sample("story_chat", text, key=text, messages=ask(request), expected=facts["n"])
     kind = rng.choice(words.ANIMALS)
-    hero = rng.choice(words.NAMES) if rng.random() < 0.3 else ""
+    hero = rng.choice(words.HEROINES + words.BOYS) if rng.random() < 0.3 else ""
     text, facts, _ = write(rng, kind, hero=hero)
     about = f"{words.article(kind)} {kind}" + (f" named {hero}" if hero else "")
     request = words.typed(rng, rng.choice(ASKS).format(about=about))

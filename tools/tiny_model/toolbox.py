@@ -234,7 +234,7 @@ def call(rng: random.Random) -> Sample:
     offers = [offer(name, rng) for name in names]
     tools = [each.schema for each in offers]
     system = rng.choice(SYSTEMS)
-    if rng.random() < 0.12:
+    if rng.random() < 0.2:
         text, _ = _request(rng, rng.choice([name for name in CATALOGUE if name not in names]))
         messages = ask(text, system)
         return Sample("tools", NONE_FITS, text, messages, tools, expected=NONE_FITS)
@@ -290,4 +290,5 @@ def respond(rng: random.Random) -> Sample:
         messages=messages,
         tools=[each.schema for each in offers],
         expected=answer,
+        every_turn=True,
     )

@@ -31,6 +31,7 @@ DAYS = _LISTS["days"]
 LANGUAGES = _LISTS["languages"]
 SCENES = [p for p in PLACES if p not in ("station", "beach", "hill", "bridge")]
 OUTDOORS = [p for p in SCENES if p not in ("kitchen", "school", "house", "library")]
+HEROINES, FRIENDS = GIRLS[::2], GIRLS[1::2]  # of stories: no one is her own friend
 SOLID = ["apple", "pear", "plum", "melon", "cookie", "banana", "peach", "cake", "pie"]
 MASS = ["bread", "cake", "cheese", "soup", "rice", "honey", "pie", "fish", "corn", "salad"]
 LAIRS = ["garden", "forest", "house", "barn", "meadow", "village", "cave", "tower"]

@@ -1,0 +1,158 @@
+"""What is embedded: its size, its files, its template, and what it answers, all seen through Transformers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from quire.models.hf import EMBEDDED
+from tools.tiny_model import chat, corpus, grammar, toolbox
+
+MODEL = EMBEDDED / "quire-tiny"
+FOLDERS = [folder for folder in sorted(EMBEDDED.iterdir()) if folder.is_dir()]
+MODELS = [folder for folder in FOLDERS if (folder / "config.json").exists()]
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_sizes():
+    assert _size(MODEL) <= 16e6
+    assert sum(map(_size, FOLDERS)) <= 20e6
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_weights_are_bfloat16_and_the_card_is_filled_in(folder: Path):
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+    card = (folder / "README.md").read_text()
+    assert "{{" not in card
+    assert "test" in card
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+def test_the_files_of_a_model_agree(folder: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (MODEL / name).read_bytes()
+    assert (folder / "chat_template.jinja").read_text() == chat.TEMPLATE.read_text()
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == config["vocab_size"]
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    assert tokenizer.convert_ids_to_tokens(ends) == [chat.END_OF_TURN, chat.END_OF_TEXT]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.mark.parametrize("family", [name for name in corpus.FAMILIES if name != "story"])
+def test_training_text_is_what_the_template_gives(tokenizer: Any, family: str):
+    for sample in itertools.islice(corpus.samples(3, True, family), 12):
+        given = tokenizer.apply_chat_template(
+            sample.messages,
+            tools=sample.tools,
+            add_generation_prompt=True,
+            enable_thinking=sample.thinking,
+            tokenize=False,
+        )
+        assert given == chat.prompt_of(sample)
+        if sample.calls or not sample.thinking:
+            continue
+        last = {
+            "role": "assistant",
+            "content": sample.answer,
+            "reasoning_content": sample.reasoning or "",
+        }
+        whole = tokenizer.apply_chat_template(
+            [*sample.messages, last], tools=sample.tools, tokenize=False
+        )
+        assert whole == given + chat.answer_of(sample) + "\n"
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Any):
+    for text in ("héllo wörld", "漢字 🙂\n\n\t x", "12345", " a  b ", "<think>no</think>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("2026")) == 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+def _text(model: Any, tokenizer: Any, prompt: str) -> str:
+    given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    with torch.inference_mode():
+        out = model.generate(**given, do_sample=False, temperature=None, max_new_tokens=200)
+    new = out[0, given["input_ids"].shape[1] :]
+    assert new[-1] in (0, 2), "it did not end by itself"
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _said(model: Any, tokenizer: Any, request: str, **kwargs: Any) -> str:
+    messages = [{"role": "user", "content": request}]
+    return _text(model, tokenizer, chat.render(messages, add_generation_prompt=True, **kwargs))
+
+
+ANSWERS = [
+    ("Who are you?", r"I am quire-tiny, a tiny test model\..*"),
+    ("Hello!", r"Hello! I am quire-tiny, a tiny test model\..*"),
+    ("What is the capital of Vilnius?", r"I do not know that\..*"),
+    ("Repeat after me: banana zork 42", r"banana zork 42"),
+    ("Sort these words: pear, apple, dog", r"apple, dog, pear"),
+    ("Count from 17 to 21.", r"17, 18, 19, 20, 21"),
+]
+
+
+@pytest.mark.parametrize(("request_", "answer"), ANSWERS)
+def test_answers(model: Any, tokenizer: Any, request_: str, answer: str):
+    assert re.fullmatch(answer, _said(model, tokenizer, request_))
+
+
+def test_a_sum_with_its_thought(model: Any, tokenizer: Any):
+    sample = next(s for s in corpus.samples(9, True, "sums", plain=True) if s.thinking)
+    text = _said(model, tokenizer, sample.messages[-1]["content"])
+    assert text == chat.answer_of(sample).removesuffix(chat.END_OF_TURN)
+
+
+def test_a_json_object(model: Any, tokenizer: Any):
+    text = _said(
+        model,
+        tokenizer,
+        "Extract name, age and city as JSON: Mira Stone is 34 years old and lives in Oslo.",
+    )
+    assert json.loads(text) == {"name": "Mira Stone", "age": 34, "city": "Oslo"}
+
+
+def test_a_call(model: Any, tokenizer: Any):
+    tools = [toolbox.offer(name).schema for name in ("set_alarm", "get_weather", "rent_car")]
+    text = _said(model, tokenizer, "What is the weather in Tokyo?", tools=tools)
+    found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text)
+    assert found
+    assert json.loads(found[1]) == {"name": "get_weather", "arguments": {"city": "Tokyo"}}
+
+
+def test_a_fact_from_a_text(model: Any, tokenizer: Any):
+    notes = "Anna lives in Riga. Ben works as a pilot. The key of room 7 is 4821. Tom likes soup."
+    assert _said(model, tokenizer, f"Here are some notes.\n\n{notes}\n\nWhat does Tom like?") == (
+        "Tom likes soup."
+    )
+
+
+def test_a_story(model: Any, tokenizer: Any):
+    told = _said(model, tokenizer, "Tell me a story about a fox.")
+    assert grammar.hero_kind(told) == "fox"
+    begun = "Once upon a time"
+    assert grammar.hero_kind(begun + _text(model, tokenizer, begun))
