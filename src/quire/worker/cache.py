@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
+from quire.worker.untouched import zeros
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
@@ -63,10 +64,7 @@ def allocate_cache(
                 "choose another attention_backend",
             )
         count = max(len(group.layers) for group in alike)
-        storages = [
-            tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-            for _ in range(count)
-        ]
+        storages = [tuple(zeros(size, dtype, device) for size in sizes) for _ in range(count)]
         for group, parts in zip(alike, shapes, strict=True):
             for storage, index in zip(storages, group.layers, strict=False):
                 layer = layers[index]

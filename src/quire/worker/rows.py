@@ -19,6 +19,7 @@ import torch
 
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, Work
+from quire.worker.untouched import zeros
 
 MOST = 2**31 - 1
 
@@ -36,10 +37,8 @@ class Rows:
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.device = torch.device(device)
-        # Untouched pages of a zeroed tensor cost nothing, so a long limit is free until it is used.
-        self.token_ids_RL = torch.zeros(
-            (max_rows, max_model_len + 1), dtype=torch.int32, device=device
-        )
+        # A long limit is free until it is used.
+        self.token_ids_RL = zeros((max_rows, max_model_len + 1), torch.int32, self.device)
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # tokens it has, those being drawn included

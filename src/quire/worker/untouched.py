@@ -1,0 +1,25 @@
+"""Zeros that cost nothing until they are used.
+
+Knows how memory comes from the operating system. torch.zeros writes to every page, which takes a second a
+gigabyte on some machines; pages of a fresh mapping are zeros already.
+
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LINE = 64  # bytes of a cache line
+
+
+def zeros(shape: tuple[int, ...] | int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A zeroed tensor. On the CPU its pages are there when they are first touched."""
+    where = torch.device(device)
+    if where.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=where)
+    size = int(np.prod(shape)) * dtype.itemsize
+    pages = torch.from_numpy(np.zeros(size + LINE, np.uint8))
+    start = -pages.data_ptr() % LINE  # the allocator's own note stands at the start of the mapping
+    return pages[start : start + size].view(dtype).view(shape)
