@@ -74,6 +74,7 @@ class Runner:
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.shared: dict[int, int] = {}  # leading blocks that are another row's
         backend = backend or ReferenceAttention()
         for layer in model.attention_layers():
             layer.backend, layer.group = backend, 0
@@ -85,8 +86,19 @@ class Runner:
     def add(self, row: int, tokens: Iterable[int]) -> None:
         self.tables[row], self.tokens[row], self.computed[row] = [], list(tokens), 0
 
+    def share(self, row: int, donor: int, tokens: Iterable[int]) -> int:
+        """As `add`, on the full blocks that `donor` has computed and the texts have in common; their tokens."""
+        self.add(row, tokens)
+        ours, theirs = self.tokens[row][:-1], self.tokens[donor][: self.computed[donor]]
+        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        blocks = (min(len(ours), len(theirs)) if same is None else same) // self.block_size
+        self.tables[row] = self.tables[donor][:blocks]
+        self.shared[row] = blocks
+        self.computed[row] = blocks * self.block_size
+        return self.computed[row]
+
     def leave(self, row: int) -> None:
-        self.free += self.tables.pop(row)
+        self.free += self.tables.pop(row)[self.shared.pop(row, 0) :]
         del self.tokens[row], self.computed[row]
         if getattr(self.model, "per_request", False):
             self.model.forget([row])
