@@ -94,4 +94,8 @@ def explained(message: str) -> str:
             f"{names}: {'these keywords' if many else 'this keyword'} cannot be enforced;"
             f" leave {'them' if many else 'it'} out, or say the same in other words"
         )
+    if message.startswith("oneOf constraints are not supported"):
+        return (
+            "oneOf: a value may fit two of its branches, as far as can be seen; use anyOf instead"
+        )
     return message

@@ -1,7 +1,7 @@
 """JSON schemas: read, bounded, and made as strict as they say.
 
-Knows JSON and the limits on a schema. Which keywords can be enforced is llguidance's word, and its refusals
-name the keyword; what it would take and not enforce is refused here.
+Knows JSON Schema's shape and the limits on a schema. Which keywords can be enforced is llguidance's word, and its
+refusals name the keyword; what it would take and enforce loosely is rewritten or refused here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.features.structured.patterns import rewritten
 from quire.features.structured.refusal import Refused
 from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
 MAX_NESTING = 64
+OPTIONS = "x-guidance"  # llguidance's own, among them one that drops what it does not know
+ESCAPES = 'nrbtf\\"'  # no \uXXXX: a key so written would pass for another than it is
+
+# Where schemas stand in a schema. Whatever else is there is data, and not looked into.
+IN_ONE = frozenset(
+    ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
+     "propertyNames", "contains", "not", "if", "then", "else", "contentSchema")
+)  # fmt: skip
+IN_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+IN_MAP = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
 def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
@@ -34,42 +45,72 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
         raise Refused("a schema must be a JSON object")
     if depth(schema) > MAX_NESTING:
         raise Refused(f"it is nested more than {MAX_NESTING} deep")
-    options: dict[str, Any] = {}
+    made = _strict(schema, constraint.disable_additional_properties)
+    options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if constraint.disable_any_whitespace:
         options["whitespace_flexible"] = False
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern
-    if constraint.disable_additional_properties:
-        schema = _closed(schema)
-    if options:
-        schema = {**schema, "x-guidance": options}
-    return json.dumps(schema)
+    made[OPTIONS] = options
+    text = json.dumps(made)
+    if len(text) > 2 * MAX_BYTES:
+        raise Refused(f"it has {len(text)} characters; at most {2 * MAX_BYTES} are taken")
+    return text
 
 
 def depth(value: Any) -> int:
-    """How deep objects and lists stand in one another; counted no further than MAX_NESTING allows."""
+    """How deep objects and lists stand in one another; counted no further than needed."""
     level, reached = [value], 0
-    while level:
+    while level and reached <= 2 * MAX_NESTING:
         reached += 1
         inner: list[Any] = []
         for one in level:
-            if isinstance(one, dict):
-                inner += [v for v in one.values() if isinstance(v, dict | list)]
-            elif isinstance(one, list):
-                inner += [v for v in one if isinstance(v, dict | list)]
+            within = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            inner += [v for v in within if isinstance(v, dict | list)]
         level = inner
-        if reached > 2 * MAX_NESTING:
-            break
     return reached
 
 
-def _closed(schema: Any) -> Any:
-    """Objects that say nothing of further properties get none."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+def _strict(schema: Any, closed: bool) -> Any:
+    """A copy whose every schema means to llguidance what it says. `closed`: no further properties."""
     if not isinstance(schema, dict):
         return schema
-    made = {name: _closed(one) for name, one in schema.items()}
-    if "properties" in made and isinstance(made["properties"], dict):
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in IN_MAP and isinstance(value, dict):
+            value = {key: _strict(one, closed) for key, one in value.items()}
+        elif name in IN_LIST and isinstance(value, list):
+            value = [_strict(one, closed) for one in value]
+        elif name in IN_ONE:
+            value = _strict(value, closed)
+        if name == "pattern" and isinstance(value, str):
+            value = rewritten(value)
+        elif name == "patternProperties" and isinstance(value, dict):
+            value = {rewritten(key): one for key, one in value.items()}
+        if name == OPTIONS or (name == "uniqueItems" and value is False):
+            continue
+        made[name] = value
+    if closed and isinstance(made.get("properties"), dict):
         made.setdefault("additionalProperties", False)
+    if _distinct(made.get("oneOf")) and "anyOf" not in made:
+        made["anyOf"] = made.pop("oneOf")  # exactly one is the same as any, if no value fits two
     return made
+
+
+def _distinct(branches: Any) -> bool:
+    """Each is one value or some, of which no two are equal."""
+    seen: list[str] = []
+    for branch in branches if isinstance(branches, list) else [None]:
+        if not isinstance(branch, dict) or not set(branch) <= {
+            "const",
+            "enum",
+            "title",
+            "description",
+            "type",
+        }:
+            return False
+        values = [branch["const"]] if "const" in branch else branch.get("enum")
+        if not isinstance(values, list) or any(isinstance(v, float | dict | list) for v in values):
+            return False  # 1 and 1.0 are equal to JSON Schema
+        seen += map(json.dumps, values)
+    return len(seen) == len(set(seen))

@@ -1,0 +1,74 @@
+r"""Patterns of JSON schemas, from the dialect they are written in (ECMA-262) to the one that llguidance reads (Rust's).
+
+Knows both dialects where they differ in meaning; what differs in spelling alone llguidance refuses. Each rewriting
+admits the same texts or fewer, never more:
+
+    .  \S           leave out every line break and space that ECMA's do
+    [^...]          does not match NUL. llguidance (1.9) takes a class of all control characters as one that holds
+                    the quote and the backslash too, when it writes it for a JSON string; without NUL it does not
+    [\x00-...]      begins at \x01, for the same reason
+    [ & ~ in a class, \< \>     are characters, not operators
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.features.structured.refusal import Refused
+
+SPACES = r"\s\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+NUL = re.compile(r"\\x00|\\u0000|\\u\{0+\}|\\x\{0+\}|\\0|\x00")
+PIECE = re.compile(r"\\(?:x\{[^}]*\}|u\{[^}]*\}|[pP]\{[^}]*\}|x..|u....|.)|.", re.DOTALL)
+
+
+def rewritten(pattern: str) -> str:
+    """The pattern for llguidance.
+
+    Raises:
+        Refused: a class has an operator that means different things in the two dialects.
+    """
+    out: list[str] = []
+    pieces = PIECE.findall(pattern)
+    at = 0
+    while at < len(pieces):
+        piece = pieces[at]
+        if piece == "[":
+            end = _class_end(pieces, at)
+            out.append(_class(pieces[at + 1 : end]))
+            at = end
+        elif piece == ".":
+            out.append(r"[^\x00\n\r\x{2028}\x{2029}]")
+        elif piece == r"\S":
+            out.append(rf"[^\x00{SPACES}]")
+        elif piece in (r"\<", r"\>"):
+            out.append(piece[1])
+        else:
+            out.append(piece)
+        at += 1
+    return "".join(out)
+
+
+def _class_end(pieces: list[str], start: int) -> int:
+    for at in range(start + 1, len(pieces)):
+        if pieces[at] == "]":
+            return at
+    raise Refused(f"pattern: a class is not closed: {''.join(pieces)!r}")
+
+
+def _class(inside: list[str]) -> str:
+    negated = bool(inside) and inside[0] == "^"
+    made = []
+    for at, piece in enumerate(inside[1:] if negated else inside):
+        if piece == "-" and at and made[-1] == "-":
+            raise Refused(
+                "pattern: write \\- for each of two hyphens that follow one another in a class"
+            )
+        made.append(f"\\{piece}" if piece in "[&~" else piece)
+    if negated:
+        return f"[^\\x00{''.join(made)}]"
+    if not made:
+        raise Refused("pattern: the class [] matches nothing")
+    for at in range(len(made) - 2):
+        if NUL.fullmatch(made[at]) and made[at + 1] == "-" and not NUL.fullmatch(made[at + 2]):
+            made[at] = r"\x01"
+    return f"[{''.join(made)}]"
