@@ -156,3 +156,30 @@ def test_a_story(model: Any, tokenizer: Any):
     assert grammar.hero_kind(told) == "fox"
     begun = "Once upon a time"
     assert grammar.hero_kind(begun + _text(model, tokenizer, begun))
+
+
+def test_content_may_come_in_parts(tokenizer: Any):
+    def parts(text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text}]
+
+    tools = [toolbox.offer("get_time").schema]
+    call = {"type": "function", "function": {"name": "get_time", "arguments": '{"city": "Rome"}'}}
+    said = [
+        ("system", "Be kind."),
+        ("user", "What time is it in Rome?"),
+        ("assistant", ""),
+        ("tool", "12:30"),
+    ]
+    plain = [{"role": role, "content": text} for role, text in said]
+    split = [{"role": role, "content": parts(text) if text else None} for role, text in said]
+    plain[2]["tool_calls"] = split[2]["tool_calls"] = [call]
+    for offered in (None, tools):
+        one, two = (
+            tokenizer.apply_chat_template(messages, tools=offered, tokenize=False)
+            for messages in (plain, split)
+        )
+        assert one == two
+        assert (
+            '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>' in one
+        )
+        assert "<tool_response>\n12:30\n</tool_response>" in one

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tools.tiny_model import chat
 from tools.tiny_model.model import Shape
 
 CARDS = Path(__file__).with_name("cards")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 GENERATION = {
     "bos_token_id": None,
     "eos_token_id": [2, 0],  # the end of a turn, and the end of a story that is plain text
@@ -68,6 +69,7 @@ def export(run: Path, tokenizer: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for file in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / file, out / file)
+    shutil.copyfile(chat.TEMPLATE, out / chat.TEMPLATE.name)
     write_json(out / "config.json", Shape(**state["shape"]).hf_config())
     write_json(out / "generation_config.json", GENERATION)
     write_weights(out / "model.safetensors", state["optimizer"]["average"], {})
