@@ -58,9 +58,11 @@ class ScriptedEngine:
         return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0
+        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0, tenant: str = ""
     ) -> AsyncGenerator[Object, None]:
-        self.asked.append(Object(prompt=prompt, params=params, id=request_id, priority=priority))
+        self.asked.append(
+            Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)
+        )
         try:
             if params.output_kind == FINAL_ONLY:
                 texts = [text for text in self.script if isinstance(text, str)]

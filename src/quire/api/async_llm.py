@@ -112,6 +112,7 @@ class AsyncLLM(Later):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_text: str | None = None,
         arrival_time: float | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs as they come. Leaving the loop early aborts the request.
 
@@ -119,6 +120,7 @@ class AsyncLLM(Later):
             request_id: yours, of no other request that still runs.
             trace_headers, session_id: accepted; they change no answer.
             prompt_text: reported as `prompt` when the prompt is given as token ids.
+            tenant: who asks, where tenants take turns.
 
         Raises:
             ValidationError: the request cannot be served as it is; or its id is taken.
@@ -134,7 +136,7 @@ class AsyncLLM(Later):
             await self._resumed.wait()
         accepted = await self._accept(
             prompt, sampling_params, id=request_id, lora_request=lora_request, priority=priority,
-            tokenization_kwargs=tokenization_kwargs, arrived=arrival_time,
+            tokenization_kwargs=tokenization_kwargs, arrived=arrival_time, tenant=tenant,
         )  # fmt: skip
         if prompt_text is not None:
             accepted.prompt = accepted.prompt or prompt_text

@@ -20,6 +20,8 @@ class ServerConfig:
     """Path prefix that a proxy in front of the server takes off."""
     api_key: list[str] | str | None = None
     """Keys of which a request must bring one, as `Authorization: Bearer KEY`."""
+    api_key_file: str | None = None
+    """JSON or YAML list of keys with name, weight and limits; SIGHUP reads it again."""
     ssl_keyfile: str | None = None
     """TLS: the server's private key."""
     ssl_certfile: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.core import EngineCore
+from quire.scheduler.fair import FairQueue
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
@@ -28,4 +29,9 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         """Call a method of every worker; one answer each."""
         return list(core.executor.call("collective_rpc", method, args, kwargs))
 
-    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc)}
+    def set_weights(weights: dict[str, float]) -> None:
+        """How tenants share the engine from now on; nothing where they do not."""
+        if isinstance(core.scheduler.waiting, FairQueue):
+            core.scheduler.waiting.weights = weights
+
+    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc, set_weights)}

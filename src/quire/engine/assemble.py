@@ -17,6 +17,7 @@ import msgspec
 from quire import __version__, env
 from quire.config.checks import check_wishes
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.keys import read_keys
 from quire.config.resolve import resolve
 from quire.config.wire import from_wire, to_wire
 from quire.engine import admin
@@ -41,6 +42,7 @@ from quire.platforms.cores import bind_to_cores
 from quire.platforms.facts import facts
 from quire.protocol.output import Ready
 from quire.registry import load_plugins
+from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.scheduler import Limits, Scheduler
 
@@ -186,7 +188,10 @@ def build_scheduler(
         max_waiting=asked.max_num_queued_reqs or 0,
         max_waiting_tokens=asked.max_num_queued_tokens or 0,
     )
-    return Scheduler(kv, limits, gates)
+    waiting = None
+    if (path := resolved.asked.server.api_key_file) is not None:
+        waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
+    return Scheduler(kv, limits, gates, waiting=waiting)
 
 
 # -- the back room --------------------------------------------------------------------------------

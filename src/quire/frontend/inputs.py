@@ -124,6 +124,7 @@ class Inputs:
         lora_request: Any = None,
         arrived: float | None = None,
         limited: bool = True,
+        tenant: str = "",
     ) -> Accepted:
         """Check and complete one request. `limited=False`: max_logprobs does not apply (beam search).
 
@@ -149,6 +150,7 @@ class Inputs:
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
+            tenant=tenant,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs

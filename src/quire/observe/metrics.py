@@ -91,6 +91,21 @@ class Metrics:
             ["model_name", "status"],
             registry=self.registry,
         )
+        self.key_requests = Counter(
+            "quire:key_requests", "Requests by key.", ["model_name", "key"], registry=self.registry
+        )
+        self.key_tokens = Counter(
+            "quire:key_tokens",
+            "Tokens by key: of prompts, and of outputs.",
+            ["model_name", "key", "kind"],
+            registry=self.registry,
+        )
+        self.key_rejections = Counter(
+            "quire:key_rejections",
+            "Requests refused because their key may not have more now.",
+            ["model_name", "key"],
+            registry=self.registry,
+        )
         self.startup = Gauge(
             "quire:startup_seconds", "How long each stage of start-up took.", ["stage"], registry=self.registry
         )  # fmt: skip
@@ -124,6 +139,16 @@ class Metrics:
     def refused(self, reason: str = "max_num_queued_reqs") -> None:
         """A request was turned away because too many wait."""
         self.rejected.labels(self.model_name, reason).inc()
+
+    def by_key(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
+        """A request of this key has ended."""
+        self.key_requests.labels(self.model_name, key).inc()
+        self.key_tokens.labels(self.model_name, key, "prompt").inc(prompt_tokens)
+        self.key_tokens.labels(self.model_name, key, "output").inc(output_tokens)
+
+    def key_refused(self, key: str) -> None:
+        """A request of this key was turned away by the key's own limits."""
+        self.key_rejections.labels(self.model_name, key).inc()
 
     def failed(self, status: int) -> None:
         """A request was answered with an error."""

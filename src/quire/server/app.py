@@ -27,6 +27,7 @@ from quire.server.invocations import invocations
 from quire.server.middleware import Counted, Guard, RequestIds
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
+from quire.server.tenants import Tenants
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 
@@ -98,7 +99,9 @@ async def http_error(request: Request, error: Exception) -> Response:
 def build_app(state: ServerState) -> Starlette:
     """The application for one server's state."""
     server = state.config.server
-    keys = [server.api_key] if isinstance(server.api_key, str) else list(server.api_key or [])
+    if state.tenants is None:
+        state.tenants = Tenants(server)
+    tenants = state.tenants
     layers = [Middleware(Counted, state=state)]
     if server.allowed_origins:
         layers.append(
@@ -112,11 +115,11 @@ def build_app(state: ServerState) -> Starlette:
         )
     if server.enable_request_id_headers:
         layers.append(Middleware(RequestIds))
-    if keys:
-        layers.append(Middleware(Guard, keys=keys))
+    if tenants:
+        layers.append(Middleware(Guard, tenants=tenants))
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
     if not server.disable_fastapi_docs:
-        rows = rows + docs.routes(rows, bool(keys))
+        rows = rows + docs.routes(rows, bool(tenants))
     app = Starlette(
         routes=[Route(path, guarded(call), methods=kinds.split()) for kinds, path, call in rows],
         middleware=layers,

@@ -20,6 +20,7 @@ from quire.server.bodies import json_response, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
+from quire.server.middleware import TENANT
 from quire.server.prompts import check_length, check_messages, encode, truncated
 from quire.server.respond import answer
 from quire.server.sampling import chat_params
@@ -176,6 +177,7 @@ async def generation_of(
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, body.stream_interval or 1,
+        request.scope.get(TENANT),
     )  # fmt: skip
 
 

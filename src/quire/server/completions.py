@@ -19,6 +19,7 @@ from quire.server.answers import Frames, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.generation import Delta, Generation
+from quire.server.middleware import TENANT
 from quire.server.prompts import completion_prompts
 from quire.server.respond import answer
 from quire.server.sampling import completion_params
@@ -96,6 +97,7 @@ async def completions(request: Request) -> Response | EventStream:
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, body.stream_interval or 1,
+        request.scope.get(TENANT),
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids

@@ -89,9 +89,15 @@ class TextEngine(Protocol):
         """
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncIterator[OutputLike]:
-        """One request. Closing the iterator early aborts it."""
+        """One request of `tenant`. Closing the iterator early aborts it."""
 
     async def abort(self, request_id: str) -> None: ...
 

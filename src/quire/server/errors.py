@@ -36,6 +36,7 @@ TYPES = {
     413: "RequestTooLarge",
     415: "BadRequestError",
     422: "UnprocessableEntityError",
+    429: "RateLimitError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from quire.server.logprobs import Position
 from quire.server.sampling import FINAL_ONLY
 from quire.server.sse import ended
 from quire.server.state import ServerState
+from quire.server.tenants import Tenant
 
 log = get_logger(__name__)
 
@@ -75,6 +76,7 @@ class Generation:
     timeout: float | None = None
     interval: int = 1
     """Tokens that are collected before they are told (stream_interval)."""
+    tenant: Tenant | None = None
     counts: list[Count] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class Generation:
             ApiError: a request failed; 408 when `timeout` ran out.
         """
         end = None if self.timeout is None else time.monotonic() + self.timeout
-        async with aclosing(self._collected()) as deltas:
+        async with aclosing(self._collected()) as deltas, self._counted():
             while True:
                 try:
                     if end is None:
@@ -136,6 +138,27 @@ class Generation:
                     self.state.metrics.refused()
                     raise
                 yield delta
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """What it costs is counted for its tenant, however it ends."""
+        tenant, metrics = self.tenant, self.state.metrics
+        if tenant is None or not tenant.name:
+            yield
+            return
+        prompt = sum(count.prompt_tokens for count in self.counts)
+        try:
+            with tenant.asking(prompt):
+                try:
+                    yield
+                finally:
+                    output = sum(sum(count.output_tokens) for count in self.counts)
+                    tenant.tokens.take(output)
+                    metrics.by_key(tenant.name, prompt, output)
+        except ApiError as error:
+            if error.status == 429:
+                metrics.key_refused(tenant.name)
+            raise
 
     async def _collected(self) -> AsyncGenerator[Delta, None]:
         waiting: dict[int, Delta] = {}
@@ -195,7 +218,8 @@ class Generation:
         self.state.active.add(name)
         if self.state.config.observe.enable_log_requests:
             self._log(name, prompt, params)
-        outputs = self.engine.generate(prompt, params, name, priority=self.priority)
+        tenant = self.tenant.name if self.tenant is not None else ""
+        outputs = self.engine.generate(prompt, params, name, priority=self.priority, tenant=tenant)
         output: OutputLike | None = None
         try:
             async for output in outputs:

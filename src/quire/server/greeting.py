@@ -16,6 +16,10 @@ from quire.protocol.output import Ready
 LONGEST = 0.005  # seconds; shorter stages are not worth a line
 
 
+def guarded(config: EngineConfig) -> bool:
+    return bool(config.server.api_key or config.server.api_key_file)
+
+
 def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) -> str:
     """What is served, where, and with which limits."""
     tokens = ready.num_blocks * ready.block_size
@@ -25,7 +29,7 @@ def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) 
         ("context", f"{ready.max_model_len} tokens"),
         ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {tokens / max(1, ready.max_model_len):.1f} full contexts"),
         ("address", url),
-        ("API key", "needed" if config.server.api_key else "none"),
+        ("API key", "needed" if guarded(config) else "none"),
     ]  # fmt: skip
     return table(rows)
 
@@ -51,7 +55,7 @@ def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
     body["max_tokens"] = 32
     words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = shlex.join(words)
-    if config.server.api_key:
+    if guarded(config):
         line += ' -H "Authorization: Bearer $QUIRE_API_KEY"'
     return line
 

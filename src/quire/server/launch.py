@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from socket import socket
@@ -26,7 +26,7 @@ from quire.engine.assemble import make_client
 from quire.engine.client import EngineClient
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
-from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.metrics import Metrics, cache_info
 from quire.observe.stats_log import StatsLog
@@ -34,6 +34,7 @@ from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.listen import address, bind, http_server
 from quire.server.state import Phase, ServerState
+from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
 
 log = get_logger(__name__)
@@ -57,12 +58,13 @@ def serve(config: EngineConfig) -> int:
     if config.server.api_server_count > 1:
         log.warning("--api-server-count: one HTTP process serves; more come later")
     config = bounded(config)
+    tenants = Tenants(config.server)
     listener = bind(config.server)
     own_process = not config.server.disable_frontend_multiprocessing
     try:
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            return runner.run(Serving(config, listener, client).run())
+            return runner.run(Serving(config, listener, client, tenants).run())
     finally:
         listener.close()
         if config.server.uds is not None:
@@ -95,14 +97,17 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 class Serving:
     """One server's life."""
 
-    def __init__(self, config: EngineConfig, listener: socket, client: ProcessClient | None):
-        self.config, self.listener = config, listener
+    def __init__(
+        self, config: EngineConfig, listener: socket, client: ProcessClient | None, tenants: Tenants
+    ):
+        self.config, self.listener, self.tenants = config, listener, tenants
         self.client: EngineClient | ProcessClient | None = client
-        self.state = ServerState(config, Metrics(model_name(config)))
+        self.state = ServerState(config, Metrics(model_name(config)), tenants=tenants)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
         self.http = http_server(build_app(self.state), config.server)
         self.stopping = asyncio.Event()
+        self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
         self.url = address(config.server, listener)
 
     async def run(self) -> int:
@@ -110,6 +115,7 @@ class Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
         # It answers from now on, if only that it is loading.
         http = asyncio.ensure_future(self.http.serve(sockets=[self.listener]))
         try:
@@ -135,6 +141,21 @@ class Serving:
         if self.state.phase in (Phase.READY, Phase.LOADING):
             self.state.phase = Phase.DRAINING
         self.stopping.set()
+
+    def reload(self) -> None:
+        """SIGHUP: the key file again."""
+        tenants = self.tenants
+        if tenants.path is None:
+            log.info("SIGHUP: there is no --api-key-file to read again")
+            return
+        try:
+            tenants.reload()
+        except ConfigError as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error)
+            return
+        log.info("SIGHUP: %d keys read from %s", len(tenants.weights), tenants.path)
+        if self.state.engine is not None:
+            self._soon(self.state.engine.call("set_weights", tenants.weights))
 
     async def _lived(self, http: asyncio.Future[None]) -> int:
         told = asyncio.ensure_future(self.stopping.wait())
@@ -246,13 +267,18 @@ class Serving:
             await asyncio.sleep(0.02)
 
     def _abort_soon(self, name: str) -> None:
-        engine: Any = self.state.engine
-        if engine is not None:
-            task = asyncio.ensure_future(engine.abort(name))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if self.state.engine is not None:
+            self._soon(self.state.engine.abort(name))
 
-    _tasks: set[asyncio.Future[None]] = set()  # noqa: RUF012  (keeps them from being collected)
+    def _soon(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what was asked of the engine failed: %s", error)
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:

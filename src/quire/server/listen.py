@@ -113,7 +113,8 @@ def host_of(server: ServerConfig) -> str:
     """Asked for, or loopback; all interfaces where nobody could reach it otherwise, or where a key guards it."""
     if server.host is not None:
         return server.host
-    return "0.0.0.0" if server.api_key or in_container() else LOOPBACK
+    guarded = server.api_key or server.api_key_file
+    return "0.0.0.0" if guarded or in_container() else LOOPBACK
 
 
 def bind(server: ServerConfig) -> socket.socket:

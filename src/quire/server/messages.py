@@ -34,6 +34,7 @@ ERRORS = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 STOPS = {"stop": "end_turn", "length": "max_tokens"}

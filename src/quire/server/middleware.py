@@ -5,11 +5,8 @@ Knows headers and paths as the router sees them. Does not know endpoints, except
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
-from collections.abc import Iterable
-from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import get_route_path  # type: ignore[attr-defined]
@@ -17,11 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
 from quire.server.state import ServerState
+from quire.server.tenants import Tenant, Tenants
 
 OPEN = frozenset(
     ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
 )
 """Paths that need no key: probes and scrapers have none. Every other path needs it, known or not."""
+
+TENANT = "quire.tenant"
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -77,18 +77,21 @@ class RequestIds:
 
 
 class Guard:
-    """Without one of the keys there is 401 for every path that is not OPEN.
+    """Without a key there is 401 for every path that is not OPEN.
 
-    The path is compared exactly as the router will compare it, so that no other spelling of it gets by.
+    The path is compared exactly as the router will compare it, so that no other spelling of it gets by. Whose
+    key it was goes on in the scope, as `TENANT`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]):
-        self.app = app
-        self.digests = [sha256(key.encode()).digest() for key in keys]
+    def __init__(self, app: ASGIApp, tenants: Tenants):
+        self.app, self.tenants = app, tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._passes(scope):
+        if scope["type"] == "lifespan" or self._is_open(scope):
             await self.app(scope, receive, send)
+        elif (tenant := self._who(scope)) is not None:
+            scope[TENANT] = tenant
+            await self.app(scope, receive, self._telling(tenant, send))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
         else:
@@ -99,17 +102,28 @@ class Guard:
             )
             await error_response(error)(scope, receive, send)
 
-    def _passes(self, scope: Scope) -> bool:
+    def _is_open(self, scope: Scope) -> bool:
         # A browser sends no key with OPTIONS, and no route of ours does anything for it.
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
             return True
-        if get_route_path(scope) in OPEN:
-            return True
+        return get_route_path(scope) in OPEN
+
+    def _who(self, scope: Scope) -> Tenant | None:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")  # as clients of /v1/messages send it
-        given = sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
-        # All are compared, so that the time does not tell which one was close.
-        same = [hmac.compare_digest(given, digest) for digest in self.digests]
-        return any(same)
+        return self.tenants.find(key.strip().encode("latin-1"))  # the bytes that were sent
+
+    def _telling(self, tenant: Tenant, send: Send) -> Send:
+        if not tenant.headers():
+            return send
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in tenant.headers().items():
+                    headers[name] = value
+            await send(message)
+
+        return told

@@ -16,6 +16,7 @@ from quire.errors import EngineDeadError
 from quire.observe.metrics import Metrics
 from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, unavailable
+from quire.server.tenants import Tenants
 
 
 class Phase(Enum):
@@ -33,6 +34,7 @@ class ServerState:
     metrics: Metrics
     engine: TextEngine | None = None
     phase: Phase = Phase.LOADING
+    tenants: Tenants | None = None
     dev_mode: bool = False
     started: float = field(default_factory=time.time)
     active: set[str] = field(default_factory=set)

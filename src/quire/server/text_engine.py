@@ -86,17 +86,23 @@ class AsyncTextEngine:
 
     # -- requests -------------------------------------------------------------------------------
     def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        return self._generate(prompt, params, request_id, priority)
+        return self._generate(prompt, params, request_id, priority, tenant)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
         given: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
-        if prompt.salt:
-            given["cache_salt"] = prompt.salt
-        outputs = self.llm.generate(given, params, request_id, priority=priority)
+        if salt := salted(prompt.salt, tenant):
+            given["cache_salt"] = salt
+        outputs = self.llm.generate(given, params, request_id, priority=priority, tenant=tenant)
         try:
             async for output in outputs:
                 if (error := error_of(output)) is not None:
@@ -131,6 +137,11 @@ class AsyncTextEngine:
 
     async def call(self, name: str, *args: Any) -> Any:
         return await asyncio.to_thread(self.client.call, name, *args)
+
+
+def salted(salt: str, tenant: str) -> str:
+    """Tenants share no cached prefixes: how fast an answer comes would tell what others asked."""
+    return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt
 
 
 def fingerprint(client: EngineClient) -> str:

@@ -1,0 +1,89 @@
+"""The key file: who may ask, how much, and with which weight.
+
+    - name: team-a
+      key: sk-...
+      weight: 2                    # twice the share of a key of weight 1 (the default)
+      requests_per_minute: 60      # these three: no limit unless given
+      tokens_per_minute: 100000
+      max_concurrency: 8
+
+JSON or YAML. Knows the file. Does not know requests.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One entry of the file."""
+
+    name: str
+    key: str = field(repr=False)
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and outputs together."""
+    max_concurrency: int | None = None
+    """Requests at once."""
+
+
+def read_keys(path: str) -> list[Key]:
+    """The entries of a key file.
+
+    Raises:
+        ConfigError: not there, not such a file, or an entry is wrong; keys are never part of the message.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"--api-key-file {path}: {why}") from None
+    try:
+        found = _parsed(path, text)
+    except ValueError:
+        raise ConfigError(f"--api-key-file {path}: neither JSON nor YAML") from None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"--api-key-file {path}: a list of entries with `name` and `key` is needed")  # fmt: skip
+    keys = [_entry(f"--api-key-file {path}, entry {at}", one) for at, one in enumerate(found, 1)]
+    for what in ("name", "key"):
+        if len({getattr(key, what) for key in keys}) < len(keys):
+            raise ConfigError(f"--api-key-file {path}: two entries have the same {what}")
+    return keys
+
+
+def _parsed(path: str, text: str) -> Any:
+    if path.endswith(".json"):
+        return json.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as why:
+        raise ValueError from why
+
+
+def _entry(where: str, given: Any) -> Key:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: an object with `name` and `key` is needed")
+    known = [one.name for one in fields(Key)]
+    if unknown := sorted(set(map(str, given)) - set(known)):
+        raise ConfigError(f"{where}: there is no {', '.join(unknown)}; it may have {', '.join(known)}")  # fmt: skip
+    for name in ("name", "key"):
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise ConfigError(f"{where}: `{name}` must be a text")
+    weight = given.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1e6:
+        raise ConfigError(f"{where}: `weight` must be a number above 0")
+    for name in LIMITS:
+        value = given.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):  # fmt: skip
+            raise ConfigError(f"{where}: `{name}` must be a whole number of at least 1")
+    return Key(**{**given, "weight": float(weight)})

@@ -1,0 +1,210 @@
+"""Keys from a file: whose request it is, what each may, and that none sees another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from asgi import browser, calling
+from scripted import ScriptedEngine, make_state
+
+from quire.config.keys import Key, read_keys
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+from quire.server.state import ServerState
+from quire.server.tenants import Bucket, Tenant, Tenants
+from quire.server.text_engine import salted
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAY = {"prompt": "ab"}
+
+
+class Clock:
+    """Time that goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key_file(folder: Path, *entries: dict[str, Any]) -> str:
+    path = folder / "keys.json"
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def state_of(folder: Path, *entries: dict[str, Any], clock: Clock | None = None, engine: Any = None, **more: Any) -> ServerState:  # fmt: skip
+    state = make_state(
+        engine or ScriptedEngine("x", "yz"), api_key_file=key_file(folder, *entries), **more
+    )
+    state.tenants = Tenants(state.config.server, clock or Clock())
+    return state
+
+
+def ask(state: ServerState, key: str, body: Any = None, path: str = TEXT) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with browser(state, headers={"Authorization": f"Bearer {key}"}) as client:
+            return await client.post(path, json=body or SAY)
+
+    return asyncio.run(go())
+
+
+A, B = {"name": "a", "key": "ka"}, {"name": "b", "key": "kb", "weight": 3}
+
+
+def test_the_engine_is_told_who_asks(tmp_path: Path):
+    state = state_of(tmp_path, A, B, api_key="plain")
+    for key in ("ka", "kb", "plain"):
+        assert ask(state, key).status_code == 200
+    assert ask(state, "kc").status_code == 401
+    assert [one.tenant for one in state.engine.asked] == ["a", "b", ""]
+
+
+def test_tenants_share_no_cached_prefixes():
+    salts = [salted("", ""), salted("s", ""), salted("", "a"), salted("s", "a"), salted("", "b"), salted("a", "b")]  # fmt: skip
+    assert len(set(salts)) == len(salts)
+    assert salts[:2] == ["", "s"]
+
+
+def test_requests_a_minute(tmp_path: Path):
+    clock = Clock()
+    state = state_of(tmp_path, A | {"requests_per_minute": 2}, B, clock=clock)
+    first = ask(state, "ka")
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert "x-ratelimit-limit-tokens" not in first.headers
+    assert ask(state, "ka").status_code == 200
+    refused = ask(state, "ka")
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "30"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert ask(state, "kb").status_code == 200  # others are not concerned
+    clock.now += 29
+    assert ask(state, "ka").status_code == 429
+    clock.now += 1.01
+    assert ask(state, "ka").status_code == 200
+    assert len(state.engine.asked) == 4
+    text = state.metrics.render().decode()
+    assert 'quire:key_requests_total{key="a",model_name="toy"} 3.0' in text
+    assert 'quire:key_rejections_total{key="a",model_name="toy"} 2.0' in text
+    assert 'quire:key_tokens_total{key="a",kind="output",model_name="toy"} 9.0' in text
+
+
+def test_what_is_refused_costs_nothing(tmp_path: Path):
+    state = state_of(tmp_path, A | {"requests_per_minute": 1})
+    assert ask(state, "ka", {"prompt": "x", "n": 0}).status_code == 400
+    assert ask(state, "ka").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_a_minute_are_paid_when_they_are_made(tmp_path: Path, stream: bool):
+    clock = Clock()
+    state = state_of(tmp_path, A | {"tokens_per_minute": 6}, clock=clock)
+    body = SAY | {"stream": stream}
+    assert ask(state, "ka", body).status_code == 200  # 3 of the prompt, 3 of the answer
+    refused = ask(state, "ka", body)
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "10"
+    clock.now += 10.1
+    assert ask(state, "ka", body).status_code == 200
+    clock.now += 10  # the last answer was on credit
+    assert ask(state, "ka", body).status_code == 429
+
+
+def test_how_many_at_once(tmp_path: Path):
+    engine = ScriptedEngine("a", "b")
+    state = state_of(tmp_path, A | {"max_concurrency": 1}, engine=engine)
+    headers = {"authorization": "Bearer ka"}
+
+    async def go() -> list[int]:
+        engine.gate = asyncio.Event()
+        async with calling(state, TEXT, SAY | {"stream": True}, headers) as one:
+            await one.next()
+            async with calling(state, TEXT, SAY, headers) as two:
+                found = [(await two.next())["status"]]
+            one.hang_up()
+            await one.ended()
+        engine.gate.set()
+        async with calling(state, TEXT, SAY, headers) as three:
+            return [*found, (await three.next())["status"]]
+
+    assert asyncio.run(go()) == [429, 200]
+
+
+def test_in_a_stream_too_a_refusal_is_a_429(tmp_path: Path):
+    state = state_of(tmp_path, A | {"requests_per_minute": 1})
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    assert ask(state, "ka", chat, CHAT).status_code == 200
+    assert ask(state, "ka", chat, CHAT).status_code == 429
+    refused = ask(state, "ka", chat, "/v1/messages")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_a_file_that_is_read_again(tmp_path: Path):
+    path = key_file(tmp_path, A | {"requests_per_minute": 2}, B)
+    clock = Clock()
+    tenants = Tenants(ServerConfig(api_key_file=path), clock)
+    assert tenants.weights == {"a": 1.0, "b": 3.0}
+    old = tenants.find(b"ka")
+    assert old is not None
+    with old.asking(1):
+        key_file(tmp_path, A | {"key": "new", "requests_per_minute": 2}, {"name": "c", "key": "kc"})
+        tenants.reload()
+        assert tenants.find(b"ka") is None
+        assert tenants.find(b"new") is old
+        assert old.requests.level == 1  # what was used stays used
+        assert (old.running, tenants.weights) == (1, {"a": 1.0, "c": 1.0})
+    (tmp_path / "keys.json").write_text("[{")
+    with pytest.raises(ConfigError):
+        tenants.reload()
+    assert tenants.find(b"new") is old
+
+
+def test_yaml(tmp_path: Path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "- name: a\n  key: ka\n  weight: 0.5\n- {name: b, key: kb, max_concurrency: 4}\n"
+    )
+    assert read_keys(str(path)) == [
+        Key(name="a", key="ka", weight=0.5),
+        Key(name="b", key="kb", max_concurrency=4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "neither JSON nor YAML"), ("{}", "a list"), ("[]", "a list"), ("[1]", "entry 1"), ('[{"name": "a"}]', "`key`"),
+     ('[{"name": "a", "key": "secret", "wait": 1}]', "no wait"), ('[{"name": "a", "key": "secret", "weight": 0}]', "`weight`"),
+     ('[{"name": "a", "key": "secret", "max_concurrency": 0}]', "`max_concurrency`"),
+     ('[{"name": "a", "key": "secret"}, {"name": "a", "key": "x"}]', "same name"),
+     ('[{"name": "a", "key": "secret"}, {"name": "b", "key": "secret"}]', "same key")],
+)  # fmt: skip
+def test_mistakes_in_the_file_are_named_and_no_key_is_told(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as error:
+        read_keys(str(path))
+    assert "secret" not in str(error.value)
+    assert "secret" not in repr(Key(name="a", key="secret"))
+
+
+def test_a_bucket_never_holds_more_than_a_minutes_worth():
+    clock = Clock()
+    bucket = Bucket(60, clock)
+    bucket.take(70)
+    assert bucket.level == -10
+    assert bucket.seconds_until(1) == 11
+    clock.now += 1000
+    assert bucket.level == 60
+
+
+def test_no_limits_no_headers():
+    assert Tenant(Key(name="a", key="k")).headers() == {}
