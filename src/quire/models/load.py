@@ -35,6 +35,7 @@ from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
+from quire.quantization.packed import pack_model
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -90,7 +91,8 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
     model.to(platform.device)  # buffers; the weights are there
     model.eval()
-    platform.prepare(model)
+    if "native" in platform.kernels:
+        pack_model(model)
     bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 
 class Memory(NamedTuple):
@@ -34,10 +33,6 @@ class Platform(Protocol):
     default_depth: int
     default_block_size: int
     default_num_batched_tokens: int
-
-    def prepare(self, model: nn.Module) -> None:
-        """Its weights are there: lay them out as this device's kernels want them."""
-        ...
 
     def memory(self) -> Memory:
         """As it is now."""

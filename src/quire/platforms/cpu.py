@@ -6,7 +6,6 @@ Knows what `facts.py` found out, as torch names it, and how many threads pay. Do
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from quire import env
 from quire.platforms import facts
@@ -42,11 +41,6 @@ class CpuPlatform:
         if env.outer("OMP_NUM_THREADS") is None and weight_bytes < SMALL:
             torch.set_num_threads(1)
         return torch.get_num_threads()
-
-    def prepare(self, model: nn.Module) -> None:
-        from quire.ops.cpu.packed import pack_model  # loads, perhaps compiles, the kernels
-
-        pack_model(model)
 
     def memory(self) -> Memory:
         return Memory(*facts.memory())

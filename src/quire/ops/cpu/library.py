@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -33,7 +34,16 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class Kernels:
-    """One build, ready to call: `kernels.linear(...)` and so on."""
+    """One build, ready to call: `kernels.linear(...)` and so on, with arguments as in SIGNATURES."""
+
+    linear: Callable[..., None]
+    pack: Callable[..., None]
+    attention: Callable[..., None]
+    write_cache: Callable[..., None]
+    rms_norm: Callable[..., None]
+    add_rms_norm: Callable[..., None]
+    rotate: Callable[..., None]
+    silu_and_mul: Callable[..., None]
 
     def __init__(self, which: isa.Isa):
         self.isa = which
