@@ -2,6 +2,7 @@
 
 quire bench [offline] ...     offline throughput beside Transformers (offline.py)
 quire bench steps ...         what a step costs the scheduler (steps.py)
+quire bench divergence ...    how often company changes a bf16 answer (divergence.py)
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from quire.bench import offline, steps
+from quire.bench import divergence, offline, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["steps"]:
         return steps.main(words[1:])
+    if words[:1] == ["divergence"]:
+        return divergence.main(words[1:])
     words = words[1:] if words[:1] == ["offline"] else words
     parser = argparse.ArgumentParser(
         prog="quire bench",
