@@ -62,12 +62,9 @@ class Child:
             return len(output.tokens), None
         # A token that stops is no part of the text.
         silent = output.finish == "stop" and not detokenizer.include_stop
-        last = len(output.tokens) - 1
-        for at, token_id in enumerate(output.tokens):
-            if silent and at == last:
-                detokenizer.skip()
-            elif detokenizer.add(token_id):
-                return at + 1, detokenizer.stopped_by
+        for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
+            if detokenizer.add(token_id):
+                return at, detokenizer.stopped_by
         if output.finish is not None and detokenizer.end():
             return len(output.tokens), detokenizer.stopped_by
         return len(output.tokens), None

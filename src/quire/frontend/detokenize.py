@@ -212,10 +212,6 @@ class Detokenizer:
         piece = self.pieces.add(token_id)
         return bool(piece) and self._extend(piece)
 
-    def skip(self) -> None:
-        """One more token, whose text is not part of the output (the stop token)."""
-        self.num_tokens += 1
-
     def _extend(self, piece: str) -> bool:
         seen = len(self.text)
         self.text += piece
