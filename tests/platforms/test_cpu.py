@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -37,3 +41,32 @@ def test_it_names_what_there_is() -> None:
     assert set(platform.attention) <= set(BACKENDS)
     assert set(platform.kernels) <= {*MODULES, "native", "reference"}
     assert platform.kernels[-1] == "reference"
+
+
+SAME_BITS = """
+import torch
+from quire.platforms.cpu import CpuPlatform
+from quire.ops.reference import linear
+CpuPlatform()
+torch.set_num_threads(2)
+x, weight = torch.randn(140, 1024), torch.randn(2048, 1024)
+whole = linear(x, weight)
+print([n for n in (1, 15, 16, 33, 128) if not torch.equal(linear(x[:n], weight), whole[:n])])
+"""
+
+
+def test_two_threads_do_not_split_a_rows_sum() -> None:
+    """In float32 a row's bits depend on the row alone; in a process of its own, as MKL is set up once."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_BITS], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_a_program_that_has_set_mkl_up_keeps_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    CpuPlatform()
+    assert os.environ["MKL_CBWR"] == "COMPATIBLE"
+    monkeypatch.delenv("MKL_CBWR")
+    CpuPlatform()
+    assert os.environ["MKL_CBWR"] == "AUTO,STRICT"

@@ -23,7 +23,7 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
     """x times weight transposed, plus bias.
 
     Fewer than 16 rows are padded on the CPU in float32: MKL sums in another order for few rows, and from
-    16 on in one order (measured; with several threads it also splits the sum of large weights, by size).
+    16 on in one order (measured; with several threads only in the mode that `platforms/cpu.py` sets).
     """
     rows = x_TD.shape[0]
     if rows >= MIN_ROWS or x_TD.dtype != torch.float32 or x_TD.is_cuda:
