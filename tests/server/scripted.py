@@ -25,6 +25,7 @@ class ScriptedEngine:
 
     fingerprint = "scripted"
     created = CREATED
+    pid = 0
     max_model_len = 64
     vocab_size = 0x110000
 

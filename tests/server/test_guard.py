@@ -11,7 +11,7 @@ import pytest
 from asgi import ask, browser, calling
 from scripted import ScriptedEngine, make_state
 
-from quire.server.app import DEV_ROUTES, ROUTES, build_app
+from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
 from quire.server.sampling import LATER
 
@@ -23,7 +23,7 @@ KEY = {"Authorization": "Bearer k"}
 def test_every_route_but_the_open_ones_needs_the_key():
     state = make_state(ScriptedEngine(), api_key="k")
     state.dev_mode = True
-    for kinds, path, _ in ROUTES + DEV_ROUTES:
+    for kinds, path, _ in ROUTES + UI_ROUTES + DEV_ROUTES:
         for kind in kinds.split():
             without = ask(None, kind, path, state=state)
             assert (without.status_code == 401) == (path not in OPEN), path
@@ -31,7 +31,7 @@ def test_every_route_but_the_open_ones_needs_the_key():
 
 
 def test_open_paths_are_routes():
-    assert {path for _, path, _ in ROUTES} >= OPEN
+    assert {path for _, path, _ in ROUTES + UI_ROUTES} >= OPEN
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,9 @@ def test_a_request_is_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFix
 def test_the_document_has_every_route_and_no_field_that_is_refused():
     state = make_state(ScriptedEngine(), api_key="k")
     document = ask(None, "GET", "/openapi.json", headers=KEY, state=state).json()
-    assert set(document["paths"]) == {path.replace(":path", "") for _, path, _ in ROUTES}
+    assert set(document["paths"]) == {
+        path.replace(":path", "") for _, path, _ in ROUTES + UI_ROUTES
+    }
     assert "security" in document["paths"][CHAT]["post"]
     assert "security" not in document["paths"]["/health"]["get"]
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]

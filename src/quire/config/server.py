@@ -74,6 +74,8 @@ class ServerConfig:
     """No line for each HTTP request."""
     disable_access_log_for_endpoints: str | None = None
     """Paths, with commas between, whose requests are not in the access log."""
+    disable_ui: bool = False
+    """No page at `/`."""
     disable_fastapi_docs: bool = False
     """No /docs and /openapi.json."""
     h11_max_incomplete_event_size: int | None = None

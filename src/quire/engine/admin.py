@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.core import EngineCore
+from quire.engine.view import view as inside
 from quire.scheduler.fair import FairQueue
 
 
@@ -34,4 +35,9 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         if isinstance(core.scheduler.waiting, FairQueue):
             core.scheduler.waiting.weights = weights
 
-    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc, set_weights)}
+    def view() -> dict[str, Any]:
+        """Blocks and requests, for the page at `/`."""
+        return inside(core)
+
+    found = (reset_prefix_cache, stats, collective_rpc, set_weights, view)
+    return {f.__name__: f for f in found}

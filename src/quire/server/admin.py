@@ -82,6 +82,18 @@ async def abort_requests(request: Request) -> Response:
     return json_response({"status": "aborted", "request_ids": ids})
 
 
+async def sleep(request: Request) -> Response:
+    """Not here yet."""
+    raise ApiError(
+        501, "sleeping is not supported yet; /pause holds requests back and keeps the memory"
+    )
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engine has given its memory back."""
+    return json_response({"is_sleeping": False})
+
+
 async def pause(request: Request) -> Response:
     """Take no new generations: they wait. `mode`: keep what runs, wait for its end, or abort it."""
     state = state_of(request)

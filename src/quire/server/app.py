@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, messages, models, responses, tokens
+from quire.server import admin, docs, health, messages, models, page, responses, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
@@ -54,11 +54,19 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/invocations", invocations),
 ]
 
+UI_ROUTES: list[tuple[str, str, Endpoint]] = [
+    ("GET", "/", page.page),
+    ("GET", "/ui/state", page.ui_state),
+]
+
 DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/server_info", admin.server_info),
     ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
     ("POST", "/collective_rpc", admin.collective_rpc),
     ("POST", "/abort_requests", admin.abort_requests),
+    ("POST", "/sleep", admin.sleep),
+    ("POST", "/wake_up", admin.sleep),
+    ("GET", "/is_sleeping", admin.is_sleeping),
     ("POST", "/pause", admin.pause),
     ("POST", "/resume", admin.resume),
     ("GET", "/is_paused", admin.is_paused),
@@ -118,6 +126,8 @@ def build_app(state: ServerState) -> Starlette:
     if tenants:
         layers.append(Middleware(Guard, tenants=tenants))
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
+    if not server.disable_ui:
+        rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + docs.routes(rows, bool(tenants))
     app = Starlette(

@@ -17,9 +17,10 @@ from quire.server.state import ServerState
 from quire.server.tenants import Tenant, Tenants
 
 OPEN = frozenset(
-    ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
+    ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
 )
-"""Paths that need no key: probes and scrapers have none. Every other path needs it, known or not."""
+"""Paths that need no key: probes, scrapers and whoever opens the page have none yet, and learn nothing of what others
+ask. Every other path needs it, known or not."""
 
 TENANT = "quire.tenant"
 
