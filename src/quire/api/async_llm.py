@@ -176,7 +176,8 @@ class AsyncLLM(Later):
         if not options["id"]:
             raise ValidationError("request_id must be a text of your own", parameter="request_id")
         given = read_prompt(prompt)
-        if given.tokens is None and len(given.text or "") > LONG_TEXT:
+        takes_time = params is not None and params.structured_outputs is not None
+        if takes_time or (given.tokens is None and len(given.text or "") > LONG_TEXT):
             return await asyncio.to_thread(self.front.accept, given, params, **options)
         return self.front.accept(given, params, **options)
 

@@ -20,6 +20,7 @@ from quire.features.structured.tags import tags_to_grammar
 from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_CHOICES = 4096
+MAX_ITEMS = 10_000  # ways to go on at one place: an object of MAX_PROPERTIES needs four for each
 UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \[(".*?")\]')
 PREFIX = re.compile(r"^at \d+\(\d+\): ")
 
@@ -30,6 +31,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=5_000_000,
         step_lexer_fuel=400_000,
         step_max_items=200_000,
+        max_items_in_row=MAX_ITEMS,
         verbose_errors=False,
     )
 
@@ -69,9 +71,8 @@ def _choice(texts: list[str]) -> str:
         raise Refused(f"it has {len(texts)} texts; at most {MAX_CHOICES} are taken")
     if sum(map(len, texts)) > MAX_BYTES:
         raise Refused(f"its texts have more than {MAX_BYTES} characters together")
-    return "start: " + "\n     | ".join(
-        json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts)
-    )
+    quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+    return "start: TEXT\nTEXT: " + "\n    | ".join(quoted)
 
 
 def read_grammar(text: str) -> str:
@@ -86,7 +87,7 @@ def read_grammar(text: str) -> str:
 
 def explained(message: str) -> str:
     """What llguidance says against a grammar, in the words of who wrote the constraint."""
-    message = PREFIX.sub("", message.strip())
+    message = PREFIX.sub("", message.replace("<non-verbose/>", "").strip())
     if (found := UNKNOWN_KEYS.search(message)) is not None:
         names = ", ".join(sorted(json.loads(f"[{found[1]}]")))
         many = "," in names

@@ -57,7 +57,7 @@ def _class_end(pieces: list[str], start: int) -> int:
 
 def _class(inside: list[str]) -> str:
     negated = bool(inside) and inside[0] == "^"
-    made = []
+    made: list[str] = []
     for at, piece in enumerate(inside[1:] if negated else inside):
         if piece == "-" and at and made[-1] == "-":
             raise Refused(

@@ -15,6 +15,10 @@ from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
 MAX_NESTING = 64
+MAX_PROPERTIES = (
+    1000  # of one object: compiling takes time by the square of it, half a second for these
+)
+MAX_ALL_PROPERTIES = 4000
 OPTIONS = "x-guidance"  # llguidance's own, among them one that drops what it does not know
 ESCAPES = 'nrbtf\\"'  # no \uXXXX: a key so written would pass for another than it is
 
@@ -45,7 +49,7 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
         raise Refused("a schema must be a JSON object")
     if depth(schema) > MAX_NESTING:
         raise Refused(f"it is nested more than {MAX_NESTING} deep")
-    made = _strict(schema, constraint.disable_additional_properties)
+    made = _Strict(constraint.disable_additional_properties).copy(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if constraint.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -71,30 +75,50 @@ def depth(value: Any) -> int:
     return reached
 
 
-def _strict(schema: Any, closed: bool) -> Any:
-    """A copy whose every schema means to llguidance what it says. `closed`: no further properties."""
-    if not isinstance(schema, dict):
-        return schema
-    made: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in IN_MAP and isinstance(value, dict):
-            value = {key: _strict(one, closed) for key, one in value.items()}
-        elif name in IN_LIST and isinstance(value, list):
-            value = [_strict(one, closed) for one in value]
-        elif name in IN_ONE:
-            value = _strict(value, closed)
+class _Strict:
+    """Copies a schema so that every part means to llguidance what it says.
+
+    Args:
+        closed: objects that say nothing of further properties have none.
+    """
+
+    def __init__(self, closed: bool):
+        self.closed, self.properties = closed, 0
+
+    def copy(self, schema: Any) -> Any:
+        """Raises Refused: too many properties, or a pattern that means different things to different readers."""
+        if not isinstance(schema, dict):
+            return schema
+        made: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name == OPTIONS or (name == "uniqueItems" and value is False):
+                continue
+            made[name] = self._within(name, value)
+        if isinstance(own := made.get("properties"), dict):
+            self._count(len(own))
+            if self.closed:
+                made.setdefault("additionalProperties", False)
+        if _distinct(made.get("oneOf")) and "anyOf" not in made:
+            made["anyOf"] = made.pop("oneOf")  # exactly one is any, if no value fits two of them
+        return made
+
+    def _within(self, name: str, value: Any) -> Any:
         if name == "pattern" and isinstance(value, str):
-            value = rewritten(value)
-        elif name == "patternProperties" and isinstance(value, dict):
-            value = {rewritten(key): one for key, one in value.items()}
-        if name == OPTIONS or (name == "uniqueItems" and value is False):
-            continue
-        made[name] = value
-    if closed and isinstance(made.get("properties"), dict):
-        made.setdefault("additionalProperties", False)
-    if _distinct(made.get("oneOf")) and "anyOf" not in made:
-        made["anyOf"] = made.pop("oneOf")  # exactly one is the same as any, if no value fits two
-    return made
+            return rewritten(value)
+        if name in IN_MAP and isinstance(value, dict):
+            rename = rewritten if name == "patternProperties" else str
+            return {rename(key): self.copy(one) for key, one in value.items()}
+        if name in IN_LIST and isinstance(value, list):
+            return [self.copy(one) for one in value]
+        return self.copy(value) if name in IN_ONE else value
+
+    def _count(self, own: int) -> None:
+        self.properties += own
+        if own > MAX_PROPERTIES or self.properties > MAX_ALL_PROPERTIES:
+            raise Refused(
+                f"properties: {own} of one object, {self.properties} in all; at most {MAX_PROPERTIES} and"
+                f" {MAX_ALL_PROPERTIES} are taken"
+            )
 
 
 def _distinct(branches: Any) -> bool:
