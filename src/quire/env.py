@@ -137,6 +137,11 @@ def set_outer(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def for_a_child(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
 def fields() -> dict[str, Any]:
     """Configuration fields that the environment fills: field -> value."""
     found: dict[str, Any] = {}

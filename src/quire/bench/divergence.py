@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,12 +17,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quire import env
 from quire.bench import machine
 from quire.bench.report import free_name
+from quire.protocol.params import SamplingParams
 
 TOKENS = 128
 BEGINNINGS = ("Once upon a time, there was a {}", "The {} said that", "One day a {} and a dog")
-ANIMALS = "fox bear owl cat frog goat hen duck lion mouse crow seal wolf bee deer".split()
+ANIMALS = [
+    "fox",
+    "bear",
+    "owl",
+    "cat",
+    "frog",
+    "goat",
+    "hen",
+    "duck",
+    "lion",
+    "mouse",
+    "crow",
+    "seal",
+    "wolf",
+    "bee",
+    "deer",
+]
 PROMPTS = [text.format(animal) for animal in ANIMALS for text in BEGINNINGS]
 SETTINGS: dict[str, dict[str, Any]] = {
     "in one batch": {},
@@ -36,8 +53,6 @@ KERNELS = {"native": "auto", "plain torch": "none"}
 
 
 def answers(llm: Any, prompts: list[str], logprobs: int | None = None) -> list[Any]:
-    from quire import SamplingParams
-
     params = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=logprobs, seed=0
     )
@@ -68,7 +83,7 @@ def compare(alone: list[Any], others: list[Any]) -> dict[str, Any]:
 
 def here(dtype: str) -> dict[str, Any]:
     """All settings, in this process."""
-    from quire import LLM
+    from quire.api.llm import LLM
 
     common: dict[str, Any] = {"dtype": dtype, "max_model_len": 512, "disable_log_stats": True}
     llm = LLM(**common)
@@ -81,7 +96,7 @@ def here(dtype: str) -> dict[str, Any]:
 
 def in_a_child(dtype: str, isa: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "quire.bench", "divergence", "--here", "--dtype", dtype]
-    environment = {**os.environ, "QUIRE_CPU_ISA": isa, "QUIRE_LOGGING_LEVEL": "ERROR"}
+    environment = env.for_a_child(QUIRE_CPU_ISA=isa, QUIRE_LOGGING_LEVEL="ERROR")
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(run.stderr[-2000:])
