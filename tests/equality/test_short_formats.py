@@ -1,6 +1,6 @@
 """Bfloat16: the same request in other company may round otherwise, and where it does, two tokens were nearly equal.
 
-What is exact in float32 (test_engine.py) is bounded here: a token may differ only where the exact logits of the
+What is exact in float32 (test_same_tokens.py) is bounded here: a token may differ only where the exact logits of the
 two are closer than what rounding did to the logits at that place.
 """
 
