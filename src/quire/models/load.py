@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.errors import ConfigError
+from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -35,6 +36,7 @@ from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
+from quire.quantization.int8 import quantize_model
 from quire.quantization.packed import pack_model
 
 if TYPE_CHECKING:
@@ -67,6 +69,11 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     )
     log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
     if impl == "transformers":
+        if resolved.asked.model.quantization == "int8":
+            raise Unsupported(
+                f"quantization=int8 of {resolved.architecture}, which runs through Transformers",
+                "serve it without --quantization",
+            )
         from quire.models.transformers import TransformersModel
 
         return TransformersModel.build(resolved, platform)
@@ -80,6 +87,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         model: CausalLM = _model_class(target)(
             TextConfig(resolved.hf_config), resolved.max_model_len
         )
+    _drop_wide_windows(model, resolved.max_model_len)
     load_format = resolved.asked.load.load_format
     if load_format == "dummy":
         source = f"random weights (seed {resolved.asked.model.seed})"
@@ -88,9 +96,16 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         kind, files = weight_files(resolved.path, load_format)
         source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
         found = tensors(resolved.path, load_format)
+        if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
+            # disable=None: where nobody watches a terminal, no bar.
+            found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
     fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
     model.to(platform.device)  # buffers; the weights are there
     model.eval()
+    if resolved.asked.model.quantization == "int8":
+        log.info(
+            "made %d weights int8: one scale a row, activations by token", quantize_model(model)
+        )
     if "native" in platform.kernels:
         pack_model(model)
     bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -100,6 +115,13 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         *(source, time.perf_counter() - began),
     )
     return model
+
+
+def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
+    """A window that no request outgrows is none: its blocks need not be looked after one by one."""
+    for layer in model.attention_layers():
+        if layer.window is not None and layer.window >= max_model_len:
+            layer.window = None
 
 
 def _model_class(target: str) -> Any:
