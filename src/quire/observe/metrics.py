@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from quire.observe.buckets import buckets
+from quire.observe.http import HttpMetrics
 from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
 from quire.protocol.output import EngineStats
 
@@ -106,6 +107,14 @@ class Metrics:
             ["model_name", "key"],
             registry=self.registry,
         )
+        self.http = HttpMetrics(self.registry)
+        self.throughput: dict[str, Gauge] = {}
+        if legacy:
+            for kind in ("prompt", "generation"):
+                name = f"vllm:avg_{kind}_throughput_toks_per_s"
+                words = f"Tokens of {kind}s a second, as the log line has it."
+                gauge = Gauge(name, words, ["model_name", "engine"], registry=self.registry)
+                self.throughput[kind] = gauge.labels(model_name, ENGINE)
         self.startup = Gauge(
             "quire:startup_seconds", "How long each stage of start-up took.", ["stage"], registry=self.registry
         )  # fmt: skip
@@ -153,6 +162,12 @@ class Metrics:
     def failed(self, status: int) -> None:
         """A request was answered with an error."""
         self.errors.labels(self.model_name, str(status)).inc()
+
+    def rates(self, prompt: float, generation: float) -> None:
+        """Tokens a second since the last line of statistics."""
+        for kind, value in (("prompt", prompt), ("generation", generation)):
+            if kind in self.throughput:
+                self.throughput[kind].set(value)
 
     def latest(self) -> EngineStats:
         return self._latest()

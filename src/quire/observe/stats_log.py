@@ -23,13 +23,17 @@ class StatsLog:
     device: str = "CPU"
     before: EngineStats = field(default_factory=EngineStats)
     was_idle: bool = True
+    prompt: float = 0.0
+    """Tokens a second at the last tick."""
+    generation: float = 0.0
 
-    def tick(self, seconds: float) -> str:
+    def tick(self, seconds: float, write: bool = True) -> str:
         """Write and return the line for the `seconds` since the last one; at level DEBUG while idle."""
         now, before = self.latest(), self.before
         self.before = now
         prompt = rate(now.prompt_tokens, before.prompt_tokens, seconds)
         generation = rate(now.generation_tokens, before.generation_tokens, seconds)
+        self.prompt, self.generation = prompt, generation
         queries = now.prefix_queries
         hits = 100.0 * now.prefix_hits / queries if queries else 0.0
         preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
@@ -40,7 +44,9 @@ class StatsLog:
             f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
         )
         idle = not (prompt or generation or now.running or now.waiting)
-        if idle and self.was_idle:
+        if not write:
+            pass
+        elif idle and self.was_idle:
             log.debug(line)
         else:
             log.info(line)

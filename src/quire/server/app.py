@@ -24,7 +24,7 @@ from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
 from quire.server.invocations import invocations
-from quire.server.middleware import Counted, Guard, RequestIds
+from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
@@ -73,8 +73,6 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
 ]
 """They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
 
-CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log
-
 
 def guarded(endpoint: Endpoint) -> Endpoint:
     """Whatever an endpoint raises becomes an answer: an error ends one request and nothing else."""
@@ -110,7 +108,12 @@ def build_app(state: ServerState) -> Starlette:
     if state.tenants is None:
         state.tenants = Tenants(server)
     tenants = state.tenants
-    layers = [Middleware(Counted, state=state)]
+    rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
+    if not server.disable_ui:
+        rows = rows + UI_ROUTES
+    if not server.disable_fastapi_docs:
+        rows = rows + docs.routes(rows, bool(tenants))
+    layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
     if server.allowed_origins:
         layers.append(
             Middleware(
@@ -125,11 +128,6 @@ def build_app(state: ServerState) -> Starlette:
         layers.append(Middleware(RequestIds))
     if tenants:
         layers.append(Middleware(Guard, tenants=tenants))
-    rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
-    if not server.disable_ui:
-        rows = rows + UI_ROUTES
-    if not server.disable_fastapi_docs:
-        rows = rows + docs.routes(rows, bool(tenants))
     app = Starlette(
         routes=[Route(path, guarded(call), methods=kinds.split()) for kinds, path, call in rows],
         middleware=layers,

@@ -40,6 +40,7 @@ from quire.server.text_engine import AsyncTextEngine
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.25
+MOST_OBSERVED = 500  # steps that are counted in the histogram at one look
 ABORTED_S = 5.0  # what the engine may take to end what was aborted
 MOST_QUEUED = 1 << 14  # requests
 MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
@@ -229,8 +230,8 @@ class Serving:
         if engine is None or self.client is None:
             return
         stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
-        every = 0.0 if observe.disable_log_stats else observe.log_stats_interval
-        before = time.monotonic()
+        every = observe.log_stats_interval
+        before, steps, tokens = time.monotonic(), 0, 0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -242,9 +243,16 @@ class Serving:
                 if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
                     return
                 await self.stopping.wait()
-            now = time.monotonic()
+            now, latest = time.monotonic(), engine.stats()
+            made = latest.prompt_tokens + latest.generation_tokens
+            for _ in range(min(latest.steps - steps, MOST_OBSERVED)):
+                state.metrics.observe(
+                    "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
+                )
+            steps, tokens = latest.steps, made
             if every and now - before >= every:
-                stats.tick(now - before)
+                stats.tick(now - before, write=not observe.disable_log_stats)
+                state.metrics.rates(stats.prompt, stats.generation)
                 before = now
 
     async def _drain(self) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.observe.http import UNKNOWN
 from quire.server.errors import ApiError, error_response
 from quire.server.state import ServerState
 from quire.server.tenants import Tenant, Tenants
@@ -23,22 +26,32 @@ OPEN = frozenset(
 ask. Every other path needs it, known or not."""
 
 TENANT = "quire.tenant"
+CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Counted:
-    """Counts the HTTP requests under way (/load), and the answers that are errors, by status."""
+    """Counts the HTTP requests under way (/load), how long they take, and the answers that are errors."""
 
-    def __init__(self, app: ASGIApp, state: ServerState):
+    def __init__(self, app: ASGIApp, state: ServerState, paths: Iterable[str]):
         self.app, self.state = app, state
+        self.paths = frozenset(paths)
+        self.prefixes = [
+            (path.partition("{")[0], path.replace(":path", "")) for path in paths if "{" in path
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 
+        began, status = time.perf_counter(), CLOSED_BY_CLIENT
+
         async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
             if message["type"] == "http.response.start" and message["status"] >= 400 and not probe:
                 self.state.metrics.failed(message["status"])
             await send(message)
@@ -50,6 +63,18 @@ class Counted:
             await self.app(scope, receive, watched)
         finally:
             self.state.http_requests -= 1
+            seconds = time.perf_counter() - began
+            self.state.metrics.http.answered(self._route(scope), scope["method"], status, seconds)
+
+    def _route(self, scope: Scope) -> str:
+        """The route as it is written, so that clients cannot make labels."""
+        path: str = get_route_path(scope)
+        if path in self.paths:
+            return path
+        for prefix, route in self.prefixes:
+            if path.startswith(prefix):
+                return route
+        return UNKNOWN
 
 
 class RequestIds:

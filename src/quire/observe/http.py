@@ -1,0 +1,70 @@
+"""Metrics of HTTP requests, under the names that dashboards know.
+
+Knows paths, statuses and times. Does not know engines.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+UNCOUNTED = frozenset(
+    ("/metrics", "/health", "/health/live", "/health/ready", "/health/startup", "/load", "/ping", "/version", "/server_info")
+)  # fmt: skip
+COARSE = (0.1, 0.5, 1)
+FINE = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    1.5,
+    2,
+    2.5,
+    3,
+    3.5,
+    4,
+    4.5,
+    5,
+    7.5,
+    10,
+    30,
+    60,
+)
+UNKNOWN = "none"
+
+
+class HttpMetrics:
+    """`handler` is a route as it is written, so that clients cannot make labels."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self.requests = Counter(
+            "http_requests",
+            "HTTP requests, by the first digit of their status.",
+            ["handler", "method", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "http_request_duration_seconds",
+            "From the first byte of a request to the last of its answer.",
+            ["handler", "method"],
+            buckets=COARSE,
+            registry=registry,
+        )
+        self.fine = Histogram(
+            "http_request_duration_highr_seconds",
+            "The same in finer steps, for all routes together.",
+            buckets=FINE,
+            registry=registry,
+        )
+
+    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A request is over."""
+        if handler in UNCOUNTED:
+            return
+        self.requests.labels(handler, method, f"{status // 100}xx").inc()
+        self.seconds.labels(handler, method).observe(seconds)
+        self.fine.observe(seconds)
