@@ -20,7 +20,7 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.keys import read_keys
 from quire.config.resolve import resolve
 from quire.config.wire import from_wire, to_wire
-from quire.engine import admin
+from quire.engine import admin, live
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
@@ -130,7 +130,7 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
-    core.functions.update(admin.functions(core))
+    core.functions.update(admin.functions(core) | live.functions(core, cut.bytes_per_block))
     ready = Ready(
         max_model_len=about.max_model_len,
         num_blocks=about.num_blocks,
