@@ -286,7 +286,6 @@ def test_what_does_nothing_is_said(settle, warnings, keywords, says):
 # Fields that no room reads, and why that is no lie.
 UNREAD = {
     "enforce_eager": "nothing is captured, so it is always so",
-    "use_tqdm_on_load": "nothing is shown while loading, so there is nothing to hide",
     "prefix_caching_hash_algo": "any name means the same keyed hash; the help says so",
     "enable_server_load_tracking": "/load always counts",
     "tensor_parallel_size": "refused above 1",

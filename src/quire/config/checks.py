@@ -28,6 +28,9 @@ LATER_FORMATS = (
 )
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+QUANTIZATIONS = ("int8",)
+"""Made while loading, from weights of 16 or 32 bits."""
+
 
 def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
     """Refuse what cannot be, before anything is loaded, and say what does nothing.
@@ -127,10 +130,11 @@ def _formats(asked: EngineConfig) -> None:
 
 
 def _quantization(asked: EngineConfig) -> None:
-    if asked.model.quantization not in (None, "none", "auto"):
+    wanted = asked.model.quantization
+    if wanted not in (None, "none", "auto", *QUANTIZATIONS):
         raise Unsupported(
-            f"quantization={asked.model.quantization}",
-            "serve the checkpoint's float16 or bfloat16 form",
+            f"quantization={wanted}",
+            f"choose from {', '.join(QUANTIZATIONS)}, or serve the checkpoint's float16 or bfloat16 form",
         )
 
 

@@ -48,6 +48,11 @@ class Head(Layer):
             self.bias = None
 
     @property
+    def plain(self) -> bool:
+        """Nobody has changed how it multiplies."""
+        return self.multiply == self._multiply
+
+    @property
     def table(self) -> Layer:
         """The layer that has the table: this one, or the embedding."""
         return self._tied[0] or self

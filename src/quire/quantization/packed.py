@@ -90,7 +90,7 @@ def pack_model(model: nn.Module) -> int:
                 layer.scheme = PackedLinear(packed)
                 _let_go(layer)
                 count += 1
-        elif isinstance(layer, Head) and Packed.fits(layer.table_VD):
+        elif isinstance(layer, Head) and layer.plain and Packed.fits(layer.table_VD):
             tables[id(layer.table)] = packed = Packed(kernels, layer.table_VD)
             layer.multiply = packed.multiply
             _let_go(layer.table)

@@ -9,8 +9,16 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-_BASE = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
-_WORDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
+_BASE = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mavx512vnni",
+    "-mfma",
+)
+_WORDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +33,8 @@ class Isa:
 ISAS: tuple[Isa, ...] = (
     Isa(
         "amx",
-        frozenset((*_WORDS, "amx_tile", "amx_bf16")),
-        (*_BASE, "-DQUIRE_AMX", "-mamx-tile", "-mamx-bf16"),
+        frozenset((*_WORDS, "amx_tile", "amx_bf16", "amx_int8")),
+        (*_BASE, "-DQUIRE_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     Isa("avx512bf16", frozenset(_WORDS), _BASE),
 )

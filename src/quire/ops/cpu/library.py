@@ -24,6 +24,8 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "pack": (_P, _P, _L, _L, _L, _I),
+    "linear_int8": (_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
+    "pack_int8": (_P, _P, _L, _L, _L, _I),
     "attention": (_P, _L, _P, _P, _P, _P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _F, _F),
     "write_cache": (_P, _L, _P, _P, _L, _L, _L, _L),
     "rms_norm": (_P, _L, _P, _P, _L, _L, _L, _L, _F, _I),
@@ -38,6 +40,8 @@ class Kernels:
 
     linear: Callable[..., None]
     pack: Callable[..., None]
+    linear_int8: Callable[..., None]
+    pack_int8: Callable[..., None]
     attention: Callable[..., None]
     write_cache: Callable[..., None]
     rms_norm: Callable[..., None]

@@ -124,7 +124,7 @@ void meet(const Call& call, const Item& item, Memory& m, long first, int count, 
   bf16* weights = m.weights.data;
   float* scores = m.scores.data;
   for (long t = 0; t < width; t += 32)
-    product_of_rows<false>(count, m.q.data + first * call.D, call.D, keys + t / 32 * (call.D / 32) * STEP, STEP,
+    product_of_rows<Bf16, false>(count, m.q.data + first * call.D, call.D, keys + t / 32 * (call.D / 32) * STEP, STEP,
                            call.D / 32, scores + t, TILE);
   for (int i = 0; i < count; i++) {
     const long from = std::max<long>(0, low(i) - start), until = std::min(end, position(i) + 1) - start;
@@ -136,7 +136,7 @@ void meet(const Call& call, const Item& item, Memory& m, long first, int count, 
            {m.top.data + first + i, m.total.data + first + i, m.sums.data + (first + i) * call.E});
   }
   for (long e = 0; e < call.E; e += 32)
-    product_of_rows<true>(count, weights, TILE, values + e / 32 * (TILE / 32) * STEP, STEP, width / 32,
+    product_of_rows<Bf16, true>(count, weights, TILE, values + e / 32 * (TILE / 32) * STEP, STEP, width / 32,
                           m.sums.data + first * call.E + e, call.E);
 }
 

@@ -1,7 +1,10 @@
-// y[M, N] = x[M, K] * w[N, K]^T, bf16, with packed weights; and the packing.
+// y[M, N] = x[M, K] * w[N, K]^T with packed weights, bf16 or int8; and the packing.
 //
-// Packed: [N / 32][K / 32][2][16][16][2] (product.h). With GATED the 32 columns of a panel are 16 of the gate and
-// the same 16 of the other half, and what is stored is silu(gate) * other, [M, N / 2].
+// Packed: [N / 32][steps][2 tiles] (product.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
+// the other half, and what is stored is silu(gate) * other, [M, N / 2].
+//
+// int8: each row of x is made to unsigned bytes around 128 with one scale, each row of w has its own scale and the sum of its
+// bytes: y = (sum - 128 * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
 #include "product.h"
@@ -10,36 +13,46 @@ namespace quire {
 
 enum Kind { PLAIN = 0, GATED = 1 };
 
+template <class F>
 struct Job {
-  const bf16* x;
+  const typename F::Value* x;
   long x_row;
-  const bf16* w;
+  const typename F::Weight* w;
   const bf16* bias;  // [N], or null
   bf16* y;
   long y_row, rows, outs, ins;
+  const float *x_scale, *w_scale;  // int8: [M], [N]
+  const int32_t* w_sum;            // int8: 128 times the sum of each row of w, [N]
+
+  long steps() const { return ins / F::K; }
 };
 
-// What becomes of 32 sums: `left` and `right` are the panel's two halves.
-template <Kind KIND>
-inline void finish(const Job& job, long row, long panel, __m512 left, __m512 right) {
-  if (job.bias) {
-    const bf16* bias = job.bias + panel * (KIND == GATED ? 16 : 32);
-    left = _mm512_add_ps(left, widen(bias));
-    right = _mm512_add_ps(right, widen(bias + (KIND == GATED ? job.outs / 2 : 16)));
-  }
-  if (KIND == GATED) {
-    const __m512 gate = rounded(silu_of(rounded(left)));
-    store(job.y + row * job.y_row + panel * 16, _mm512_mul_ps(gate, rounded(right)));
-  } else {
-    bf16* y = job.y + row * job.y_row + panel * 32;
-    _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
-  }
+inline __m512 value(const Job<Bf16>&, long, long, const float* sums) { return _mm512_load_ps(sums); }
+inline __m512 value(const Job<Int8>& job, long row, long out, const int32_t* sums) {
+  const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums), _mm512_loadu_si512(job.w_sum + out));
+  const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(job.x_scale[row]), _mm512_loadu_ps(job.w_scale + out));
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
 }
 
-template <Kind KIND>
-inline void finish_rows(const Job& job, long first, int rows, long panel, const float* sums) {
-  for (int r = 0; r < rows; r++)
-    finish<KIND>(job, first + r, panel, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
+// What becomes of a row's 32 sums.
+template <Kind KIND, class F>
+inline void finish(const Job<F>& job, long row, long panel, const typename F::Sum* sums) {
+  const long out = panel * (KIND == GATED ? 16 : 32), other = out + (KIND == GATED ? job.outs / 2 : 16);
+  __m512 left = value(job, row, out, sums), right = value(job, row, other, sums + 16);
+  if (job.bias) {
+    left = _mm512_add_ps(left, widen(job.bias + out));
+    right = _mm512_add_ps(right, widen(job.bias + other));
+  }
+  bf16* y = job.y + row * job.y_row + out;
+  if (KIND == GATED)
+    store(y, _mm512_mul_ps(rounded(silu_of(rounded(left))), rounded(right)));
+  else
+    _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+}
+
+template <Kind KIND, class F>
+inline void finish_rows(const Job<F>& job, long first, int rows, long panel, const typename F::Sum* sums) {
+  for (int r = 0; r < rows; r++) finish<KIND>(job, first + r, panel, sums + r * 32);
 }
 
 constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
@@ -47,52 +60,56 @@ constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used
 #ifdef QUIRE_AMX
 
 // Up to 32 rows, straight from x.
-template <Kind KIND>
-void few_rows(const Job& job, long panel0, long panel1) {
-  alignas(64) float sums[32 * 32];
+template <Kind KIND, class F>
+void few_rows(const Job<F>& job, long panel0, long panel1) {
+  alignas(64) typename F::Sum sums[32 * 32];
   const int upper = (int)std::min<long>(16, job.rows), lower = (int)job.rows - upper;
   configure(upper, lower);
-  const long steps = job.ins / 32;
   for (long panel = panel0; panel < panel1; panel++) {
-    const bf16* w = job.w + panel * steps * STEP;
-    product<false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * 2, 32, w, STEP, steps, sums, 128,
-                   {(const char*)(w + FAR * STEP), 32});
+    const auto* w = job.w + panel * job.steps() * STEP_OF<F>;
+    product<F, false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * sizeof(*job.x), F::K, w, STEP_OF<F>,
+                      job.steps(), sums, 128, {(const char*)w + FAR * STEP_BYTES, 32});
     finish_rows<KIND>(job, 0, (int)job.rows, panel, sums);
   }
 }
 
-// 32 rows of x as [K / 32][2][16][32]; rows that are not there are zeros.
-inline void gather_rows(const bf16* x, long x_row, long rows, long ins, bf16* to) {
+// 32 rows of x as [steps][2][16][64 bytes]; rows that are not there are zeros.
+template <class F>
+inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
   for (long r = 0; r < 32; r++) {
-    bf16* line = to + (r / 16) * HALF + (r % 16) * 32;
-    for (long k = 0; k < ins / 32; k++)
-      _mm512_store_si512(line + k * STEP, r < rows ? _mm512_loadu_si512(x + r * x_row + k * 32) : _mm512_setzero_si512());
+    char* line = (char*)to + (r / 16) * HALF_BYTES + (r % 16) * 64;
+    const char* from = (const char*)(job.x + (first + r) * job.x_row);
+    for (long k = 0; k < job.steps(); k++)
+      _mm512_store_si512(line + k * STEP_BYTES,
+                         first + r < job.rows ? _mm512_loadu_si512(from + k * 64) : _mm512_setzero_si512());
   }
 }
 
-template <Kind KIND>
-void many_rows(const Job& job, long panel0, long panel1, const bf16* x) {
-  constexpr long DEEP = 8;  // steps of k for which 32 rows of x and a panel stay in the L1 cache
-  static thread_local Scratch<float> keep;
-  const long steps = job.ins / 32, padded = (job.rows + 31) / 32 * 32;
-  const long block = std::max<long>(64, std::min<long>(512, (1 << 20) / (job.ins * 2) / 32 * 32));
-  float* sums = keep.at_least(block * 32);
+template <Kind KIND, class F>
+void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Value* x) {
+  constexpr long DEEP = 8;  // steps for which 32 rows of x and a panel stay in the L1 cache
+  constexpr long A_STEP = STEP_BYTES / sizeof(typename F::Value), A_HALF = A_STEP / 2;
+  static thread_local Scratch<typename F::Sum> keep;
+  const long steps = job.steps(), padded = (job.rows + 31) / 32 * 32;
+  const long block = std::max<long>(64, std::min<long>(512, (1 << 20) / (steps * 64) / 32 * 32));
+  auto* sums = keep.at_least(block * 32);
   begin_products();
   for (long m0 = 0; m0 < padded; m0 += block) {
     const long m1 = std::min(padded, m0 + block), tiles = (m1 - m0) / 32;
     const int lines = (int)((32 + tiles - 1) / tiles);
     for (long panel = panel0; panel < panel1; panel++) {
-      const bf16* w = job.w + panel * steps * STEP;
+      const auto* w = job.w + panel * steps * STEP_OF<F>;
       for (long k0 = 0; k0 < steps; k0 += DEEP) {
         const long deep = std::min(DEEP, steps - k0);
-        Ahead ahead{(const char*)(w + (steps + k0) * STEP), lines};
+        const auto* b = w + k0 * STEP_OF<F>;
+        Ahead ahead{(const char*)(b + steps * STEP_OF<F>), lines};
         for (long m = m0; m < m1; m += 32) {
-          const bf16* a = x + m * job.ins + k0 * STEP;
-          float* c = sums + (m - m0) * 32;
+          const auto* a = x + (m / 32 * steps + k0) * A_STEP;
+          auto* c = sums + (m - m0) * 32;
           if (k0)
-            product<true>(a, a + HALF, 64, STEP, w + k0 * STEP, STEP, deep, c, 128, ahead);
+            product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
           else
-            product<false>(a, a + HALF, 64, STEP, w, STEP, deep, c, 128, ahead);
+            product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
           ahead.from += lines * LINE * deep;
         }
       }
@@ -101,11 +118,11 @@ void many_rows(const Job& job, long panel0, long panel1, const bf16* x) {
   }
 }
 
-template <Kind KIND>
-void linear(const Job& job) {
-  static Scratch<bf16> shared;  // one call at a time: the engine's loop is one thread
+template <Kind KIND, class F>
+void linear(const Job<F>& job) {
+  static Scratch<typename F::Value> shared;  // one call at a time: the engine's loop is one thread
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
-  bf16* x = job.rows > 32 ? shared.at_least(padded * job.ins) : nullptr;
+  auto* x = job.rows > 32 ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
@@ -114,7 +131,7 @@ void linear(const Job& job) {
       few_rows<KIND>(job, panel0, panel1);
     } else {
       for (long m = padded / 32 * t / team; m < padded / 32 * (t + 1) / team; m++)
-        gather_rows(job.x + m * 32 * job.x_row, job.x_row, job.rows - m * 32, job.ins, x + m * 32 * job.ins);
+        gather_rows(job, m * 32, x + m * 32 * job.ins);
 #pragma omp barrier
       many_rows<KIND>(job, panel0, panel1, x);
     }
@@ -124,25 +141,25 @@ void linear(const Job& job) {
 
 #else
 
-template <Kind KIND>
-void linear(const Job& job) {
-  const long panels = job.outs / 32, steps = job.ins / 32;
-  long block = std::max<long>(48, (640 << 10) / (job.ins * 2) / ROWS * ROWS);
+template <Kind KIND, class F>
+void linear(const Job<F>& job) {
+  const long panels = job.outs / 32, steps = job.steps();
+  long block = std::max<long>(48, (640 << 10) / (steps * 64) / ROWS * ROWS);
   if (job.rows <= block * 5 / 4) block = job.rows;
 #pragma omp parallel
   {
-    alignas(64) float sums[ROWS * 32];
+    alignas(64) typename F::Sum sums[ROWS * 32];
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     for (long m0 = 0; m0 < job.rows; m0 += block) {
       const long rows = std::min(block, job.rows - m0), groups = (rows + ROWS - 1) / ROWS;
       for (long panel = panels * t / team; panel < panels * (t + 1) / team; panel++) {
-        const bf16* w = job.w + panel * steps * STEP;
+        const auto* w = job.w + panel * steps * STEP_OF<F>;
         // A panel that is used once is fetched a little ahead; else the next panel while this one is used.
-        Ahead ahead = groups == 1 ? Ahead{(const char*)(w + FAR * STEP), 32}
-                                  : Ahead{(const char*)(w + steps * STEP), (int)((32 + groups - 1) / groups)};
+        Ahead ahead = groups == 1 ? Ahead{(const char*)w + FAR * STEP_BYTES, 32}
+                                  : Ahead{(const char*)w + steps * STEP_BYTES, (int)((32 + groups - 1) / groups)};
         for (long g = 0; g < groups; g++) {
           const long a = m0 + rows * g / groups, e = m0 + rows * (g + 1) / groups;
-          product_of_rows<false>((int)(e - a), job.x + a * job.x_row, job.x_row, w, STEP, steps, sums, 32, ahead);
+          product_of_rows<F, false>((int)(e - a), job.x + a * job.x_row, job.x_row, w, STEP_OF<F>, steps, sums, 32, ahead);
           ahead.from += (long)ahead.lines * LINE * steps;
           finish_rows<KIND>(job, a, (int)(e - a), panel, sums);
         }
@@ -153,33 +170,68 @@ void linear(const Job& job) {
 
 #endif
 
-}  // namespace quire
-
-using namespace quire;
-
-// x: [rows, ins] with x_row elements from row to row; ins and outs are multiples of 32.
-EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* bias, bf16* y, long y_row, long rows,
-                         long outs, long ins, int gated) {
-  const Job job{x, x_row, w, bias, y, y_row, rows, outs, ins};
-  gated ? linear<GATED>(job) : linear<PLAIN>(job);
-}
-
-// w: [outs, ins] row after row; `filled` of the outs exist, the others are zeros. Gated: see above.
-EXPORT void quire_pack(const bf16* w, bf16* packed, long outs, long filled, long ins, int gated) {
-  const long steps = ins / 32;
+// w: [outs, ins] row after row; `filled` of the outs exist, the others are zeros.
+template <class F>
+void pack(const typename F::Weight* w, typename F::Weight* packed, long outs, long filled, long ins, bool gated) {
+  const long steps = ins / F::K, bytes = ins * sizeof(*w);
 #pragma omp parallel for schedule(static)
   for (long panel = 0; panel < outs / 32; panel++)
     for (int half = 0; half < 2; half++) {
       const long row = gated ? half * (outs / 2) + panel * 16 : panel * 32 + half * 16;
       for (long k = 0; k < steps; k++) {
-        bf16* to = packed + (panel * steps + k) * STEP + half * HALF;
+        char* to = (char*)packed + (panel * steps + k) * STEP_BYTES + half * HALF_BYTES;
+        const char* from = (const char*)w + row * bytes + k * 64;
         if (row + 16 <= filled) {
-          transpose_words(w + row * ins + k * 32, ins * 2, to);
+          transpose_words(from, bytes, to);
           continue;
         }
-        alignas(64) bf16 edge[16 * 32] = {};
-        for (long r = row; r < filled; r++) memcpy(edge + (r - row) * 32, w + r * ins + k * 32, 64);
+        alignas(64) char edge[16 * 64] = {};
+        for (long r = row; r < filled; r++) memcpy(edge + (r - row) * 64, from + (r - row) * bytes, 64);
         transpose_words(edge, 64, to);
       }
     }
+}
+
+// A row of x as bytes around 128; its largest value is 127 away. Returns the scale.
+inline float to_bytes(const bf16* x, uint8_t* to, long ins) {
+  __m512 most = _mm512_setzero_ps();
+  for (long k = 0; k < ins; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(widen(x + k)));
+  const float top = _mm512_reduce_max_ps(most);
+  const __m512 factor = _mm512_set1_ps(top > 0 ? 127.f / top : 0.f);
+  for (long k = 0; k < ins; k += 16) {
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(widen(x + k), factor));
+    _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(rounded, _mm512_set1_epi32(128))));
+  }
+  return top / 127.f;
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+// x: [rows, ins] with x_row elements from row to row; outs and ins are multiples of 32.
+EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* bias, bf16* y, long y_row, long rows,
+                         long outs, long ins, int gated) {
+  const Job<Bf16> job{x, x_row, w, bias, y, y_row, rows, outs, ins, nullptr, nullptr, nullptr};
+  gated ? linear<GATED>(job) : linear<PLAIN>(job);
+}
+
+// The same by bytes; ins is a multiple of 64.
+EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const float* w_scale, const int32_t* w_sum,
+                              const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int gated) {
+  static Scratch<uint8_t> keep;
+  static Scratch<float> keep_scales;  // one call at a time
+  uint8_t* bytes = keep.at_least(rows * ins + 64);
+  float* scales = keep_scales.at_least(rows);
+#pragma omp parallel for if (rows >= 16) schedule(static)
+  for (long r = 0; r < rows; r++) scales[r] = to_bytes(x + r * x_row, bytes + r * ins, ins);
+  const Job<Int8> job{bytes, ins, w, bias, y, y_row, rows, outs, ins, scales, w_scale, w_sum};
+  gated ? linear<GATED>(job) : linear<PLAIN>(job);
+}
+
+EXPORT void quire_pack(const bf16* w, bf16* packed, long outs, long filled, long ins, int gated) {
+  pack<Bf16>(w, packed, outs, filled, ins, gated);
+}
+EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated) {
+  pack<Int8>(w, packed, outs, filled, ins, gated);
 }
