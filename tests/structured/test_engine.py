@@ -58,7 +58,7 @@ def hold(reader: Reader, kind: str, outputs: list[EngineOutput]) -> str:
         assert keeps(text), text
     else:
         assert outputs[-1].finish == "length"
-        matcher = reader.compiler.matcher(form.plain())
+        matcher = reader.matcher(form)
         assert matcher.try_consume_tokens(tokens) == len(tokens)
     return text
 
@@ -250,7 +250,7 @@ def test_a_bad_constraint_fails_alone(plain: Engine, reader: Reader):
         Form(regex="((a{0,100}){0,100}){0,100}"),
     ]
     for number, form in enumerate(bad):
-        asked = params(form, temperature=1.0, max_tokens=100)
+        asked = params(form, ignore_eos=True, max_tokens=100)
         plain.client.submit(EngineRequest(f"bad{number}", prompt(number), asked))
     plain.client.submit(EngineRequest("good", prompt(1), params(Form(choice=["red", "green"]))))
     plain.client.submit(EngineRequest("free", prompt(1), params(None, max_tokens=30)))
@@ -280,6 +280,20 @@ def test_compiling_holds_up_nobody_else(checkpoint: str, monkeypatch: pytest.Mon
         assert set(finished(one, {"free"})) == {"free"}
         threading.Timer(0.05, go.set).start()  # the loop sleeps now, and is woken
         assert finished(one, {"held"})["held"].finish == "stop"
+
+
+def test_what_others_used_up_is_not_held_against_a_request(plain: Engine):
+    """Copies of a compiled grammar share its lexer, and the limit on what that may learn."""
+    form = Form(regex="((a{1,100}){1,100}){1,100}b")
+    spent = plain.client.core.executor.worker.hooks[0].masks.compiler.ask(form.plain())  # type: ignore[attr-defined]
+    first = spent.result().deep_copy()
+    token = SPECIALS + ord("a") - 33
+    while first.consume_token(token):
+        first.compute_bitmask()
+    copy = spent.result().deep_copy()
+    assert not copy.consume_token(token), "copies share nothing any more: Held.renewed can go"
+    (tokens,) = plain.tokens([prompt(1)], params(form, max_tokens=2))
+    assert tokens[0] == token
 
 
 def test_an_abort_leaves_nothing_behind(checkpoint: str):

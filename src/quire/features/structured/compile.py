@@ -1,7 +1,9 @@
 """Compiled grammars: made in threads, kept, handed out as fresh matchers.
 
 Knows constraints and a vocabulary. Does not know rows, requests or logits. A compiled grammar is a matcher that
-has read nothing; a request gets a copy of it, which shares the large parts and costs microseconds.
+has read nothing; a request gets a copy of it, which costs microseconds. Copies share what the lexer has learned, and
+the limits on that: what many requests have used up must not be held against the next, so a grammar that has reached
+them is compiled anew (`forget`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ class Compiler:
     def ask(
         self, constraint: StructuredOutputsParams, then: Callable[[], None] | None = None
     ) -> Future[LLMatcher]:
-        """Its matcher, some time; `then` is called (in a thread) if it was not known before."""
+        """The compiled grammar, some time; `then` is called (in a thread) if it was not known before.
+
+        Its result is to be copied, and raises:
+            Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
+        """
         key = constraint.key
         with self._lock:
             if (found := self._made.get(key)) is not None:
@@ -47,13 +53,11 @@ class Compiler:
             found.add_done_callback(lambda _: then())
         return found
 
-    def matcher(self, constraint: StructuredOutputsParams) -> LLMatcher:
-        """A matcher of its own, that has read nothing. Waits if it is not compiled yet.
-
-        Raises:
-            Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
-        """
-        return self.ask(constraint).result().deep_copy()
+    def forget(self, constraint: StructuredOutputsParams, spent: Future[LLMatcher]) -> None:
+        """Compile it anew for whoever asks next, unless that has been done since `spent`."""
+        with self._lock:
+            if self._made.get(constraint.key) is spent:
+                del self._made[constraint.key]
 
     def _compile(self, constraint: StructuredOutputsParams) -> LLMatcher:
         text = grammar_of(constraint, self.vocabulary.specials)

@@ -26,6 +26,8 @@ from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from quire.features.structured.compile import Compiler
+from quire.features.structured.grammar import explained
+from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.plan import Entered
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
@@ -44,9 +46,13 @@ class Held:
     """A row's grammar. Touched by the thread alone, but for `job` and `gone`."""
 
     row: int
+    constraint: StructuredOutputsParams
     ends: list[int]
     ends_late: bool  # ignore_eos: end only where nothing else is allowed
+    compiled: Future[LLMatcher]
+    fed: list[int]  # tokens that the matcher has read
     matcher: LLMatcher | None = None
+    renewed: bool = False
     over: bool = False  # only an end may come now
     ended: bool = False  # an end was drawn; whatever else comes is an end as well
     error: str | None = None
@@ -70,21 +76,11 @@ class GrammarMasks(Processor):
     def enter(self, new: Entered) -> bool:
         if (constraint := new.params.structured_outputs) is None:
             return False
-        held = Held(new.row, list(new.params.eos_token_ids), new.params.ignore_eos)
+        params = new.params
+        ends, compiled = list(params.eos_token_ids), self.compiler.ask(constraint)
+        held = Held(new.row, constraint, ends, params.ignore_eos, compiled, [])
         self.held[new.row] = held
-        outputs = new.tokens[new.num_prompt :]
-
-        def begin() -> None:
-            try:
-                held.matcher = self.compiler.matcher(constraint)
-                for token in outputs:
-                    self._feed(held, token)
-                self._fill([held])
-            except Exception as error:
-                held.error = str(error)
-
-        self.compiler.ask(constraint)
-        held.job = self._thread.submit(begin)
+        held.job = self._thread.submit(self._begin, held, new.tokens[new.num_prompt :])
         return True
 
     def leave(self, row: int) -> None:
@@ -159,13 +155,37 @@ class GrammarMasks(Processor):
             self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
         return self._masks_RW
 
+    def _begin(self, held: Held, outputs: list[int]) -> None:
+        try:
+            held.matcher = held.compiled.result().deep_copy()
+            for token in outputs:
+                self._feed(held, token)
+            self._fill([held])
+        except Exception as error:
+            held.error = str(error)
+
     def _feed(self, held: Held, token: int) -> None:
         if held.ended or held.matcher is None:
             return
         if token in held.ends:
             held.ended = held.over = True
-        elif not held.matcher.consume_token(token):
-            held.error = f"the output left its constraint: {held.matcher.get_error()}"
+        else:
+            held.fed.append(token)
+            if not held.matcher.consume_token(token):
+                self._renew(held)
+
+    def _renew(self, held: Held) -> None:
+        """The matcher has given up. If others have used up its limits, a new one goes on; else it was right."""
+        if not held.renewed:
+            held.renewed = True
+            self.compiler.forget(held.constraint, held.compiled)
+            held.compiled = self.compiler.ask(held.constraint)
+            held.matcher = held.compiled.result().deep_copy()
+            if held.matcher.consume_tokens(held.fed):
+                return
+        if held.matcher is not None:
+            why = explained(held.matcher.get_error())
+            held.error = f"the constraint is too much work, or the output left it: {why}"
 
     def _fill(self, helds: list[Held]) -> None:
         """Masks of rows that go on; then the ends are put where they belong."""
@@ -176,9 +196,7 @@ class GrammarMasks(Processor):
         ]
         masks_RW = self._masks()
         if len(todo) == 1:
-            matcher, row = todo[0]
-            words_W = masks_RW[row]
-            matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+            _compute(*todo[0], masks_RW)
         elif todo:
             rows, bytes_ = masks_RW.shape[0], masks_RW.strides[0]
             self._par.unsafe_compute_mask_ptr(todo, masks_RW.ctypes.data, bytes_, rows)
@@ -186,8 +204,12 @@ class GrammarMasks(Processor):
             if held.matcher is None or held.ended or held.error is not None:
                 continue
             if held.matcher.is_error():
-                held.error = f"the constraint is too much work: {held.matcher.get_error().strip()}"
-            else:
+                self._renew(held)
+                if held.error is None:
+                    _compute(held.matcher, held.row, masks_RW)
+                if held.error is None and held.matcher.is_error():
+                    self._renew(held)
+            if held.error is None:
                 self._set_ends(held, masks_RW[held.row])
 
     def _set_ends(self, held: Held, words_W: np.ndarray) -> None:
@@ -203,6 +225,11 @@ class GrammarMasks(Processor):
         elif may_end and not held.ends_late:
             for token in held.ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:
+    words_W = masks_RW[row]
+    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
 
 
 class GrammarHook(Hook):
