@@ -53,6 +53,10 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
     ("attention", "layers"): "a backend is handed the layer it serves",
     ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
+ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know that there are any
+    "quire/engine/assemble.py": "it puts the rooms together",
+    "quire/frontend/inputs.py": "a request that a feature cannot serve is refused before it travels",
+}
 GLOBALS = {
     ("quire/batch.py", "_running"): "the step that runs now; passes do not nest, and it says so",
     ("quire/models/transformers_packed.py", "_calls"): "the probe that runs now; likewise",
@@ -156,6 +160,17 @@ def layers(file: File) -> list[str]:
             elif LEVEL[there] <= LEVEL[here]:
                 wrong.append(f"{file.path}: {here} may not import quire.{there}")
     return wrong
+
+
+@rule
+def features_are_known_where_they_are_switched_on(file: File) -> list[str]:
+    if file.path.startswith("quire/features/") or file.path in ASKS_FOR_FEATURES:
+        return []
+    return [
+        f"{file.path}: imports {name}; a feature plugs in, nobody reaches for it"
+        for name in imports(file)
+        if name.startswith("quire.features")
+    ]
 
 
 @rule

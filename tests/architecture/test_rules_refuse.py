@@ -55,6 +55,12 @@ CASES = [
         "import transformers",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor",
     ),
+    (
+        "features_are_known_where_they_are_switched_on",
+        "quire/server/a.py",
+        "from quire.features.any.gate import Gate",
+        "from quire.scheduler.gate import Gate",
+    ),
     ("short_files", "quire/a.py", "x = 1\n" * (MAX_FILE_LINES + 1), "x = 1\n" * MAX_FILE_LINES),
     ("short_functions", "quire/a.py", LONG_FUNCTION, LONG_FUNCTION.replace("    g()\n", "", 1)),
     ("short_functions", "quire/a.py", "async " + LONG_FUNCTION, "async def f(): ..."),
