@@ -115,6 +115,12 @@ class Metrics:
                 words = f"Tokens of {kind}s a second, as the log line has it."
                 gauge = Gauge(name, words, ["model_name", "engine"], registry=self.registry)
                 self.throughput[kind] = gauge.labels(model_name, ENGINE)
+        self.rows = Gauge(
+            "quire:max_num_seqs",
+            "The most requests that run at once.",
+            ["model_name", "engine"],
+            registry=self.registry,
+        ).labels(model_name, ENGINE)
         self.startup = Gauge(
             "quire:startup_seconds", "How long each stage of start-up took.", ["stage"], registry=self.registry
         )  # fmt: skip

@@ -207,6 +207,7 @@ class Serving:
             block_size=ready.block_size,
         )
         state.metrics.attach(engine.stats, ready.max_model_len, info)
+        state.metrics.rows.set(client.resolved.max_num_seqs)
         for name, seconds in ready.startup:
             state.metrics.startup.labels(name).set(seconds)
         state.engine, state.phase = engine, Phase.READY
