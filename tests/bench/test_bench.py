@@ -146,7 +146,9 @@ def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch,
     (kept,) = (tmp_path / "results").glob("*.json")
     result = json.loads(kept.read_text())
     assert result["command"] == " ".join(["quire bench", *words])
-    assert {"cpu", "cores", "memory_gib", "threads", "python", "torch"} <= set(result["machine"])
+    assert {"cpu", "cores", "memory_gib", "kernels", "threads", "python", "torch"} <= set(
+        result["machine"]
+    )
     (row,) = result["workloads"]
     assert row["agreement"] == 1.0  # float32: every token is the peer's
     assert row["output_tokens_per_s"]["quire"] > 0

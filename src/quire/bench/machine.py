@@ -86,11 +86,15 @@ def describe() -> dict[str, Any]:
     import torch
     import transformers
 
+    from quire.ops.cpu import library
+
+    kernels = library.best()
     return {
         "cpu": facts.cpu_name(),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(facts.memory()[0] / 2**30, 1),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": kernels.isa.name if kernels else "plain torch",
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",

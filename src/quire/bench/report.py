@@ -82,7 +82,7 @@ def page(result: dict[str, Any], last: dict[str, Any] | None) -> str:
         "",
         f"Command: `{result['command']}`, commit {result['commit']}.",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['capability']},"
-        f" {machine['threads']} threads, load {machine['load']:.1f} at the start; {machine['system']}.",
+        f" kernels {machine['kernels']}, {machine['threads']} threads, load {machine['load']:.1f} at the start; {machine['system']}.",
         f"Versions: Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}.",
         f"Probes around the rounds: read {', '.join(speeds)} GB/s; matrix product {', '.join(flops)} TFLOP/s.",
         "",
