@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -45,9 +46,8 @@ def test_nothing_held_out_is_in_an_earlier_turn():
         for earlier, answer in itertools.pairwise(sample.messages):
             if earlier["role"] != "user" or answer["role"] != "assistant" or sample.tools:
                 continue
-            if " + " in answer["content"] and "=" in answer["content"]:
-                key = answer["content"].split(" = ")[0].replace(" ", "")
-                assert not Sample("sums", "", key).held_out
+            if found := re.search(r"(\d+) \+ (\d+) = \d+$", answer["content"]):
+                assert not Sample("sums", "", f"{found[1]}+{found[2]}").held_out
 
 
 def test_fixed_questions_are_never_counted_as_held_out():
@@ -76,6 +76,10 @@ def test_every_column_of_a_thought_adds_up():
         assert first == f"{a // 10} {a % 10} + {b // 10} {b % 10}"
         written = int(units.split("write ")[1].split(",")[0])
         assert int(tens.split("= ")[1]) * 10 + written == a + b
+        units, tens, last = re.split(r", (?:so )?", skills.in_the_open(a, b))
+        assert int(units.split(" = ")[1]) % 10 == (a + b) % 10
+        assert int(tens.split(" = ")[1]) == (a + b) // 10
+        assert last == f"{a} + {b} = {a + b}"
 
 
 def test_a_call_fits_the_function_as_it_was_offered():

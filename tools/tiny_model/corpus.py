@@ -18,14 +18,14 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "story_chat": (stories.told, 7),
     "question": (stories.question, 4),
     "json": (extraction.to_json, 15),
-    "tools": (toolbox.call, 13),
+    "tools": (toolbox.call, 14),
     "tool_result": (toolbox.respond, 3),
     "repeat": (skills.repeat, 12),
     "sort": (skills.sort, 22),
-    "sums": (skills.total, 16),
+    "sums": (skills.total, 14),
     "retrieval": (extraction.find, 13),
     "honest": (skills.honest, 5),
-    "count": (skills.count, 3),
+    "count": (skills.count, 8),
 }
 SYSTEMS = [
     "You are a helpful assistant.",
@@ -61,7 +61,7 @@ def dress(rng: random.Random, sample: Sample, draw: Callable[[], Sample]) -> Sam
     """Return the sample as clients send such things: with a system prompt, an earlier turn, or thinking turned off."""
     if not sample.messages:
         return sample
-    if rng.random() < 0.05:
+    if sample.family != "sums" and rng.random() < 0.05:  # sums are answered otherwise then
         sample.thinking = False
     if not sample.tools and rng.random() < 0.12:
         earlier = draw()

@@ -41,26 +41,34 @@ class Exam:
 
 
 def _second_turn(sample: Sample, length: int) -> bool:
-    return sum(m["role"] == "user" for m in sample.messages) == 2 and not sample.tools
+    return _turns(sample) == 2 and not sample.tools
+
+
+def _turns(sample: Sample) -> int:
+    return sum(message["role"] == "user" for message in sample.messages)
 
 
 EXAMS = {
     "json": Exam("JSON object from a sentence", "json", lambda s, n: True),
-    "tools": Exam("function call, or none fits", "tools", lambda s, n: True),
+    "tools": Exam("function call, or none fits", "tools", lambda s, n: _turns(s) == 1),
     "tool_result": Exam("tell what a function returned", "tool_result", lambda s, n: True),
     "sums": Exam("sum of two numbers below 100, with thought", "sums", lambda s, n: s.thinking),
-    "sums_direct": Exam("the same, thinking turned off", "sums", lambda s, n: not s.thinking),
+    "sums_direct": Exam(
+        "the same, thinking turned off: worked out in the answer",
+        "sums",
+        lambda s, n: not s.thinking,
+    ),
     "retrieval": Exam(
         "fact from a text, up to 512 tokens",
         "retrieval",
-        lambda s, n: n <= 512 and len(s.messages) == 1,
+        lambda s, n: n <= 512 and _turns(s) == 1,
     ),
     "retrieval_long": Exam(
         "fact from a text, 513 to 1,024 tokens",
         "retrieval",
-        lambda s, n: 512 < n <= 1024 and len(s.messages) == 1,
+        lambda s, n: 512 < n <= 1024 and _turns(s) == 1,
     ),
-    "question": Exam("question about a story", "question", lambda s, n: True),
+    "question": Exam("question about a story", "question", lambda s, n: _turns(s) == 1),
     "repeat": Exam("repeat one to nine words", "repeat", lambda s, n: True),
     "sort": Exam("sort two to six words", "sort", lambda s, n: True),
     "count": Exam("count", "count", lambda s, n: True),

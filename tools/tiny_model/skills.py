@@ -41,8 +41,18 @@ def scratchpad(a: int, b: int) -> str:
     )
 
 
+def in_the_open(a: int, b: int) -> str:
+    """Return the sum worked out in the answer, for a client that turned thinking off."""
+    units = a % 10 + b % 10
+    tens = a // 10 + b // 10 + units // 10
+    return (
+        f"{a % 10} + {b % 10} = {units}, {a // 10} + {b // 10} + {units // 10} = {tens}, "
+        f"so {a} + {b} = {a + b}"
+    )
+
+
 def total(rng: random.Random) -> Sample:
-    """A sum of two numbers below 100, with the column addition as the thought (one in four without)."""
+    """A sum of two numbers below 100, with the column addition as the thought (one in five works in the open)."""
     a, b = rng.randrange(100), rng.randrange(100)
     if rng.random() < 0.85:
         request = rng.choice(SUMS).format(a=a, b=b)
@@ -53,13 +63,14 @@ def total(rng: random.Random) -> Sample:
             n=words.first_name(rng),
             t=rng.choice(["apples", "coins", "balls", "books", "keys"]),
         )
+    thinking = rng.random() > 0.2
     return Sample(
         "sums",
-        f"{a} + {b} = {a + b}",
+        f"{a} + {b} = {a + b}" if thinking else in_the_open(a, b),
         key=f"{a}+{b}",
         messages=ask(words.typed(rng, request)),
         reasoning=scratchpad(a, b),
-        thinking=rng.random() > 0.25,
+        thinking=thinking,
         expected=a + b,
     )
 

@@ -280,7 +280,7 @@ def told(rng: random.Random) -> Sample:
 
 
 def question(rng: random.Random) -> Sample:
-    """A question about a story in the context; the answer stands in the story."""
+    """Questions about a story in the context; the answers stand in the story."""
     plot = rng.choice(QUESTIONS)
     text, facts, _ = write(rng, plot=plot)
     pairs = [
@@ -292,6 +292,10 @@ def question(rng: random.Random) -> Sample:
         pairs.append(
             (f"What did {facts['n']} lose?", f"{facts['n']} lost {facts['a_o']} {facts['o']}.")
         )
-    asked, answer = rng.choice(pairs)
-    request = f"Read this story.\n\n{text}\n\n{asked}"
-    return Sample("question", answer, key=request, messages=ask(request), expected=answer)
+    (asked, answer), *more = rng.sample(pairs, rng.choice([1, 1, 2, 3]))
+    messages = ask(f"Read this story.\n\n{text}\n\n{asked}")
+    for asked, after in more:
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
+        answer = after
+    key = "".join(message["content"] for message in messages)
+    return Sample("question", answer, key, messages, expected=answer, every_turn=True)

@@ -228,20 +228,41 @@ def _request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
     return rng.choice(requests).format(**spoken), values
 
 
-def call(rng: random.Random) -> Sample:
-    """Up to four offered functions and a request: the call, or a plain answer when none fits."""
-    names = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
-    offers = [offer(name, rng) for name in names]
-    tools = [each.schema for each in offers]
-    system = rng.choice(SYSTEMS)
-    if rng.random() < 0.2:
-        text, _ = _request(rng, rng.choice([name for name in CATALOGUE if name not in names]))
-        messages = ask(text, system)
-        return Sample("tools", NONE_FITS, text, messages, tools, expected=NONE_FITS)
+def _asked(
+    rng: random.Random, offers: list[Offer], none: float
+) -> tuple[str, dict[str, Any] | None]:
+    """Return a request and the call that answers it; None, this often, where no function fits."""
+    if rng.random() < none:
+        names = {each.name for each in offers}
+        return _request(rng, rng.choice([name for name in CATALOGUE if name not in names]))[0], None
     wanted = rng.choice(offers)
     text, arguments = _request(rng, wanted.name)
-    made = wanted.call(arguments)
-    return Sample("tools", "", text, ask(text, system), tools, [made], expected=made)
+    return text, wanted.call(arguments)
+
+
+def call(rng: random.Random) -> Sample:
+    """Up to four offered functions and requests: for each the call, or a plain answer when none fits."""
+    names = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
+    offers = [offer(name, rng) for name in names]
+    text, made = _asked(rng, offers, 0.2)
+    key, messages = text, ask(text, rng.choice(SYSTEMS))
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        messages.append({"role": "assistant", "content": "" if made else NONE_FITS})
+        if made:
+            messages[-1]["tool_calls"] = [{"type": "function", "function": made}]
+        text, made = _asked(rng, offers, 0.5)
+        messages.append({"role": "user", "content": text})
+        key += text
+    return Sample(
+        "tools",
+        "" if made else NONE_FITS,
+        key,
+        messages,
+        [each.schema for each in offers],
+        [made] if made else None,
+        expected=made or NONE_FITS,
+        every_turn=True,
+    )
 
 
 RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
