@@ -32,7 +32,7 @@ from quire.observe.metrics import Metrics, cache_info
 from quire.observe.stats_log import StatsLog
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
-from quire.server.listen import address, bind, http_server
+from quire.server.listen import LOOPBACKS, address, bind, host_of, http_server
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
@@ -61,6 +61,12 @@ def serve(config: EngineConfig) -> int:
     config = bounded(config)
     tenants = Tenants(config.server)
     listener = bind(config.server)
+    if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
+        log.warning(
+            "listening on %s without a key: whoever reaches this machine can use the model; --api-key ends that,"
+            " and so does --host 127.0.0.1",
+            host_of(config.server),
+        )
     own_process = not config.server.disable_frontend_multiprocessing
     try:
         client = make_client(config, process=True, wait=False) if own_process else None

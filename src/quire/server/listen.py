@@ -25,6 +25,7 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
 BACKLOG = 2048
 HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
 KEEP_ALIVE_S = 5

@@ -1,0 +1,51 @@
+"""docs/serving.md and docs/troubleshooting.md say what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripted import ScriptedEngine, make_state
+
+from quire import env
+from quire.config.options import options
+from quire.config.server import ServerConfig
+from quire.server import launch, listen
+from quire.server.app import DEV_ROUTES, ROUTES
+
+DOCS = Path(__file__).parents[2] / "docs"
+SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
+TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+
+
+def test_every_route_is_in_the_table():
+    told = set(re.findall(r"^\| `\w+ (/[^`]*)`", SERVING, re.MULTILINE))
+    there = {path.replace(":path", "") for _, path, _ in ROUTES}
+    assert told == there | {"/openapi.json", "/docs"}
+    assert all(f"`{path}`" in SERVING for _, path, _ in DEV_ROUTES)
+
+
+def test_every_flag_and_variable_exists():
+    flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url"}
+    for page in (SERVING, TROUBLE):
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) <= flags
+    for name in re.findall(r"QUIRE_(\w+)", SERVING):
+        assert name in env.VARIABLES
+
+
+def test_limits_are_those_of_the_code():
+    server = ServerConfig()
+    for number in (
+        server.max_completions, env.get("MAX_N_SEQUENCES"), env.get("MAX_STOP_STRINGS"),
+        launch.MOST_QUEUED, launch.MOST_QUEUED_TOKENS, int(server.receive_timeout),
+    ):  # fmt: skip
+        assert f", {number:,} |" in SERVING, number
+    assert (listen.HEAD_BYTES, server.max_body_bytes) == (64 << 10, 16 << 20)
+    assert f"({server.shutdown_timeout} s)" in SERVING
+
+
+def test_every_metric_that_is_named_exists():
+    text = make_state(ScriptedEngine()).metrics.render().decode()
+    for page in (SERVING, TROUBLE):
+        for name in re.findall(r"`((?:vllm|quire):\w+)`", page):
+            assert name.removesuffix("_total") in text, name
