@@ -9,7 +9,7 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Plan:
     lengths_B: Tensor  # int32
     slots_T: Tensor  # int64
     rows: int
+    step: Any = None  # the same as the kernel of a whole layer wants it (quantization/fused.py)
 
 
 class NativeAttention:

@@ -7,7 +7,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head size or featu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -93,6 +93,15 @@ class GatedMLP(nn.Module):
         return self.down_proj(gelu_and_mul(both, self.act == "gelu_pytorch_tanh"))
 
 
+class Fused(Protocol):
+    """A whole layer by one kernel: the same results."""
+
+    def ready(self, angles: Angles) -> bool: ...
+    def __call__(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class PreNormLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the sum travels in `residual`."""
 
@@ -102,10 +111,13 @@ class PreNormLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = mlp
+        self.fused: Fused | None = None  # set where all of it is one call
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
+        if self.fused is not None and self.fused.ready(angles):
+            return self.fused(x_TD, residual_TD, angles)
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:

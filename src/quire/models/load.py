@@ -36,6 +36,7 @@ from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
+from quire.quantization.fused import fuse_model
 from quire.quantization.int8 import quantize_model
 from quire.quantization.packed import pack_model
 
@@ -108,6 +109,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         )
     if "native" in platform.kernels:
         pack_model(model)
+        fuse_model(model)
     bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",

@@ -32,6 +32,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_rms_norm": (_P, _P, _P, _L, _L, _F, _I),
     "rotate": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L),
     "silu_and_mul": (_P, _P, _L, _L),
+    "layer": (_P, _P, _P, _P, _I),
 }
 
 
@@ -48,6 +49,7 @@ class Kernels:
     add_rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     silu_and_mul: Callable[..., None]
+    layer: Callable[..., None]
 
     def __init__(self, which: isa.Isa):
         self.isa = which

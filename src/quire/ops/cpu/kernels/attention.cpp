@@ -10,6 +10,7 @@
 //
 // Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E]; a block holds a multiple of 16
 // tokens. Both are repacked tile by tile for the product (product.h); for a prompt that is done once for GROUP queries.
+#include "exports.h"
 #include "product.h"
 
 namespace quire {

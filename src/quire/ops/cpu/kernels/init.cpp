@@ -2,6 +2,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "exports.h"
 #include "product.h"
 
 // 0: ready. Else the operating system does not give tile registers to this process.

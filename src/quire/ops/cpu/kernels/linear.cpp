@@ -7,6 +7,7 @@
 // bytes: y = (sum - 128 * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
+#include "exports.h"
 #include "product.h"
 
 namespace quire {

@@ -2,6 +2,7 @@
 //
 // Rounding is that of ops/reference.py: to bf16 wherever a tensor would have been written there.
 #include "common.h"
+#include "exports.h"
 #include "product.h"
 
 namespace quire {

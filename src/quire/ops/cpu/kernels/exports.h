@@ -1,0 +1,29 @@
+// Every function that Python calls; library.py has the same list.
+#pragma once
+#include "common.h"
+
+EXPORT int quire_init();
+EXPORT int quire_threads();
+
+EXPORT void quire_linear(const quire::bf16* x, long x_row, const quire::bf16* w, const quire::bf16* bias, quire::bf16* y,
+                         long y_row, long rows, long outs, long ins, int gated);
+EXPORT void quire_linear_int8(const quire::bf16* x, long x_row, const int8_t* w, const float* w_scale,
+                              const int32_t* w_sum, const quire::bf16* bias, quire::bf16* y, long y_row, long rows,
+                              long outs, long ins, int gated);
+EXPORT void quire_pack(const quire::bf16* w, quire::bf16* packed, long outs, long filled, long ins, int gated);
+EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated);
+
+EXPORT void quire_attention(const quire::bf16* q, long q_step, quire::bf16* o, const quire::bf16* keys,
+                            const quire::bf16* values, const int* table, long table_step, const int* starts,
+                            const int* lengths, const float* sinks, long rows, long heads, long kv_heads, long D, long E,
+                            long block_size, long window, float scale, float softcap);
+EXPORT void quire_write_cache(const quire::bf16* from, long step, quire::bf16* cache, const int64_t* slots, long tokens,
+                              long heads, long D, long block_size);
+
+EXPORT void quire_rms_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
+                           long heads, long D, float eps, int plus_one);
+EXPORT void quire_add_rms_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
+                               int plus_one);
+EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
+                         long rows, long heads, long D, long P);
+EXPORT void quire_silu_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I);

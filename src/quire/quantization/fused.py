@@ -1,0 +1,170 @@
+"""A decoder layer as one call of the kernels, where every part of it is one that they know.
+
+Knows the parts of a `PreNormLayer`. What is fused gives the same bits as its parts one by one; what does not fit stays as
+it is, and a layer is asked anew once its cache is there.
+
+Shape suffixes: T tokens, D features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.cpu import NativeAttention, Plan
+from quire.batch import current_batch
+from quire.layers.attention import Attention
+from quire.layers.blocks import GatedMLP, PreNormLayer, SelfAttention
+from quire.layers.linear import Linear
+from quire.layers.rotary import Angles
+from quire.ops.cpu.library import Kernels, best
+from quire.quantization.int8 import Int8Linear
+from quire.quantization.packed import PackedLinear
+
+_P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Weight(ctypes.Structure):
+    _fields_: Sequence[Any] = [
+        ("data", _P), ("scale", _P), ("sum", _P), ("bias", _P), ("outs", _L), ("ins", _L),
+    ]  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_: Sequence[Any] = [
+        *((name, _Weight) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("keys", "values", "sinks")),
+        *((name, _L) for name in ("hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
+        *((name, _F) for name in ("eps", "head_eps", "scale", "softcap")),
+    ]  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_: Sequence[Any] = [
+        *((name, _P) for name in ("cos", "sin", "slots", "table", "starts", "lengths")),
+        *((name, _L) for name in ("tokens", "rows", "table_step", "pairs")),
+    ]
+
+
+def fuse_model(model: nn.Module) -> int:
+    """Give every layer that fits its one call; how many."""
+    kernels = best()
+    if kernels is None:
+        return 0
+    found = [layer for layer in model.modules() if isinstance(layer, PreNormLayer) and fits(layer)]
+    for layer in found:
+        layer.fused = FusedLayer(layer, kernels)
+    return len(found)
+
+
+def fits(layer: PreNormLayer) -> bool:
+    """Whether all of its parts are of the kinds that the kernel has."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if type(layer) is not PreNormLayer or type(attention) is not SelfAttention:
+        return False
+    if type(mlp) is not GatedMLP or not mlp.gate_up.silu or attention.interleaved:
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    sizes = [norm.weight.shape[0] for norm in norms]
+    if any(norm.plus_one or norm.weight.dtype != torch.bfloat16 for norm in norms):
+        return False
+    linears = (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
+    attend = attention.attend
+    return (
+        all(size % 16 == 0 for size in sizes)
+        and all(_weight(linear) is not None for linear in linears)
+        and attend.v_head_dim == attend.head_dim
+    )
+
+
+def _weight(linear: Linear) -> _Weight | None:
+    """Where its packed weight lies; None if it is stored in another way, or has a panel that is not full."""
+    scheme, outs, ins = linear.scheme, linear.num_out, linear.num_in
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    if outs % 32:
+        return None
+    if isinstance(scheme, PackedLinear):
+        return _Weight(scheme.packed.address, None, None, bias, outs, ins)
+    if isinstance(scheme, Int8Linear) and scheme.weight.kernels is not None:
+        made = scheme.weight
+        parts = (made.data, made.scale_O, made.sum_O)
+        return _Weight(*(part.data_ptr() for part in parts), bias, outs, ins)
+    return None
+
+
+class FusedLayer:
+    """The call, for a layer that fits. Addresses are read when the cache is there: they do not move after that."""
+
+    def __init__(self, layer: PreNormLayer, kernels: Kernels):
+        self.layer, self.kernels = layer, kernels
+        self.told: _Layer | None = None
+        self.address = 0
+        self.sinks_H: Tensor | None = None
+
+    def ready(self, angles: Angles) -> bool:
+        """Whether its attention is by our kernels, and its cache is there."""
+        if angles[0].shape[1] % 16:
+            return False
+        if self.told is None:
+            attend = self.layer.self_attn.attend
+            if not isinstance(attend.backend, NativeAttention) or attend.cache is None:
+                return False
+            self._tell()
+        return True
+
+    def __call__(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """As `PreNormLayer.forward`; writes over both tensors."""
+        first = residual_TD is None
+        residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
+        step = _step_of(self.layer.self_attn.attend, angles)
+        self.kernels.layer(self.address, step, x_TD.data_ptr(), residual_TD.data_ptr(), first)
+        return x_TD, residual_TD
+
+    def _tell(self) -> None:
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+        attend = attention.attend
+        keys, values = attend.cache
+        if attend.sinks is not None:
+            self.sinks_H = attend.sinks.float().contiguous()
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.told = _Layer(
+            _weight(attention.qkv), _weight(attention.o_proj), _weight(mlp.gate_up), _weight(mlp.down_proj),
+            self.layer.input_layernorm.weight.data_ptr(),
+            self.layer.post_attention_layernorm.weight.data_ptr(),
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            keys.data_ptr(), values.data_ptr(),
+            None if self.sinks_H is None else self.sinks_H.data_ptr(),
+            attention.qkv.num_in, attention.heads, attention.kv_heads, attention.size,
+            attention.rope, keys.shape[2], attend.window or 0,
+            self.layer.input_layernorm.eps, 0.0 if q_norm is None else q_norm.eps,
+            attend.scale, attend.softcap or 0.0,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.told)
+
+
+def _step_of(attend: Attention, angles: Angles) -> int:
+    """Address of what the layers of a group share in this step; made by the first of them."""
+    batch = current_batch()
+    plan: Plan | None = batch.meta.get(attend.group)
+    if plan is None:
+        if attend.backend is None:
+            raise RuntimeError("attention has no backend yet")
+        plan = batch.meta[attend.group] = attend.backend.plan(batch, attend.group)
+    if plan.step is None:
+        cos_TP, sin_TP = (part.float().contiguous() for part in angles)
+        step = _Step(
+            cos_TP.data_ptr(), sin_TP.data_ptr(), plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
+            plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
+            len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
+        )  # fmt: skip
+        plan.step = (ctypes.addressof(step), step, cos_TP, sin_TP)  # the tensors stay alive with it
+    return int(plan.step[0])
