@@ -25,7 +25,6 @@ class ScriptedEngine:
 
     fingerprint = "scripted"
     created = CREATED
-    pid = 0
     max_model_len = 64
     vocab_size = 0x110000
 

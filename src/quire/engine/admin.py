@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from quire.engine.core import EngineCore
-from quire.engine.view import view as inside
 from quire.scheduler.fair import FairQueue
 
 
@@ -35,9 +34,4 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         if isinstance(core.scheduler.waiting, FairQueue):
             core.scheduler.waiting.weights = weights
 
-    def view() -> dict[str, Any]:
-        """Blocks and requests, for the page at `/`."""
-        return inside(core)
-
-    found = (reset_prefix_cache, stats, collective_rpc, set_weights, view)
-    return {f.__name__: f for f in found}
+    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc, set_weights)}

@@ -19,12 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, messages, models, page, responses, tokens
+from quire.server import admin, docs, health, messages, models, responses, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
 from quire.server.invocations import invocations
 from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds
+from quire.server.page import routes as page
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
@@ -57,6 +58,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
 UI_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/", page.page),
     ("GET", "/ui/state", page.ui_state),
+    ("GET", "/ui/words", page.ui_words),
 ]
 
 DEV_ROUTES: list[tuple[str, str, Endpoint]] = [

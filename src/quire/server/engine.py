@@ -69,8 +69,6 @@ class TextEngine(Protocol):
     vocab_size: int
     fingerprint: str
     created: int
-    pid: int
-    """Of the process that computes."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Sampling parameters of the model's generation config, by SamplingParams' names."""

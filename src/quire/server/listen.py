@@ -205,10 +205,9 @@ def http_server(app: ASGIApp, server: ServerConfig) -> Server:
         backlog=BACKLOG,
         **tls,
     )
-    if server.disable_access_log_for_endpoints:
-        logging.getLogger("uvicorn.access").addFilter(
-            Quiet(server.disable_access_log_for_endpoints)
-        )
+    # The page asks for the engine's state four times a second.
+    quiet = f"/ui/state,{server.disable_access_log_for_endpoints or ''}"
+    logging.getLogger("uvicorn.access").addFilter(Quiet(quiet))
     # uvicorn speaks through our handlers.
     ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = list(ours.handlers), False

@@ -35,7 +35,6 @@ class AsyncTextEngine:
         self.max_model_len = ready.max_model_len
         self.vocab_size = self.front.inputs.vocab_size
         self.created = int(time.time())
-        self.pid = ready.pid
         self.fingerprint = fingerprint(client)
 
     @classmethod

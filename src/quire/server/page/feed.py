@@ -1,0 +1,66 @@
+"""What viewers see of the engine: asked for once, however many look.
+
+Knows `engine/live.py`'s answer and time. Does not know HTTP, nor who looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.server.engine import TextEngine
+
+EVERY_S = 0.25
+SHARE = 0.05  # of the engine's time, at most, goes into being looked at
+FRESH = 0.8  # of the interval: a viewer whose clock runs a little fast still gets news
+
+
+class Feed:
+    """One of these for each app; made when somebody first looks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.every = EVERY_S
+        self._seen: dict[str, Any] | None = None
+        self._at = 0.0
+        self._asking: asyncio.Future[dict[str, Any]] | None = None
+
+    async def look(self, engine: TextEngine) -> dict[str, Any]:
+        """The latest; the engine is asked when that is old, and never twice at once."""
+        if self._seen is not None and self.clock() - self._at < FRESH * self.every:
+            return self._seen
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask(engine))
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(
+            self._asking
+        )  # one viewer who leaves takes nothing from the others
+
+    async def _ask(self, engine: TextEngine) -> dict[str, Any]:
+        seen: dict[str, Any] = await engine.call("live")
+        self._seen, self._at = seen, self.clock()
+        self.every = max(EVERY_S, seen["cost_ms"] / 1000 / SHARE)
+        return seen
+
+    def _asked(self, done: asyncio.Future[dict[str, Any]]) -> None:
+        self._asking = None
+        if not done.cancelled():
+            done.exception()  # told to those who wait; nobody may wait any more
+
+
+def told(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any]:
+    """What a viewer of this tenant is shown: steps that are new to him, and of others' requests only that they run."""
+    lives = [one if one["tenant"] == tenant else foreign(one) for one in seen["lives"]]
+    latest = max((step["step"] for step in seen["steps"]), default=0)
+    # An engine that was replaced counts from the beginning.
+    steps = [step for step in seen["steps"] if step["step"] > since or since > latest]
+    return seen | {"lives": lives, "steps": steps}
+
+
+def foreign(life: dict[str, Any]) -> dict[str, Any]:
+    """Somebody else's request: its lengths would tell what was asked."""
+    kept = {key: life[key] for key in ("n", "state", "preemptions", "blocks", "ended")}
+    phases = [[kind, ago, 0] for kind, ago, _ in life["phases"]]
+    return kept | {"id": "", "foreign": True, "phases": phases}

@@ -1,0 +1,110 @@
+"""The page's routes: the page, what it shows of the engine, and one request's words.
+
+Knows HTTP. The page is open, since it holds nothing; what it shows needs the key like everything else, and another
+site's script does not get it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.resident import resident_bytes
+from quire.errors import EngineDeadError, QuireError
+from quire.server.bodies import json_response
+from quire.server.errors import ApiError, invalid, unavailable
+from quire.server.health import state_of
+from quire.server.middleware import TENANT
+from quire.server.page.document import document
+from quire.server.page.feed import Feed, told
+
+PATIENCE_S = 5.0
+
+
+async def page(request: Request) -> Response:
+    """A page to chat, and to see the engine at work."""
+    made = document()
+    headers = {
+        "Content-Security-Policy": made.policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+        "ETag": made.etag,
+    }
+    if request.headers.get("if-none-match") == made.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(made.body, media_type="text/html", headers=headers)
+
+
+async def ui_state(request: Request) -> Response:
+    """What the page shows of the engine: blocks, steps, requests; without anybody's words."""
+    same_site(request)
+    since = number(request, "since")
+    state = state_of(request)
+    engine = state.serving()
+    if not engine.serving():
+        raise unavailable("the engine is being restarted", 1)
+    if (feed := getattr(request.app.state, "feed", None)) is None:
+        feed = request.app.state.feed = Feed()
+    try:
+        seen = await asyncio.wait_for(feed.look(engine), PATIENCE_S)
+    except TimeoutError:
+        return json_response({"busy": True, "every_ms": round(1000 * feed.every)})
+    except EngineDeadError:
+        raise
+    except QuireError as error:
+        raise unavailable("the engine is being restarted", 1) from error
+    found = told(seen, since, tenant_of(request))
+    found["memory"] = found["memory"] | {"server": resident_bytes([os.getpid()])}
+    found["model"] = state.model_name
+    return json_response(found | {"every_ms": round(1000 * feed.every)})
+
+
+async def ui_words(request: Request) -> Response:
+    """Prompt and output of one request of this key's own, for the page: only when its reader asks for it."""
+    same_site(request)
+    engine = state_of(request).serving()
+    words = await engine.call("live_words", number(request, "n"))
+    if words is None or words["tenant"] != tenant_of(request):
+        raise ApiError(404, "there is no such request here (any more)")
+    return json_response({
+        "prompt": engine.decode(words["prompt"]),
+        "prompt_left": words["prompt_left"],
+        "output": engine.decode(words["output"]),
+        "output_left": words["output_left"],
+    })  # fmt: skip
+
+
+def same_site(request: Request) -> None:
+    """CORS lets other sites' scripts use the API; what others ask of it is not theirs to see.
+
+    Raises:
+        ApiError: 403.
+    """
+    # A browser sends Origin with every GET that a script makes to another origin, and with none to its own.
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    ours = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if not ours or site not in ("none", "same-origin"):
+        raise ApiError(403, "only the page of this server may ask for this")
+
+
+def tenant_of(request: Request) -> str:
+    tenant = request.scope.get(TENANT)
+    return "" if tenant is None else str(tenant.name)
+
+
+def number(request: Request, name: str) -> int:
+    """A count in the query; 0 if it is not there.
+
+    Raises:
+        ApiError: 400.
+    """
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise invalid(f"`{name}` must be a number from 0", name)
+    return int(text)

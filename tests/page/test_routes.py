@@ -1,0 +1,219 @@
+"""The page over HTTP: whole in itself, open to everybody, without anybody's data; what it shows needs the key."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from asgi import ask, browser
+from scripted import ScriptedEngine, make_state
+
+from quire.errors import QuireError
+from quire.server.page.feed import Feed, told
+
+OTHER = {"n": 2, "id": "b", "tenant": "bob", "state": "decode", "finish": None, "prompt": 7, "hit": 4, "computed": 9,
+         "output": 3, "limit": 5, "preemptions": 0, "blocks": 2, "phases": [["queued", 9.0, 0], ["prefill", 8.0, 7]], "ended": -1}  # fmt: skip
+MINE = OTHER | {"n": 1, "id": "a", "tenant": ""}
+STEPS = [{"step": n, "ago": 10.0, "ms": 2.0, "work": [[1, 1, False]], "rest": 0} for n in (4, 5)]
+LIVE = {
+    "stats": {"running": 1}, "blocks": {"count": 4, "each": 1, "runs": [0, 3, 4, 1]}, "steps": STEPS,
+    "lives": [MINE, OTHER], "limits": {"rows": 8}, "memory": {"resident": 1, "machine": 2, "block": 3}, "cost_ms": 0.5,
+}  # fmt: skip
+WORDS = {
+    "tenant": "", "prompt": [72, 105], "prompt_left": 0, "output": [33], "output_left": 4,
+}  # fmt: skip
+KEY = {"Authorization": "Bearer k"}
+
+
+class Watched(ScriptedEngine):
+    """It can be looked at."""
+
+    slow: asyncio.Event | None = None
+
+    async def call(self, name: str, *args: Any) -> Any:
+        self.called.append((name, *args))
+        if self.slow is not None:
+            await self.slow.wait()
+        return WORDS if name == "live_words" else LIVE
+
+
+def test_the_page_fetches_nothing_and_runs_nothing_but_itself():
+    answer = ask(Watched(), "GET", "/")
+    assert answer.headers["content-type"].startswith("text/html")
+    text = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"https?://|@import|url\(|src=|innerHTML|insertAdjacent|document\.write|eval\(|\son\w+=[\"']", text)  # fmt: skip
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    for kind in ("style", "script"):
+        (inside,) = re.findall(rf"<{kind}[^>]*>(.*?)</{kind}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy
+
+
+def test_it_is_sent_once():
+    answer = ask(Watched(), "GET", "/")
+    again = ask(Watched(), "GET", "/", headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_page_is_open_and_what_it_shows_is_not():
+    state = make_state(Watched(), api_key="k")
+    assert ask(None, "GET", "/", state=state).status_code == 200
+    for path in ("/ui/state", "/ui/words?n=1"):
+        assert ask(None, "GET", path, state=state).status_code == 401
+        assert ask(None, "GET", path, headers=KEY, state=state).status_code == 200
+
+
+def test_nobody_looks_and_nothing_is_asked_of_the_engine():
+    engine = Watched()
+    ask(engine, "GET", "/")
+    assert engine.called == []
+
+
+def test_it_can_be_turned_off():
+    for path in ("/", "/ui/state", "/ui/words"):
+        assert ask(Watched(), "GET", path, disable_ui=True).status_code == 404
+
+
+def test_many_viewers_ask_the_engine_once():
+    engine = Watched()
+
+    async def go() -> list[int]:
+        async with browser(make_state(engine)) as client:
+            answers = await asyncio.gather(*(client.get("/ui/state") for _ in range(5)))
+            answers.append(await client.get("/ui/state"))
+            return [answer.status_code for answer in answers]
+
+    assert asyncio.run(go()) == [200] * 6
+    assert engine.called == [("live",)]
+
+
+def test_looking_takes_a_small_share_of_the_engines_time():
+    class Dear(Watched):
+        async def call(self, name: str, *args: Any) -> Any:
+            await super().call(name)
+            return LIVE | {"cost_ms": 100.0}
+
+    now = [0.0]
+    feed, engine = Feed(lambda: now[0]), Dear()
+    asyncio.run(feed.look(engine))
+    assert feed.every == pytest.approx(2.0)
+    now[0] = 1.0
+    asyncio.run(feed.look(engine))
+    assert len(engine.called) == 1
+    now[0] = 2.0
+    asyncio.run(feed.look(engine))
+    assert len(engine.called) == 2
+
+
+def test_a_viewer_who_leaves_takes_nothing_from_the_others():
+    engine = Watched()
+
+    async def go() -> dict[str, Any]:
+        engine.slow = asyncio.Event()
+        feed = Feed()
+        first = asyncio.ensure_future(feed.look(engine))
+        second = asyncio.ensure_future(feed.look(engine))
+        await asyncio.sleep(0)
+        first.cancel()
+        engine.slow.set()
+        return await second
+
+    assert asyncio.run(go()) == LIVE
+    assert len(engine.called) == 1
+
+
+def test_a_long_step_is_not_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("quire.server.page.routes.PATIENCE_S", 0.01)
+
+    class Stuck(Watched):
+        async def call(self, name: str, *args: Any) -> Any:
+            await asyncio.Event().wait()
+
+    answer = ask(Stuck(), "GET", "/ui/state")
+    assert (answer.status_code, answer.json()["busy"]) == (200, True)
+
+
+def test_an_engine_that_is_replaced_is_waited_for():
+    class Replaced(Watched):
+        async def call(self, name: str, *args: Any) -> Any:
+            raise QuireError("the engine was replaced before it answered 'live'")
+
+    assert ask(Replaced(), "GET", "/ui/state").status_code == 503
+    engine = Watched()
+    engine.replaced = True
+    assert ask(engine, "GET", "/ui/state").status_code == 503
+    assert engine.called == []
+
+
+def test_only_new_steps_are_told():
+    steps = lambda since: [step["step"] for step in told(LIVE, since, "")["steps"]]  # noqa: E731
+    assert [steps(0), steps(4), steps(5)] == [[4, 5], [5], []]
+    assert steps(900) == [4, 5]  # that was another engine
+    assert LIVE["steps"] is STEPS
+    assert len(STEPS) == 2
+
+
+def test_of_others_requests_only_that_they_run_is_told():
+    mine, other = told(LIVE, 0, "")["lives"]
+    assert mine == MINE
+    assert {"id", "n", "state", "phases"} <= set(other)
+    assert other["id"] == ""
+    assert not {"prompt", "hit", "output", "computed", "limit", "tenant"} & set(other)
+    assert other["phases"] == [["queued", 9.0, 0], ["prefill", 8.0, 0]]
+    assert told(LIVE, 0, "bob")["lives"][0]["id"] == ""
+
+
+def test_words_are_told_to_whose_they_are():
+    found = ask(Watched(), "GET", "/ui/words?n=1").json()
+    assert found == {"prompt": "Hi", "prompt_left": 0, "output": "!", "output_left": 4}
+
+    class Others(Watched):
+        async def call(self, name: str, *args: Any) -> Any:
+            return WORDS | {"tenant": "bob"}
+
+    class Gone(Watched):
+        async def call(self, name: str, *args: Any) -> Any:
+            return None
+
+    assert ask(Others(), "GET", "/ui/words?n=1").status_code == 404
+    assert ask(Gone(), "GET", "/ui/words?n=1").status_code == 404
+    assert b"Hi" not in ask(Watched(), "GET", "/ui/state").content
+
+
+@pytest.mark.parametrize("path", ["/ui/state?since=-1", "/ui/state?since=x", "/ui/words?n=²", "/ui/words?n=" + "9" * 40])  # fmt: skip
+def test_a_number_is_a_number(path: str):
+    answer = ask(Watched(), "GET", path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("since", "n")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://elsewhere.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "http://server"}, 200),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+    ],
+)
+def test_another_sites_script_sees_nothing(headers: dict[str, str], status: int):
+    for path in ("/ui/state", "/ui/words?n=1"):
+        answer = ask(Watched(), "GET", path, headers=headers)
+        assert answer.status_code == status
+        assert (b"lives" in answer.content or b"prompt" in answer.content) == (status == 200)
+
+
+def test_state_is_plain_json():
+    found = json.loads(ask(Watched(), "GET", "/ui/state").content)
+    assert found["model"] == "toy"
+    assert found["every_ms"] == 250
+    assert found["memory"]["server"] > 0
