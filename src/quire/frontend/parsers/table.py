@@ -1,0 +1,159 @@
+"""What a format is: a table of states, and in each the texts that lead to another.
+
+Knows the notation. Does not know any format, and reads no text; `engine` does that.
+
+    "content": State("content", {"<tool_call>": "call"}),
+    "call": State("call", then="close"),
+    "close": State("close", {"</tool_call>": "content"}),
+
+A state's kind says what becomes of the text in it:
+
+    content, reasoning   it is shown as such, until one of the marks
+    skip                 white space only, and then a mark; anything else leads to `other`
+    close                the same, after a call that is complete
+    name, key, value     a tool's name, a parameter's name, its value: all the text before a mark
+    head                 the text before a mark says by `routes` what comes
+    call                 a JSON object with a name and arguments
+    arguments            one object of `dialect`: the arguments
+    python               a call as Python writes it
+
+A target may be preceded by "end " (the call is complete) or "peek " (the mark is not taken: it belongs to what
+follows).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal[
+    "content", "reasoning", "skip", "close", "name", "key", "value", "head", "call", "arguments", "python",
+]  # fmt: skip
+READERS = ("call", "arguments", "python")
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Where a mark leads."""
+
+    to: str
+    ends: bool = False
+    takes: bool = True
+
+
+@dataclass(frozen=True)
+class State:
+    kind: Kind
+    on: Mapping[str, str] = field(default_factory=dict)
+    """Mark -> target."""
+    then: str = ""
+    """Where a reader leads when it is done."""
+    other: str = ""
+    """Where text leads that is no mark (skip, close); unset: it is malformed."""
+    routes: tuple[tuple[str, str], ...] = ()
+    """Of a head: text that it holds -> target, the first that fits; after the text stands a tool's name."""
+    gives_id: bool = False
+    """The head is the call's id."""
+    dialect: str = "json"
+    types: str = ""
+    """A mark within a key, after which the value's kind is said: `string="true"`."""
+
+
+class Marks:
+    """A state's marks, ready to be found."""
+
+    def __init__(self, on: Mapping[str, str]):
+        self.go = {mark: read(target) for mark, target in on.items()}
+        texts = sorted(on, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self.beginnings = frozenset(text[:n] for text in texts for n in range(1, len(text)))
+        self.longest = max(map(len, texts), default=1) - 1
+
+    def held(self, text: str, start: int) -> int:
+        """Characters at the end of text[start:] that may be the beginning of a mark."""
+        for length in range(min(self.longest, len(text) - start), 0, -1):
+            if text[-length:] in self.beginnings:
+                return length
+        return 0
+
+
+def read(target: str) -> Go:
+    how, _, to = target.rpartition(" ")
+    return Go(to, ends=how == "end", takes=how != "peek")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a family of models writes tool calls."""
+
+    states: Mapping[str, State]
+    start: str = "content"
+    known_only: bool = False
+    """Nothing but a tool's name tells a call from an answer in JSON: another name is no call."""
+    ids: Literal["random", "short"] = "random"
+    """short: nine letters and digits, as some templates demand."""
+    signs: tuple[str, ...] = ()
+    """Texts in a chat template by which the format is recognised: all of them are there."""
+    wrap: tuple[str, str, str] | None = None
+    """What stands before the arguments of a call ({name} in it), after them, and between calls."""
+    whole: bool = False
+    """It tells reasoning from content as well."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How a family of models marks its thoughts."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    implied: bool = False
+    """The output begins with thoughts, whether it says so or not."""
+    again: bool = False
+    """Thoughts may come between parts of the answer."""
+    calls_end: bool = False
+    """A tool call ends the thoughts too."""
+    signs: tuple[str, ...] = ()
+    whole: str = ""
+    """The tool format that tells thoughts and content apart itself."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A tool format and a way of reasoning, as one table."""
+
+    states: Mapping[str, State]
+    start: str
+    known_only: bool = False
+    ids: Literal["random", "short"] = "random"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "marks", {n: Marks(s.on) for n, s in self.states.items()})
+
+    marks: Mapping[str, Marks] = field(init=False, repr=False, compare=False)
+
+
+PLAIN = Format({"content": State("content")})
+
+
+def compose(
+    tools: Format | None, reasoning: Reasoning | None, opened: bool | None = None
+) -> Grammar:
+    """`opened`: whether the prompt ends within thoughts (True), or after them (False)."""
+    tools = tools or PLAIN
+    states = dict(tools.states)
+    if reasoning is None or tools.whole:
+        return Grammar(states, tools.start, tools.known_only, tools.ids)
+    begin = tools.start
+    within = reasoning.implied if opened is None else opened
+    starts = dict.fromkeys(reasoning.starts, "reasoning")
+    ends = dict.fromkeys(reasoning.ends, begin)
+    if reasoning.calls_end:
+        ends = {**states["content"].on, **ends}
+    states["reasoning"] = State("reasoning", ends)
+    states["first"] = State("skip", starts, other="reasoning" if within else begin)
+    if reasoning.again:
+        content = states["content"]
+        states["content"] = State("content", {**content.on, **starts})
+    return Grammar(states, "first", tools.known_only, tools.ids)

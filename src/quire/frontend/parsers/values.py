@@ -1,0 +1,305 @@
+"""Values as models write them -> JSON, a piece at a time.
+
+Knows three dialects: JSON, Python's literals, and Gemma's (bare keys, strings between marks). What comes out has
+the spacing of Python's json.dumps whatever came in, so that equal values are equal texts. Each character is read
+once. Does not know calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST_NESTED = 128
+
+
+class Malformed(Exception):
+    """The text is not what it began as. Says why, and where: `at`."""
+
+    at = 0
+
+
+@dataclass(frozen=True)
+class Dialect:
+    quotes: tuple[str, ...] = ('"',)
+    escapes: str = "json"
+    """json, python, or none."""
+    words: Mapping[str, str] | None = None
+    bare: bool = False
+    """Keys without quotes, and words too."""
+    tuples: bool = False
+    trailing: bool = False
+    """A comma before the end of a list."""
+
+
+JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
+PYTHON_WORDS = {**JSON_WORDS, "True": "true", "False": "false", "None": "null"}
+DIALECTS = {
+    "json": Dialect(words=JSON_WORDS),
+    "python": Dialect(('"', "'"), "python", PYTHON_WORDS, tuples=True, trailing=True),
+    "gemma": Dialect(('<|"|>', '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
+    "functiongemma": Dialect(("<escape>", '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
+}
+
+SPACE = re.compile(r"[ \t\r\n]+")
+WORD = re.compile(r"[A-Za-z0-9_+\-.]+")
+BARE_KEY = re.compile(r"[^\s:{}\[\](),\"'<>]+")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+RUNS = {quote: re.compile(f"[^{quote}\\\\\\x00-\\x1f]+") for quote in "\"'"}
+HEX = re.compile(r"[0-9A-Fa-f]+")
+JSON_ESCAPES = frozenset('"\\/bfnrt')
+PYTHON_ESCAPES = {
+    "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
+    "v": "\v", "0": "\0", "\n": "",
+}  # fmt: skip
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def inside(text: str) -> str:
+    """As it stands in a JSON string."""
+    return quoted(text)[1:-1]
+
+
+class ValueReader:
+    """One value. `feed` it text; `out` collects JSON; `done` once it is complete.
+
+    `only`: the characters that it may begin with; "": any.
+    """
+
+    def __init__(self, dialect: str, only: str = ""):
+        self.dialect = DIALECTS[dialect]
+        self.only = only
+        self.out: list[str] = []
+        self.done = False
+        self._want = "value"
+        self._closers: list[str] = []
+        self._comma = False
+        self._quote = ""
+        self._word: list[str] = []
+
+    def take(self) -> str:
+        """What is new."""
+        new = "".join(self.out)
+        self.out.clear()
+        return new
+
+    def feed(self, text: str, at: int) -> int:
+        """Read text[at:]; where it stopped: at the end of the value, or where more text is needed.
+
+        Raises:
+            Malformed: no value; `at` of the exception is where it was seen.
+        """
+        steps = {
+            "value": self._value, "key": self._key, "colon": self._colon, "after": self._after,
+            "string": self._string, "word": self._in_word, "bare": self._bare_key,
+        }  # fmt: skip
+        end = len(text)
+        while at < end and not self.done:
+            between = self._want in ("value", "key", "colon", "after")
+            if between and (space := SPACE.match(text, at)) is not None:
+                at = space.end()
+                continue
+            try:
+                reached = steps[self._want](text, at)
+            except Malformed as error:
+                error.at = at
+                raise
+            if reached < 0:
+                return at
+            at = reached
+        return at
+
+    # -- each reads on from `at`, and gives where it came to; -1: it needs more text ------------------
+    def _value(self, text: str, at: int) -> int:
+        char = text[at]
+        if self.only and not self._closers and char not in self.only:
+            raise Malformed(f"{char!r} where {self.only!r} was due")
+        if char == "]" and self._closers and self._closers[-1] == "]":
+            return self._close(at, "]")
+        if char == ")" and self._closers and self._closers[-1] == ")":
+            return self._close(at, ")")
+        if char in "{[" or (char == "(" and self.dialect.tuples):
+            if len(self._closers) >= MOST_NESTED:
+                raise Malformed("nested too deeply")
+            self._separate()
+            self.out.append("{" if char == "{" else "[")
+            self._closers.append({"{": "}", "[": "]", "(": ")"}[char])
+            self._want = "key" if char == "{" else "value"
+            return at + 1
+        return self._string_or_word(text, at)
+
+    def _string_or_word(self, text: str, at: int) -> int:
+        for quote in self.dialect.quotes:
+            if text.startswith(quote, at):
+                self._separate()
+                self.out.append('"')
+                self._quote, self._string_is_key = quote, self._want == "key"
+                self._want = "string"
+                return at + len(quote)
+            if len(text) - at < len(quote) and quote.startswith(text[at:]):
+                return -1
+        if self._want == "value" and WORD.match(text, at):
+            self._separate()
+            self._want = "word"
+            return at
+        raise Malformed(f"{text[at]!r} where a {self._want} was due")
+
+    _string_is_key = False
+
+    def _separate(self) -> None:
+        if self._comma:
+            self.out.append(", ")
+            self._comma = False
+
+    def _close(self, at: int, closer: str) -> int:
+        if self._comma and not self.dialect.trailing:
+            raise Malformed("a comma before the end")
+        self._comma = False
+        self._closers.pop()
+        self.out.append("}" if closer == "}" else "]")
+        self._ended()
+        return at + 1
+
+    def _ended(self) -> None:
+        self._want = "after"
+        self.done = not self._closers
+
+    def _key(self, text: str, at: int) -> int:
+        if text[at] == "}":
+            return self._close(at, "}")
+        if self.dialect.bare and BARE_KEY.match(text, at):
+            self._separate()
+            self._want = "bare"
+            return at
+        return self._string_or_word(text, at)
+
+    def _bare_key(self, text: str, at: int) -> int:
+        found = BARE_KEY.match(text, at)
+        if found is not None:
+            self._word.append(found[0])
+            return found.end()
+        self.out.append(quoted("".join(self._word)))
+        self._word.clear()
+        self._want = "colon"
+        return at
+
+    def _colon(self, text: str, at: int) -> int:
+        if text[at] != ":":
+            raise Malformed(f"{text[at]!r} where ':' was due")
+        self.out.append(": ")
+        self._want = "value"
+        return at + 1
+
+    def _after(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == self._closers[-1]:
+            return self._close(at, char)
+        if char != ",":
+            raise Malformed(f"{char!r} where ',' or {self._closers[-1]!r} was due")
+        self._comma = True
+        self._want = "key" if self._closers[-1] == "}" else "value"
+        return at + 1
+
+    def _in_word(self, text: str, at: int) -> int:
+        found = WORD.match(text, at)
+        if found is not None:
+            self._word.append(found[0])
+            return found.end()
+        self.end_word()
+        return at
+
+    def end_word(self) -> None:
+        """A number or a name is over: something else follows, or nothing."""
+        word = "".join(self._word)
+        self._word.clear()
+        known = (self.dialect.words or {}).get(word)
+        if known is None:
+            if NUMBER.fullmatch(word):
+                known = word
+            elif self.dialect.bare:
+                known = quoted(word)
+            else:
+                raise Malformed(f"{word[:40]!r} is no value")
+        self.out.append(known)
+        self._ended()
+
+    def _string(self, text: str, at: int) -> int:
+        quote = self._quote
+        if self.dialect.escapes == "none":
+            return self._marked_string(text, at, quote)
+        if (run := RUNS[quote].match(text, at)) is not None:
+            self.out.append(inside(run[0]))
+            return run.end()
+        char = text[at]
+        if char == quote:
+            self._string_ended()
+            return at + 1
+        if char == "\\":
+            return self._escape(text, at)
+        self.out.append(inside(char))  # a line break as it is: it ought to be escaped
+        return at + 1
+
+    def _marked_string(self, text: str, at: int, quote: str) -> int:
+        found = text.find(quote, at)
+        stop = found if found >= 0 else len(text)
+        if found < 0:
+            for length in range(min(len(quote) - 1, stop - at), 0, -1):
+                if quote.startswith(text[stop - length :]):
+                    stop -= length
+                    break
+        self.out.append(inside(text[at:stop]))
+        if found >= 0:
+            self._string_ended()
+            return found + len(quote)
+        return stop if stop > at else -1
+
+    def _string_ended(self) -> None:
+        self.out.append('"')
+        if self._string_is_key:
+            self._want = "colon"
+        else:
+            self._ended()
+
+    def _escape(self, text: str, at: int) -> int:
+        if at + 1 >= len(text):
+            return -1
+        char, json_ = text[at + 1], self.dialect.escapes == "json"
+        if char in "uxU" and not (json_ and char != "u"):
+            size = {"u": 4, "x": 2, "U": 8}[char]
+            digits = text[at + 2 : at + 2 + size]
+            if digits and HEX.fullmatch(digits) is None:
+                raise Malformed(f"\\{char} needs {size} hexadecimal digits")
+            if len(digits) < size:
+                return -1
+            value = int(digits, 16)
+            if value > 0x10FFFF:
+                raise Malformed(f"there is no character {digits}")
+            self.out.append(f"\\u{digits}" if char == "u" else json.dumps(chr(value))[1:-1])
+            return at + 2 + size
+        if json_:
+            if char not in JSON_ESCAPES:
+                raise Malformed(f"\\{char} is no escape of JSON")
+            self.out.append("\\" + char)
+        else:
+            self.out.append(inside(PYTHON_ESCAPES.get(char, "\\" + char)))
+        return at + 2
+
+
+def whole(text: str, dialect: str = "json", only: str = "") -> str:
+    """A value that is all there, as JSON.
+
+    Raises:
+        Malformed: it is not one value.
+    """
+    reader = ValueReader(dialect, only)
+    at = reader.feed(text, 0)
+    if not reader.done and reader._want == "word":
+        reader.end_word()
+    if not reader.done or text[at:].strip():
+        raise Malformed("it is not one value")
+    return reader.take()
