@@ -5,6 +5,7 @@
 #   make check        format, lint, types, architecture (CONTRIBUTING.md)
 #   make bench        offline throughput beside Transformers, into benchmarks/results/
 #   make test-long    the slow tests
+#   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv
 #   make clean        remove .venv and caches
 
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve test test-long check format bench clean
+.PHONY: install serve test test-long soak check format bench clean
 
 install: $(INSTALLED)
 
@@ -46,6 +47,9 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
+
+soak: install
+	$(BIN)/python tests/processes/soak.py $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .
