@@ -7,6 +7,8 @@ import re
 from asgi import ask
 from scripted import ScriptedEngine, make_state
 
+from quire.frontend.outputs import RequestMetrics
+from quire.observe.requests import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
 
@@ -49,3 +51,23 @@ def test_rates_have_their_old_names():
     text = state.metrics.render().decode()
     assert 'vllm:avg_prompt_throughput_toks_per_s{engine="0",model_name="toy"} 10.0' in text
     assert 'vllm:avg_generation_throughput_toks_per_s{engine="0",model_name="toy"} 3.0' in text
+
+
+def test_the_time_in_the_queue_is_told_apart_from_the_rest():
+    state = make_state(ScriptedEngine())
+    timer = RequestTimer(state.metrics, arrived=100.0, first=103.0, last=107.0)
+    times = RequestMetrics(queued_ts=50.0, scheduled_ts=52.0, num_preemptions=1)
+    timer.end(prompt_tokens=9, cached=4, output_tokens=[5], max_tokens=8, n=1, times=times)
+    text = state.metrics.render().decode()
+    sums = {
+        "request_queue_time_seconds": 2.0,
+        "e2e_request_latency_seconds": 7.0,
+        "request_inference_time_seconds": 5.0,
+        "request_prefill_time_seconds": 1.0,
+        "request_decode_time_seconds": 4.0,
+        "request_time_per_output_token_seconds": 1.0,
+        "request_prefill_kv_computed_tokens": 5.0,
+        "request_num_preemptions": 1.0,
+    }
+    for name, value in sums.items():
+        assert f'vllm:{name}_sum{{engine="0",model_name="toy"}} {value}' in text, name

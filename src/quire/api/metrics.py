@@ -60,7 +60,7 @@ class Watch:
 
     def __init__(self, client: EngineClient, name: str):
         asked = client.resolved.asked
-        self.client, self.metrics = client, Metrics(name, process=False)
+        self.client, self.metrics = client, Metrics(name, process=False, http=False)
         ready = client.ready
         more = {"num_gpu_blocks": ready.num_blocks, "block_size": ready.block_size}
         self.metrics.attach(

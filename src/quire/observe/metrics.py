@@ -70,7 +70,9 @@ class AliasCollector(Collector):
 class Metrics:
     """All metrics of one server, or of one `LLM`."""
 
-    def __init__(self, model_name: str, *, legacy: bool = True, process: bool = True):
+    def __init__(
+        self, model_name: str, *, legacy: bool = True, process: bool = True, http: bool = True
+    ):
         self.model_name, self.legacy = model_name, legacy
         self.registry = CollectorRegistry()
         self._observed: dict[str, Histogram] = {}
@@ -107,7 +109,7 @@ class Metrics:
             ["model_name", "key"],
             registry=self.registry,
         )
-        self.http = HttpMetrics(self.registry)
+        self.http = HttpMetrics(self.registry) if http else None
         self.throughput: dict[str, Gauge] = {}
         if legacy:
             for kind in ("prompt", "generation"):

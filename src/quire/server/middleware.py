@@ -64,7 +64,8 @@ class Counted:
         finally:
             self.state.http_requests -= 1
             seconds = time.perf_counter() - began
-            self.state.metrics.http.answered(self._route(scope), scope["method"], status, seconds)
+            if (metrics := self.state.metrics.http) is not None:
+                metrics.answered(self._route(scope), scope["method"], status, seconds)
 
     def _route(self, scope: Scope) -> str:
         """The route as it is written, so that clients cannot make labels."""
