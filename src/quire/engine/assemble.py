@@ -125,7 +125,7 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     executor = build_executor(resolved, compiler)
     about = msgspec.convert(executor.call("facts")[0], WorkerFacts)
     cut = layout(about.layer_specs(), resolved.block_size, about.max_model_len)
-    gate = GrammarGate(compiler)
+    gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
     scheduler = build_scheduler(resolved, about, cut, [gate])
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
@@ -150,8 +150,12 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
 
 def build_compiler(resolved: Resolved) -> Compiler:
     """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
+    folder = tokenizer_folder(resolved)
     size = int(resolved.hf_config.get("vocab_size") or 0)
-    return Compiler(Vocabulary(tokenizer_json(tokenizer_folder(resolved)), size))
+    compiler = Compiler(Vocabulary(tokenizer_json(folder), size))
+    if not resolved.asked.model.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
+        compiler.warm()  # beside the loading of weights; later it would hold up running requests
+    return compiler
 
 
 def tokenizer_folder(resolved: Resolved) -> str:

@@ -67,5 +67,5 @@ class Compiler:
         return made
 
     def warm(self) -> None:
-        """Prepare the vocabulary in the background, before the first request needs it."""
+        """Prepare the vocabulary in the background. It takes a second of a large one, and holds the GIL."""
         self._pool.submit(lambda: self.vocabulary.tokenizer)

@@ -8,20 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from quire.features.structured.compile import Compiler
+from quire.protocol.constraint import StructuredOutputsParams
+from quire.protocol.plan import StepPlan
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
+NAME = "structured"
+
 
 class GrammarGate(Gate):
-    """`wake` is called from a thread when a grammar is ready: the loop may be asleep."""
+    """`wake` is called from a thread when a grammar is ready: the loop may be asleep.
 
-    name = "structured"
+    With the worker `elsewhere`, in a process with a compiler of its own, plans tell it what is being compiled here, so
+    that both are done when the request enters.
+    """
 
-    def __init__(self, compiler: Compiler, wake: Callable[[], None] | None = None):
-        self.compiler, self.wake = compiler, wake
+    name = NAME
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        wake: Callable[[], None] | None = None,
+        elsewhere: bool = False,
+    ):
+        self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
+        self._announced: dict[tuple[object, ...], StructuredOutputsParams] = {}
 
     def ready(self, request: Request) -> bool:
         if (constraint := request.params.structured_outputs) is None:
             return True
-        return self.compiler.ask(constraint, self.wake).done()
+        done = self.compiler.ask(constraint, self.wake).done()
+        if self.elsewhere and not done:
+            self._announced.setdefault(constraint.key, constraint)
+        return done
+
+    def extra(self, plan: StepPlan) -> bytes | None:
+        if not self._announced:
+            return None
+        told, self._announced = list(self._announced.values()), {}
+        return msgspec.msgpack.encode(told)
+
+
+def announced(extra: bytes) -> list[StructuredOutputsParams]:
+    """What `GrammarGate.extra` said."""
+    return msgspec.msgpack.decode(extra, type=list[StructuredOutputsParams])

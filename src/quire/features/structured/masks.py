@@ -26,6 +26,7 @@ from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from quire.features.structured.compile import Compiler
+from quire.features.structured.gate import NAME, announced
 from quire.features.structured.grammar import explained
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.plan import Entered
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
 
 NEVER = -torch.inf
+NO_BIAS = np.zeros(0, np.float32)
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+BIASES = np.where(BITS, np.float32(0), np.float32(-np.inf))  # of each byte of a mask: its 8 tokens
 DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
 
 
@@ -51,6 +55,7 @@ class Held:
     ends_late: bool  # ignore_eos: end only where nothing else is allowed
     compiled: Future[LLMatcher]
     fed: list[int]  # tokens that the matcher has read
+    bias_V: np.ndarray  # 0 where a token is allowed, else -inf; empty where a device makes its own
     matcher: LLMatcher | None = None
     renewed: bool = False
     over: bool = False  # only an end may come now
@@ -67,10 +72,11 @@ class GrammarMasks(Processor):
         self.compiler, self.rows = compiler, rows
         self.held: dict[int, Held] = {}
         self.hook = GrammarHook(self)
+        self.on_host = rows.device.type == "cpu"
         self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        self._par = LLExecutor()
+        self._par: LLExecutor | None = None
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> bool:
@@ -78,7 +84,7 @@ class GrammarMasks(Processor):
             return False
         params = new.params
         ends, compiled = list(params.eos_token_ids), self.compiler.ask(constraint)
-        held = Held(new.row, constraint, ends, params.ignore_eos, compiled, [])
+        held = Held(new.row, constraint, ends, params.ignore_eos, compiled, [], NO_BIAS)
         self.held[new.row] = held
         held.job = self._thread.submit(self._begin, held, new.tokens[new.num_prompt :])
         return True
@@ -96,25 +102,20 @@ class GrammarMasks(Processor):
             if held.error is not None:
                 picked.errors.setdefault(at, held.error)
         self._drawing = helds, picked.rows, picked.lengths
-        width = logits_SV.shape[1]
-        for at, held in zip(picked.at.tolist(), helds, strict=True):
-            if held.error is None:
-                self._lay(logits_SV[at], held, width)
+        whole = [
+            pair for pair in zip(picked.at.tolist(), helds, strict=True) if pair[1].error is None
+        ]
+        masked = [(at, held) for at, held in whole if not held.over]
+        if self.on_host:
+            for at, held in masked:
+                _add(logits_SV[at], held.bias_V)
+        elif masked:
+            words_PW = self._masks()[[held.row for _, held in masked]]
+            bar(logits_SV, [at for at, _ in masked], torch.from_numpy(words_PW))
+        for at, held in whole:
+            if held.over:
+                _end(logits_SV[at], held.ends)
         return logits_SV
-
-    def _lay(self, logits_V: Tensor, held: Held, width: int) -> None:
-        if held.over:
-            # An end is allowed whatever min_tokens, allowed tokens or bad words say: nothing else is left.
-            ends = torch.tensor(held.ends, device=logits_V.device)
-            kept = logits_V[ends]
-            kept = kept.masked_fill_(kept == NEVER, 0.0)
-            logits_V.fill_(NEVER)
-            logits_V[ends] = kept
-            return
-        words_W = self._masks()[held.row]
-        bits = np.unpackbits(words_W.view(np.uint8), bitorder="little", count=width)
-        barred_V = torch.from_numpy(bits).to(logits_V.device) == 0
-        logits_V.masked_fill_(barred_V, NEVER)
 
     def drew(self) -> None:
         """The step's tokens stand in the rows: feed them, in the thread."""
@@ -198,6 +199,7 @@ class GrammarMasks(Processor):
         if len(todo) == 1:
             _compute(*todo[0], masks_RW)
         elif todo:
+            self._par = self._par or LLExecutor()
             rows, bytes_ = masks_RW.shape[0], masks_RW.strides[0]
             self._par.unsafe_compute_mask_ptr(todo, masks_RW.ctypes.data, bytes_, rows)
         for held in helds:
@@ -225,6 +227,41 @@ class GrammarMasks(Processor):
         elif may_end and not held.ends_late:
             for token in held.ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
+        if self.on_host and not held.over:
+            # Made here, in the thread: adding it takes a tenth of the time that choosing by bits takes.
+            if not len(held.bias_V):
+                held.bias_V = np.empty(32 * len(words_W), np.float32)
+            np.take(BIASES, words_W.view(np.uint8), 0, held.bias_V.reshape(-1, 8), "clip")
+
+
+def _add(logits_V: Tensor, bias_V: np.ndarray) -> None:
+    known = min(len(logits_V), len(bias_V))
+    logits_V[:known].add_(torch.from_numpy(bias_V[:known]))
+    logits_V[known:] = NEVER
+
+
+def bar(logits_SV: Tensor, at: list[int], words_PW: Tensor) -> None:
+    """As `_add`, on a device, which gets the packed masks: 1/32 of the bytes."""
+    device, width = logits_SV.device, logits_SV.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    bits_PV = (words_PW.to(device, non_blocking=True)[:, :, None] >> shifts & 1).flatten(1)[
+        :, :width
+    ]
+    at_P = torch.tensor(at, device=device)
+    known = bits_PV.shape[1]
+    rows_PV = logits_SV[at_P]
+    rows_PV[:, :known].masked_fill_(bits_PV == 0, NEVER)
+    rows_PV[:, known:] = NEVER
+    logits_SV[at_P] = rows_PV
+
+
+def _end(logits_V: Tensor, ends: list[int]) -> None:
+    """Only an end may come, whatever min_tokens, allowed tokens or bad words say: nothing else is left."""
+    ends_E = torch.tensor(ends, device=logits_V.device)
+    kept_E = logits_V[ends_E]
+    kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
+    logits_V.fill_(NEVER)
+    logits_V[ends_E] = kept_E
 
 
 def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:
@@ -235,10 +272,15 @@ def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:
 class GrammarHook(Hook):
     """After each step, the grammars go on."""
 
-    name = "structured"
+    name = NAME
 
     def __init__(self, masks: GrammarMasks):
         self.masks = masks
+
+    def before(self, plan: StepPlan, batch: Batch) -> None:
+        if (extra := plan.extras.get(self.name)) is not None:
+            for constraint in announced(extra):
+                self.masks.compiler.ask(constraint)
 
     def after(self, plan: StepPlan, batch: Batch) -> None:
         self.masks.drew()

@@ -1,0 +1,126 @@
+"""Masks laid over logits, by the host's way and by a device's; and what the gate tells a worker elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reading import Reader
+
+from quire.features.structured.gate import GrammarGate, announced
+from quire.features.structured.masks import BIASES, GrammarMasks, bar
+from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import Entered, StepPlan
+from quire.protocol.request import EngineRequest
+from quire.scheduler.request import Request
+from quire.worker.rows import Rows
+from quire.worker.sample.processors import Picked
+
+EOS, A, B = 2, 3 + ord("a") - 33, 3 + ord("b") - 33
+WIDTH = 259
+
+
+def entered(row: int, form: Form | None, outputs: list[int], **more: Any) -> Entered:
+    params = SamplingParams(
+        structured_outputs=None if form is None else form.plain(),
+        eos_token_ids=[EOS], seed=0, max_tokens=40, **more,
+    )  # fmt: skip
+    return Entered(row, str(row), [5, 6, *outputs], 2, 0, [[]], params)
+
+
+def masks(reader: Reader, *new: Entered, on_host: bool = True) -> GrammarMasks:
+    made = GrammarMasks(reader.compiler, Rows(8, 64, 1, 8))
+    made.on_host = on_host
+    for one in new:
+        made.rows.enter(one)
+        made.enter(one)
+    return made
+
+
+def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set[int]]:
+    """What is left of logits that are all finite, by row."""
+    logits = torch.arange(len(rows) * width, dtype=torch.float32).view(len(rows), width)
+    at = np.arange(len(rows))
+    picked = Picked(at, np.array(rows), made.rows.length[rows], made.rows)
+    out = made.apply(logits.clone(), picked)
+    assert not picked.errors
+    left = out.isfinite()
+    assert torch.equal(out[left], logits[left])
+    return [set(row.nonzero().flatten().tolist()) for row in left]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_is_allowed(reader: Reader, on_host: bool):
+    forms = [
+        entered(0, Form(regex="a*"), []),
+        entered(1, Form(regex="a*b"), [A, A]),
+        entered(3, Form(regex="ab"), [A, B]),
+        entered(4, Form(regex="ab"), [A, B, EOS, EOS]),
+        entered(6, Form(regex="a*"), [A], ignore_eos=True),
+    ]
+    made = masks(reader, *forms, on_host=on_host)
+    expected = [{A, EOS}, {A, B}, {EOS}, {EOS}, {A}]
+    assert allowed(made, [0, 1, 3, 4, 6]) == expected
+    assert allowed(made, [6, 0]) == [{A}, {A, EOS}]
+    # a model may have more logits than the tokenizer has tokens
+    assert allowed(made, [1, 3], width=WIDTH + 100) == [{A, B}, {EOS}]
+
+
+def test_the_host_adds_what_a_device_bars():
+    draw = np.random.default_rng(0)
+    words = draw.integers(-(1 << 31), 1 << 31, (5, 9)).astype(np.int32)
+    biases = BIASES[words.view(np.uint8)].reshape(5, -1)
+    logits = torch.randn(7, 9 * 32 - 5)
+    at = [6, 0, 2, 5, 1]
+    by_host, by_device = logits.clone(), logits.clone()
+    by_host[at] += torch.from_numpy(biases[:, : logits.shape[1]])
+    bar(by_device, at, torch.from_numpy(words))
+    assert torch.equal(by_host, by_device)
+    assert torch.equal(by_host[3], logits[3])
+    assert (by_host[at] == -torch.inf).any()
+
+
+def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):
+    made = masks(reader, entered(0, Form(regex="ab?"), []), entered(2, Form(regex="b+"), []))
+    for drawn, left in (([A, B], [{B, EOS}, {B, EOS}]), ([B, B], [{EOS}, {B, EOS}])):
+        allowed(made, [0, 2])
+        rows = np.array([0, 2])
+        made.rows.token_ids_RL[rows, made.rows.length[rows]] = torch.tensor(
+            drawn, dtype=torch.int32
+        )
+        made.hook.after(StepPlan(1, [], [], []), None)  # type: ignore[arg-type]
+        made.rows.length[rows] += 1
+        assert allowed(made, [0, 2]) == left
+    made.leave(0)
+    made.rows.leave(0)
+    again = entered(0, Form(regex="b"), [])
+    made.rows.enter(again)
+    made.enter(again)
+    assert allowed(made, [0]) == [{B}]
+
+
+def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
+    numbers = itertools.count()
+
+    def request(form: Form | None) -> Request:
+        params = SamplingParams(structured_outputs=form, max_tokens=5, seed=0)
+        return Request.of(EngineRequest(str(next(numbers)), [1], params), 0, b"", False)
+
+    gate = GrammarGate(reader.compiler, elsewhere=True)
+    plan = StepPlan(1, [], [], [])
+    assert gate.ready(request(None))
+    assert gate.extra(plan) is None
+    forms = [Form(regex=f"[a-z]{{{n},900}}-{n}") for n in range(1, 9)]
+    waiting = [form for form in forms if not gate.ready(request(form))]
+    told = gate.extra(plan)
+    assert waiting  # with two threads, eight cannot all be done at once
+    assert told is not None
+    assert announced(told) == waiting
+    assert gate.extra(plan) is None
+    for form in forms:
+        reader.compiler.ask(form).result()
+        assert gate.ready(request(form))
