@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from reading import Reader
+from grammar_reader import Reader
 from tiny_llama import make_checkpoint
 
 

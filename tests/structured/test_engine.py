@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grammar_reader import Reader
 from kinds import KINDS
-from reading import Reader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 

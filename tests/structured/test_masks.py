@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reading import Reader
+from grammar_reader import Reader
 
 from quire.features.structured.gate import GrammarGate, announced
 from quire.features.structured.masks import BIASES, GrammarMasks, bar

@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from reading import Reader
+from grammar_reader import Reader
 from schemas import CASES, INT, STR, obj
 
 from quire.errors import ValidationError
