@@ -52,7 +52,7 @@ def executor(llm: AsyncLLM) -> pagemodel.Executor:
 @pytest.fixture
 def slow(llm: AsyncLLM) -> AsyncLLM:
     """One that is still at it when a test gives up."""
-    executor(llm).pause = 0.002
+    executor(llm).pause = 0.004
     return llm
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,30 +150,6 @@ def test_calls_reach_the_model(llm: LLM, theirs: Any):
     (again,) = llm.generate("the cat " * 20, SamplingParams(max_tokens=1), use_tqdm=False)
     assert again.num_cached_tokens
     assert llm.reset_prefix_cache() is True
-
-
-PROGRAM = """
-import sys
-from quire import LLM, SamplingParams
-
-llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 24)
-for output in llm.generate(["the cat", [5, 6]], SamplingParams(temperature=0, max_tokens=4)):
-    print(output.outputs[0].token_ids)
-"""
-
-
-def test_a_program_without_a_main_guard(llm: LLM, checkpoint: Path, tmp_path: Path):
-    """It ends by itself, with nothing to close, and its output is its own."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), str(checkpoint)], capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    params = SamplingParams(temperature=0, max_tokens=4)
-    outputs = llm.generate(["the cat", [5, 6]], params, use_tqdm=False)
-    assert done.stdout.splitlines() == [str(out.outputs[0].token_ids) for out in outputs]
-    assert "2/2" in done.stderr
 
 
 def test_streams_from_an_engine_in_its_own_process(llm: LLM, checkpoint: Path):

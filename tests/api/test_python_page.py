@@ -1,4 +1,7 @@
-"""docs/python.md: every block runs, in one program, and says what the page says."""
+"""docs/python.md: every block runs, in one program, and says what the page says.
+
+The program has no `__main__` guard, and ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +29,4 @@ def test_the_page_runs(tmp_path: Path):
     assert lines[0].endswith(" length")
     assert len(lines) == 2 + 1 + 2 + 1 + 1 + 3 + 1
     assert "True" in lines
+    assert "2/2" in done.stderr  # the progress of the first block; nothing of it is in the output
