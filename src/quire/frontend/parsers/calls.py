@@ -10,13 +10,12 @@ import json
 import re
 from typing import Protocol
 
-from quire.frontend.parsers.values import SPACE, Malformed, ValueReader, quoted, whole
+from quire.frontend.parsers.values import MOST_WORD, SPACE, Malformed, ValueReader, quoted, whole
 
 NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
 KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "description"))
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.\-]+")
-MOST_NAME = 256
 
 
 class Sink(Protocol):
@@ -66,7 +65,7 @@ class CallObject:
                 try:
                     at = self._mark(text[at], at)
                 except Malformed as error:
-                    error.at = at
+                    error.at, error.lost = at, quoted(self._key) if self._want == "colon" else ""
                     raise
         return at
 
@@ -153,7 +152,7 @@ class PythonCall:
         self.sink = sink
         self.done = False
         self._want = "name"
-        self._word: list[str] = []
+        self._word = ""
         self._first = True
         self._reader: ValueReader | None = None
 
@@ -174,36 +173,39 @@ class PythonCall:
                 at = reached
                 continue
             try:
-                at = self._step(text, at)
+                reached = self._step(text, at)
             except Malformed as error:
-                error.at = at
+                error.at, error.lost = at, self._word if self._want == "=" else ""
                 raise
+            if reached < 0:
+                return at
+            at = reached
         return at
 
     def _step(self, text: str, at: int) -> int:
+        """-1: it needs more text."""
         if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
-            if self._want == "key or end":
-                self._want = "key"
-            room = MOST_NAME - sum(map(len, self._word))
-            if room <= 0:
+            word = found[0]
+            if len(word) > MOST_WORD:
                 raise Malformed("too long a name")
-            self._word.append(found[0][:room])
-            return min(found.end(), at + room)
+            if found.end() == len(text):
+                return -1
+            self._word = word
+            self._want = "(" if self._want == "name" else "="
+            return found.end()
         if (space := SPACE.match(text, at)) is not None:
-            if self._word:
-                self._want = {"name": "(", "key": "="}.get(self._want, self._want)
             return space.end()
         return self._mark(text[at], at)
 
     def _mark(self, char: str, at: int) -> int:
-        want, word = self._want, "".join(self._word)
-        if char == "(" and word and want in ("name", "("):
+        want, word = self._want, self._word
+        if char == "(" and want == "(":
             if word[0].isdigit():
                 raise Malformed(f"{word[:40]!r} is no name")
             self.sink.begin(word)
             self.sink.arguments("{")
             self._want = "key or end"
-        elif char == "=" and word and want in ("key", "="):
+        elif char == "=" and want == "=":
             self.sink.arguments(("" if self._first else ", ") + quoted(word) + ": ")
             self._first = False
             self._reader = ValueReader("python")
@@ -214,5 +216,4 @@ class PythonCall:
             self.done = True
         else:
             raise Malformed(f"{char!r} in a call, where {want} was due")
-        self._word.clear()
         return at + 1

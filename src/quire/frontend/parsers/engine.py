@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.frontend.parsers.calls import CallObject, PythonCall
+from quire.frontend.parsers.flow import Flow
 from quire.frontend.parsers.schema import Tools
 from quire.frontend.parsers.table import READERS, Go, Grammar, State
 from quire.frontend.parsers.values import Malformed, ValueReader, inside, quoted
@@ -24,6 +25,7 @@ from quire.frontend.parsers.values import Malformed, ValueReader, inside, quoted
 MOST_WORD = 512  # characters of a name, a key, a head
 MOST_REASONS = 8
 LETTERS = string.ascii_letters + string.digits
+VALUES = ("value", "text")
 NAME_ENDS = frozenset(" \t\r\n<:")
 CUT = "the output ended within a tool call"
 
@@ -54,49 +56,6 @@ def new_id(kind: str) -> str:
     if kind == "short":
         return "".join(secrets.choice(LETTERS) for _ in range(9))
     return f"chatcmpl-tool-{secrets.token_hex(16)}"
-
-
-class Flow:
-    """Shown text, of which white space at the end waits until more comes."""
-
-    def __init__(self, border: bool = False) -> None:
-        self.out: list[str] = []
-        self.held: list[str] = []
-        self.lead: list[str] = []
-        """White space since the border."""
-        self.begun = False
-        self.border = border
-        """Nothing came since a mark."""
-        self.left = False
-        """A mark led away."""
-
-    def add(self, text: str) -> None:
-        body = text.rstrip()
-        if not body:
-            (self.lead if self.border else self.held).append(text)
-            return
-        if self.border:
-            # Where text follows text, the white space of one side of what was between them is kept.
-            rest = body.lstrip()
-            if self.begun:
-                space = "".join(self.held) or "".join(self.lead) + body[: len(body) - len(rest)]
-                self.out.append(space)
-            self.out.append(rest)
-        else:
-            self.out += [*self.held, body]
-        self.held = [text[len(body) :]] if len(body) < len(text) else []
-        self.lead = []
-        self.begun, self.border, self.left = True, False, False
-
-    def end(self) -> None:
-        if not self.left:
-            self.out += self.held
-        self.held, self.lead = [], []
-
-    def take(self) -> str:
-        new = "".join(self.out)
-        self.out.clear()
-        return new
 
 
 class Parser:
@@ -134,7 +93,8 @@ class Parser:
         self._steps = {
             "content": self._shown, "reasoning": self._shown, "skip": self._skip,
             "close": self._skip, "name": self._spelled, "key": self._spelled,
-            "head": self._spelled, "value": self._value, "call": self._read,
+            "head": self._spelled, "value": self._value,
+            "text": self._value, "call": self._read,
             "arguments": self._read, "python": self._read,
         }  # fmt: skip
         if name:
@@ -159,7 +119,7 @@ class Parser:
                 if not self._steps[self._state.kind]():
                     return
             except Malformed as error:
-                self._give_up(str(error))
+                self._give_up(error)
 
     def _taken(self) -> Parsed:
         calls = [call for call, _ in self._calls]
@@ -171,8 +131,8 @@ class Parser:
     def finish(self) -> Parsed:
         """What was waiting for more text."""
         kind = self._state.kind
-        if kind == "value" and self._text_value:
-            self._value_text(self._line + self._buffer[self._at :])
+        if kind in VALUES or (kind == "key" and self._announced):
+            self._cut(kind, self._buffer[self._at :])
             self._at = len(self._buffer)
         rest = self._buffer[self._at :]
         self._buffer, self._at = "", 0
@@ -191,6 +151,14 @@ class Parser:
             flow.end()
         return self._taken()
 
+    def _cut(self, kind: str, rest: str) -> None:
+        """The output ended within a parameter: what there is of it, without an end."""
+        if kind == "key":
+            self.arguments((", " if self._parameters else "{") + '"')
+        elif not self._text_value:
+            self.arguments('"')
+        self._value_text("".join(self._word) + self._line + rest)
+
     # -- where the text goes --------------------------------------------------------------------
     def _show(self, kind: str, text: str) -> None:
         if text:
@@ -200,9 +168,11 @@ class Parser:
         if len(self.reasons) < MOST_REASONS:
             self.reasons.append(reason)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, error: Malformed) -> None:
         """What was taken for a call is content after all."""
-        self._note(f"malformed tool call: {reason}")
+        self._note(f"malformed tool call: {error}")
+        if self._announced:
+            self._raw.append(error.lost)
         self._end_call()
         self._to(Go("content"))
 
@@ -236,8 +206,9 @@ class Parser:
                 self._flows[state.kind].border = True
             else:
                 self._show(state.kind, raw)
-        elif state.kind == "value":
-            self._text_value = self.tools.is_text(self._name, self._key)
+        elif state.kind in VALUES:
+            text = state.kind == "text"
+            self._text_value = text or self.tools.is_text(self._name, self._key)
             self._line = ""
             self.arguments("{" if not self._parameters else ", ")
             self.arguments(quoted(self._key) + ": " + ('"' if self._text_value else ""))
@@ -298,12 +269,12 @@ class Parser:
         at = start
         if at == len(text):
             return False
+        if len(text) - at <= marks.longest and text[at:] in marks.beginnings:
+            return False
         found = marks.pattern.match(text, at) if marks.pattern is not None else None
         if found is not None:
             self._follow(found[0], marks.go[found[0]])
             return True
-        if len(text) - at <= marks.longest and text[at:] in marks.beginnings:
-            return False
         if not self._state.other:
             raise Malformed(f"{text[at]!r} where one of {list(marks.go)} was due")
         self._to(Go(self._state.other))
@@ -333,6 +304,8 @@ class Parser:
         return True
 
     def _routed(self, head: str, state: State, target: Go) -> Go:
+        if not state.spaced and len(head.split()) > 1:
+            raise Malformed(f"{head[:40]!r} where one word was due")
         for needle, to in state.routes:
             at = head.find(needle)
             if at < 0:

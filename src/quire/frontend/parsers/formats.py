@@ -43,11 +43,14 @@ def parameters(
     call: tuple[str, str, str],
     parameter: tuple[str, str, str],
     signs: tuple[str, ...],
-    types: Mapping[str, str] | None = None,
+    keyed: Mapping[str, str] | None = None,
 ) -> Format:
-    """Parameters one by one: `outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`."""
+    """Parameters one by one: `outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
+
+    `keyed`: marks after a key that say whether a value or a text follows.
+    """
     begin, named, end = call
-    first, keyed, last = parameter
+    first, after_key, last = parameter
     known = {first: "key", end: "end calls" if outer else "end content"}
     if outer is not None:
         known[outer[1]] = "end content"  # where the call's own end was left out
@@ -62,8 +65,9 @@ def parameters(
     states |= {
         "name": State("name", {named: "parameters"}),
         "parameters": State("skip", known),
-        "key": State("key", {keyed: "value"}),
+        "key": State("key", {after_key: "value", **(keyed or {})}),
         "value": State("value", {last: "parameters"}),
+        "text": State("text", {last: "parameters"}),
     }
     return Format(states, signs=signs)
 
@@ -192,6 +196,7 @@ DEEPSEEK_V32 = parameters(
     ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
     ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>"),
     ("｜DSML｜",),
+    {'" string="true">': "text", '" string="false">': "value"},
 )
 KIMI_K2 = Format(
     {
@@ -262,7 +267,7 @@ _BODY = {**_TURN_ENDS, "<|start|>": "head", "<|channel|>": "head"}
 HARMONY = Format(
     {
         "head": State(
-            "head", {"<|message|>": "content"},
+            "head", {"<|message|>": "content"}, spaced=True,
             routes=(
                 ("to=functions.", "arguments"), ("to=", "reasoning"), ("analysis", "reasoning"),
                 ("", "content"),

@@ -12,6 +12,7 @@ A state's kind says what becomes of the text in it:
     skip                 white space only, and then a mark; anything else leads to `other`
     close                the same, after a call that is complete
     name, key, value     a tool's name, a parameter's name, its value: all the text before a mark
+    text                 a value that is a string, whatever the tool says
     head                 the text before a mark says by `routes` what comes
     call                 a JSON object with a name and arguments
     arguments            one object of `dialect`: the arguments
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal[
-    "content", "reasoning", "skip", "close", "name", "key", "value", "head", "call", "arguments", "python",
+    "content", "reasoning", "skip", "close", "name", "key", "value", "text", "head", "call", "arguments", "python",
 ]  # fmt: skip
 READERS = ("call", "arguments", "python")
 
@@ -54,11 +55,11 @@ class State:
     """Where text leads that is no mark (skip, close); unset: it is malformed."""
     routes: tuple[tuple[str, str], ...] = ()
     """Of a head: text that it holds -> target, the first that fits; after the text stands a tool's name."""
+    spaced: bool = False
+    """A head may have white space in it."""
     gives_id: bool = False
     """The head is the call's id."""
     dialect: str = "json"
-    types: str = ""
-    """A mark within a key, after which the value's kind is said: `string="true"`."""
 
 
 class Marks:

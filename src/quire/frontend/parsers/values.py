@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_NESTED = 128
+MOST_WORD = 256  # characters of a number, a name, a key without quotes
 
 
 class Malformed(Exception):
     """The text is not what it began as. Says why, and where: `at`."""
 
     at = 0
+    lost = ""
+    """What was read before `at` and given to nobody."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,6 @@ class ValueReader:
         self._closers: list[str] = []
         self._comma = False
         self._quote = ""
-        self._word: list[str] = []
 
     def take(self) -> str:
         """What is new."""
@@ -180,13 +182,14 @@ class ValueReader:
 
     def _bare_key(self, text: str, at: int) -> int:
         found = BARE_KEY.match(text, at)
-        if found is not None:
-            self._word.append(found[0])
-            return found.end()
-        self.out.append(quoted("".join(self._word)))
-        self._word.clear()
+        word = "" if found is None else found[0]
+        if at + len(word) == len(text) and len(word) <= MOST_WORD:
+            return -1
+        if len(word) > MOST_WORD:
+            raise Malformed("too long a key")
+        self.out.append(quoted(word))
         self._want = "colon"
-        return at
+        return at + len(word)
 
     def _colon(self, text: str, at: int) -> int:
         if text[at] != ":":
@@ -206,27 +209,19 @@ class ValueReader:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
+        """A number or a name; it is not taken before its end is seen, for it may be neither."""
         found = WORD.match(text, at)
-        if found is not None:
-            self._word.append(found[0])
-            return found.end()
-        self.end_word()
-        return at
-
-    def end_word(self) -> None:
-        """A number or a name is over: something else follows, or nothing."""
-        word = "".join(self._word)
-        self._word.clear()
+        word = "" if found is None else found[0]
+        if at + len(word) == len(text) and len(word) <= MOST_WORD:
+            return -1
         known = (self.dialect.words or {}).get(word)
+        if known is None and len(word) <= MOST_WORD:
+            known = word if NUMBER.fullmatch(word) else quoted(word) if self.dialect.bare else None
         if known is None:
-            if NUMBER.fullmatch(word):
-                known = word
-            elif self.dialect.bare:
-                known = quoted(word)
-            else:
-                raise Malformed(f"{word[:40]!r} is no value")
+            raise Malformed(f"{word[:40]!r} is no value")
         self.out.append(known)
         self._ended()
+        return at + len(word)
 
     def _string(self, text: str, at: int) -> int:
         quote = self._quote
@@ -297,9 +292,7 @@ def whole(text: str, dialect: str = "json", only: str = "") -> str:
         Malformed: it is not one value.
     """
     reader = ValueReader(dialect, only)
-    at = reader.feed(text, 0)
-    if not reader.done and reader._want == "word":
-        reader.end_word()
+    at = reader.feed(text + " ", 0)  # a number ends where something else follows
     if not reader.done or text[at:].strip():
         raise Malformed("it is not one value")
     return reader.take()

@@ -1,0 +1,242 @@
+"""What models write: each format's calls as text, by writers that know nothing of the parser.
+
+A writer takes calls, as (name, arguments), and gives the text. `TOOLS` are the tools they may be of.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+Call = tuple[str, dict[str, Any]]
+Writer = Callable[[list[Call]], str]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "ratio": {"type": ["number", "null"]},
+                    "on": {"type": "boolean"},
+                    "tags": {"type": "array"},
+                    "more": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+    for name in ("get_weather", "f", "ns.read-file")
+]
+
+
+def python(value: Any) -> str:
+    return repr(value)
+
+
+def python_call(call: Call) -> str:
+    name, arguments = call
+    return f"{name}({', '.join(f'{key}={python(value)}' for key, value in arguments.items())})"
+
+
+def gemma(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{gemma(v, quote)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gemma(v, quote) for v in value) + "]"
+    return json.dumps(value)
+
+
+def parameter(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def json_call(call: Call, key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def json_list(calls: list[Call]) -> str:
+    return "[" + ", ".join(map(json_call, calls)) + "]"
+
+
+def each(form: Callable[[Call], str], between: str = "\n") -> Writer:
+    return lambda calls: between.join(form(call) for call in calls)
+
+
+def with_parameters(call: Call, begin: str, end: str, first: str, last: str) -> str:
+    lines = [begin.format(call[0])]
+    lines += [f"{first.format(key)}\n{parameter(value)}\n{last}" for key, value in call[1].items()]
+    return "\n".join([*lines, end])
+
+
+def qwen(call: Call) -> str:
+    inner = with_parameters(call, "<function={}>", "</function>", "<parameter={}>", "</parameter>")
+    return f"<tool_call>\n{inner}\n</tool_call>"
+
+
+def seed(call: Call) -> str:
+    return qwen(call).replace("tool_call>", "seed:tool_call>")
+
+
+def invokes(calls: list[Call], mark: str, outer: str) -> str:
+    made = (
+        with_parameters(
+            call,
+            f'<{mark}invoke name="{{}}">',
+            f"</{mark}invoke>",
+            f'<{mark}parameter name="{{}}">',
+            f"</{mark}parameter>",
+        )
+        for call in calls
+    )
+    return f"<{outer}>\n" + "\n".join(made) + f"\n</{outer}>"
+
+
+def glm(call: Call) -> str:
+    pairs = [
+        f"<arg_key>{k}</arg_key>\n<arg_value>{parameter(v)}</arg_value>\n"
+        for k, v in call[1].items()
+    ]
+    return f"<tool_call>{call[0]}\n{''.join(pairs)}</tool_call>"
+
+
+def deepseek(form: str) -> Writer:
+    def write(calls: list[Call]) -> str:
+        made = "\n".join(
+            f"<｜tool▁call▁begin｜>{form.format(c[0], json.dumps(c[1]))}<｜tool▁call▁end｜>"
+            for c in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+    return write
+
+
+def kimi(calls: list[Call]) -> str:
+    made = "".join(
+        f"<|tool_call_begin|>functions.{c[0]}:{at}<|tool_call_argument_begin|>{json.dumps(c[1])}<|tool_call_end|>"
+        for at, c in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{made}<|tool_calls_section_end|>"
+
+
+def harmony(calls: list[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{c[0]} <|constrain|>json<|message|>{json.dumps(c[1])}<|call|>"
+        for c in calls
+    )
+
+
+WRITERS: dict[str, list[Writer]] = {
+    "hermes": [each(lambda c: f"<tool_call>\n{json_call(c)}\n</tool_call>")],
+    "llama3_json": [
+        each(lambda c: json_call(c, "parameters"), "; "),
+        lambda calls: "<|python_tag|>" + each(json_call, "; ")(calls),
+    ],
+    "llama4_pythonic": [
+        lambda calls: f"<|python_start|>[{', '.join(map(python_call, calls))}]<|python_end|>",
+        lambda calls: f"[{', '.join(map(python_call, calls))}]",
+    ],
+    "pythonic": [lambda calls: f"[{', '.join(map(python_call, calls))}]"],
+    "mistral": [
+        lambda calls: "[TOOL_CALLS]" + json_list(calls),
+        each(lambda c: f"[TOOL_CALLS]{c[0]}[ARGS]{json.dumps(c[1])}", ""),
+        each(lambda c: f"[TOOL_CALLS]{c[0]}[CALL_ID]abc123def[ARGS]{json.dumps(c[1])}", ""),
+        each(lambda c: f"[TOOL_CALLS]{c[0]}{json.dumps(c[1])}", ""),
+    ],
+    "qwen3_coder": [each(qwen)],
+    "deepseek_v3": [deepseek("function<｜tool▁sep｜>{}\n```json\n{}\n```")],
+    "deepseek_v31": [deepseek("{}<｜tool▁sep｜>{}")],
+    "deepseek_v32": [
+        lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls"),
+        lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls").replace(
+            'name="text">', 'name="text" string="true">'
+        ),
+    ],
+    "glm45": [each(glm)],
+    "kimi_k2": [kimi],
+    "granite": [lambda calls: "<|tool_call|>" + json_list(calls)],
+    "granite-20b-fc": [each(lambda c: f"<function_call> {json_call(c)}")],
+    "phi4_mini_json": [lambda calls: "functools" + json_list(calls)],
+    "minimax_m2": [lambda calls: invokes(calls, "", "minimax:tool_call")],
+    "gemma4": [
+        each(lambda c: f"<|tool_call>call:{c[0]}{gemma(c[1], '<|' + chr(34) + '|>')}<tool_call|>", "")
+    ],
+    "functiongemma": [
+        each(lambda c: f"<start_function_call>call:{c[0]}{gemma(c[1], '<escape>')}<end_function_call>")
+    ],
+    "olmo3": [
+        lambda calls: f"<function_calls>\n{each(python_call)(calls)}\n</function_calls>",
+        lambda calls: f"<function_calls>[{each(python_call, ', ')(calls)}]</function_calls>",
+    ],
+    "seed_oss": [each(seed)],
+    "xlam": [
+        json_list,
+        lambda calls: f"```json\n{json_list(calls)}\n```",
+        lambda calls: f"[TOOL_CALLS]{json_list(calls)}",
+        lambda calls: f"<tool_call>{json_list(calls)}</tool_call>",
+    ],
+    "internlm": [each(lambda c: f"<|action_start|><|plugin|>\n{json_call(c, 'parameters')}<|action_end|>")],
+    "jamba": [lambda calls: f"<tool_calls>{json_list(calls)}</tool_calls>"],
+    "lfm2": [lambda calls: f"<|tool_call_start|>[{', '.join(map(python_call, calls))}]<|tool_call_end|>"],
+    "longcat": [each(lambda c: f"<longcat_tool_call>\n{json_call(c)}\n</longcat_tool_call>")],
+    "openai": [harmony],
+}  # fmt: skip
+
+# Formats whose calls are the whole output, or come after the text in a message of their own.
+ALONE = frozenset(("llama3_json", "pythonic", "llama4_pythonic", "xlam", "openai"))
+DOTLESS = frozenset(("pythonic",))
+
+THOUGHTS: dict[str, tuple[str, str]] = {
+    "deepseek_r1": ("", "</think>"),
+    "qwen3": ("<think>\n", "\n</think>\n\n"),
+    "granite": ("Here is my thought process:\n", "\nHere is my response:\n"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "glm45": ("<think>", "</think>\n"),
+    "kimi_k2": ("<think>", "</think>"),
+    "minimax_m2": ("<think>\n", "\n</think>\n\n"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
+    "olmo3": ("<think>", "</think>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+}
+
+TEXTS = (
+    "", "a", "Berlin", "it's \"so\"", "two\nlines", "tab\there", "back\\slash", "naïve ☃ 你好 🙂", "<b>", "{x}",
+    "[1, 2]", "true", "3", "a, b=c)", "</think", "x <tool", "{\"a\": 1}", "line\n\nline",
+)  # fmt: skip
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(8 if depth < 2 else 5)
+    if kind == 5:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(3))]
+    if kind == 6:
+        return {
+            key: value(rng, depth + 1) for key in rng.sample(["k", "key2", "Z"], rng.randrange(3))
+        }
+    return [rng.choice(TEXTS), rng.randrange(-99, 10**6), rng.choice([0.5, -1.25, 1e21, 3.0]), rng.random() < 0.5, None][kind % 5]  # fmt: skip
+
+
+def arguments(rng: random.Random) -> dict[str, Any]:
+    made = {
+        "text": rng.choice(TEXTS),
+        "count": rng.randrange(-5, 5000),
+        "ratio": rng.choice([None, 2.5, -1]),
+        "on": rng.random() < 0.5,
+        "tags": [value(rng, 1) for _ in range(rng.randrange(4))],
+        "more": {key: value(rng, 1) for key in rng.sample(["k", "x_y"], rng.randrange(3))},
+    }
+    keys = rng.sample(list(made), rng.randrange(len(made) + 1))
+    return {key: made[key] for key in keys}
+
+
+def calls(rng: random.Random, most: int = 3) -> list[Call]:
+    names = ["get_weather", "f", "ns.read-file"]
+    return [(rng.choice(names), arguments(rng)) for _ in range(rng.randrange(1, most + 1))]
