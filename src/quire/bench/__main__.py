@@ -3,6 +3,7 @@
 quire bench [offline] ...     offline throughput beside Transformers (offline.py)
 quire bench steps ...         what a step costs the scheduler (steps.py)
 quire bench divergence ...    how often company changes a bf16 answer (divergence.py)
+quire bench structured ...    what constrained output costs (structured.py)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from quire.bench import divergence, offline, steps
+from quire.bench import divergence, offline, steps, structured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return steps.main(words[1:])
     if words[:1] == ["divergence"]:
         return divergence.main(words[1:])
+    if words[:1] == ["structured"]:
+        return structured.main(words[1:])
     words = words[1:] if words[:1] == ["offline"] else words
     parser = argparse.ArgumentParser(
         prog="quire bench",

@@ -1,0 +1,208 @@
+"""What constrained output costs: a step of 32 constrained requests beside one of 32 free ones, and the first token
+of a request whose schema nobody has seen.
+
+Knows one engine and a made-up vocabulary of the model's size. The goals are 97 % of the speed, and 50 ms. Rounds of
+both kinds take turns, so that a machine with other work slows both; the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.bench.shapes import SHAPES, Workload, checkpoint
+from quire.features.structured.check import checked
+from quire.protocol.constraint import StructuredOutputsParams
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
+
+GOAL_SPEED, GOAL_MS = 0.97, 50.0
+END = "<|end|>"
+
+
+def vocabulary(size: int, folder: Path) -> int:
+    """Writes a tokenizer.json of `size` tokens: bytes, words with and without a space before, digits, and pieces of
+    JSON. Returns the end token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    rng = random.Random(0)
+    found = {token: at for at, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    json_pieces = ['":"', '","', '"},', '{"', '["', '"]', '":', "},", "Ċ", "ĠĠ", '":{"', "}}"]
+    while len(found) < size - 1:
+        parts = (
+            rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou")
+            for _ in range(rng.choice((1, 2, 3, 4)))
+        )
+        word = "".join(parts) + rng.choice(("", "n", "r", "s"))
+        kind = rng.random()
+        if kind < 0.55:
+            word = "Ġ" + word
+        elif kind < 0.6:
+            word = str(rng.randrange(100_000))
+        elif kind < 0.65:
+            word = rng.choice(json_pieces) + word[: rng.randrange(3)]
+        found.setdefault(word, len(found))
+    tokenizer = Tokenizer(models.BPE(vocab=found, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return int(tokenizer.token_to_id(END))
+
+
+def endless() -> StructuredOutputsParams:
+    """An array that is never full."""
+    fields = {
+        "name": {"type": "string"},
+        "n": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    }
+    item = {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
+    return StructuredOutputsParams(json={"type": "array", "items": item, "minItems": 1_000_000})
+
+
+def fresh(number: int) -> StructuredOutputsParams:
+    """A nested schema with an enum, a pattern, a format, alternatives and a reference, unlike any other."""
+    person = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+            "born": {"type": "string", "format": "date"},
+            "role": {"enum": ["admin", "user", f"guest {number}"]},
+            "boss": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
+        },
+        "required": ["id", "born", "role", "boss"],
+        "additionalProperties": False,
+    }
+    people = {"type": "array", "items": {"$ref": "#/$defs/person"}, "minItems": 1, "maxItems": 20}
+    team = {
+        "type": "object",
+        "properties": {"people": people, "open": {"type": "boolean"}},
+        "required": ["people"],
+    }
+    return StructuredOutputsParams(json={"$defs": {"person": person}, **team})
+
+
+@dataclass
+class Measured:
+    free: list[float] = field(default_factory=list)  # seconds a step
+    held: list[float] = field(default_factory=list)
+    first_free: list[float] = field(default_factory=list)  # seconds to the first token
+    first_held: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        free, held = statistics.median(self.free), statistics.median(self.held)
+        speed = statistics.median(f / h for f, h in zip(self.free, self.held, strict=True))
+        added = statistics.median(self.first_held) - statistics.median(self.first_free)
+        return {
+            "step_ms_free": round(1e3 * free, 2),
+            "step_ms_constrained": round(1e3 * held, 2),
+            "speed": round(speed, 4),
+            "first_token_ms_added": round(1e3 * added, 2),
+            "goals_met": {"speed": speed >= GOAL_SPEED, "first_token": 1e3 * added < GOAL_MS},
+        }
+
+
+class Bench:
+    def __init__(self, shape: str, dtype: str, rows: int, folder: Path):
+        from quire.config.engine import EngineConfig
+        from quire.engine.assemble import make_client
+
+        self.shape, self.rows = SHAPES[shape], rows
+        words = folder / f"vocabulary-{self.shape.vocab}"
+        words.mkdir(parents=True, exist_ok=True)
+        self.end = vocabulary(self.shape.vocab, words)
+        config = EngineConfig.from_keywords(
+            model=str(checkpoint(self.shape, dtype, folder)), tokenizer=str(words), dtype=dtype,
+            max_num_seqs=rows, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True,
+        )  # fmt: skip
+        self.client = make_client(config)
+        self.numbers = itertools.count()
+
+    def params(self, form: StructuredOutputsParams | None, output: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, seed=0, eos_token_ids=[self.end],
+            structured_outputs=None if form is None else checked(form),
+        )  # fmt: skip
+
+    def step_seconds(self, form: StructuredOutputsParams | None, output: int) -> float:
+        """A step's time when every request decodes: from the last one's first token to the first one's end.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        workload = Workload(self.rows, 16, output)
+        asked = self.params(form, output)
+        for prompt in workload.prompts(self.shape.vocab - 1):
+            self.client.submit(EngineRequest(str(next(self.numbers)), prompt, asked))
+        told: dict[str, int] = {}
+        start, left, steps = 0.0, self.rows, 0
+        while left:
+            outputs = self.client.outputs()
+            now = time.perf_counter()
+            for output_ in outputs:
+                if output_.error is not None:
+                    raise RuntimeError(output_.error)
+                told[output_.id] = told.get(output_.id, 0) + len(output_.tokens)
+                left -= output_.finish is not None
+            if len(told) == self.rows and not start:
+                start, steps = now, 0
+            elif start and left == self.rows:
+                steps, last = steps + 1, now
+        return (last - start) / steps
+
+    def first_token_seconds(self, form: StructuredOutputsParams | None) -> float:
+        """From a request's arrival in the front room to its first token, on an idle engine."""
+        prompt = Workload(1, 16, 1).prompts(self.shape.vocab - 1)[0]
+        start = time.perf_counter()
+        self.client.submit(EngineRequest(str(next(self.numbers)), prompt, self.params(form, 1)))
+        while not (outputs := self.client.outputs()):
+            pass
+        if outputs[0].error is not None:
+            raise RuntimeError(outputs[0].error)
+        return time.perf_counter() - start
+
+    def run(self, rounds: int, output: int) -> Measured:
+        found = Measured()
+        for form in (None, endless()):  # both ways warm
+            self.step_seconds(form, 6)
+            self.first_token_seconds(form)
+        for number in range(rounds):
+            found.free.append(self.step_seconds(None, output))
+            found.held.append(self.step_seconds(endless(), output))
+            found.first_free.append(self.first_token_seconds(None))
+            found.first_held.append(self.first_token_seconds(fresh(number)))
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench structured", description=__doc__)
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=int, default=24, help="tokens a request, each round")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoint is kept; unset: made anew"
+    )
+    asked = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(asked.shape, asked.dtype, asked.rows, asked.folder or Path(made))
+        report = bench.run(asked.rounds, asked.output).report()
+        bench.client.close()
+    print(json.dumps({"shape": asked.shape, "rows": asked.rows, **report}, indent=1))
+    return 0
