@@ -22,7 +22,7 @@ from told import make_tokenizer, told_engine
 from quire.server.docs import BODIES
 from quire.server.state import Phase
 
-ROUNDS = 2500
+ROUNDS = 1500
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3.5, -0.0, 1e308, -1e308, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), "", "a",
     "\x00", "é🙂\ud7ff", "x" * 300, "1", "-1", "1e9", "nan", "true", [], [[]], [None], [0], [1, 2, 3], [-1], ["a"],

@@ -101,6 +101,7 @@ def serving(state: ServerState) -> Iterator[str]:
     server = listen.http_server(build_app(state), config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     url = listen.address(config, listener)
+    listener.listen()  # or a client may come before the thread does
     thread.start()
     try:
         yield url
