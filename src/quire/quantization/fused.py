@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,13 @@ _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Weight(ctypes.Structure):
-    _fields_: Sequence[Any] = [
+    _fields_: ClassVar[Sequence[Any]] = [
         ("data", _P), ("scale", _P), ("sum", _P), ("bias", _P), ("outs", _L), ("ins", _L),
     ]  # fmt: skip
 
 
 class _Layer(ctypes.Structure):
-    _fields_: Sequence[Any] = [
+    _fields_: ClassVar[Sequence[Any]] = [
         *((name, _Weight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("keys", "values", "sinks")),
@@ -45,7 +45,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_: Sequence[Any] = [
+    _fields_: ClassVar[Sequence[Any]] = [
         *((name, _P) for name in ("cos", "sin", "slots", "table", "starts", "lengths")),
         *((name, _L) for name in ("tokens", "rows", "table_step", "pairs")),
     ]
@@ -112,7 +112,8 @@ class FusedLayer:
         if angles[0].shape[1] % 16:
             return False
         if self.told is None:
-            attend = self.layer.self_attn.attend
+            attention: Any = self.layer.self_attn
+            attend = attention.attend
             if not isinstance(attend.backend, NativeAttention) or attend.cache is None:
                 return False
             self._tell()
@@ -124,12 +125,14 @@ class FusedLayer:
         """As `PreNormLayer.forward`; writes over both tensors."""
         first = residual_TD is None
         residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
-        step = _step_of(self.layer.self_attn.attend, angles)
+        attention: Any = self.layer.self_attn
+        step = _step_of(attention.attend, angles)
         self.kernels.layer(self.address, step, x_TD.data_ptr(), residual_TD.data_ptr(), first)
         return x_TD, residual_TD
 
     def _tell(self) -> None:
-        attention, mlp = self.layer.self_attn, self.layer.mlp
+        attention: Any = self.layer.self_attn  # of the kinds that `fits` let through
+        mlp: Any = self.layer.mlp
         attend = attention.attend
         keys, values = attend.cache
         if attend.sinks is not None:
