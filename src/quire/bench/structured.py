@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.shapes import SHAPES, Workload, checkpoint
-from quire.features.structured.check import checked
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.params import SamplingParams
-from quire.protocol.request import EngineRequest
 
 GOAL_SPEED, GOAL_MS = 0.97, 50.0
 END = "<|end|>"
 
 
-def vocabulary(size: int, folder: Path) -> int:
-    """Writes a tokenizer.json of `size` tokens: bytes, words with and without a space before, digits, and pieces of
-    JSON. Returns the end token."""
+def vocabulary(size: int, folder: Path) -> None:
+    """Writes a tokenizer of `size` tokens: bytes, words with and without a space before, digits, pieces of JSON."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     rng = random.Random(0)
@@ -56,7 +53,7 @@ def vocabulary(size: int, folder: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return int(tokenizer.token_to_id(END))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}), encoding="utf-8")
 
 
 def endless() -> StructuredOutputsParams:
@@ -121,23 +118,28 @@ class Bench:
     def __init__(self, shape: str, dtype: str, rows: int, folder: Path):
         from quire.config.engine import EngineConfig
         from quire.engine.assemble import make_client
+        from quire.frontend.front import FrontRoom
 
         self.shape, self.rows = SHAPES[shape], rows
         words = folder / f"vocabulary-{self.shape.vocab}"
         words.mkdir(parents=True, exist_ok=True)
-        self.end = vocabulary(self.shape.vocab, words)
+        vocabulary(self.shape.vocab, words)
         config = EngineConfig.from_keywords(
             model=str(checkpoint(self.shape, dtype, folder)), tokenizer=str(words), dtype=dtype,
             max_num_seqs=rows, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True,
         )  # fmt: skip
         self.client = make_client(config)
+        self.front = FrontRoom(self.client)
         self.numbers = itertools.count()
 
-    def params(self, form: StructuredOutputsParams | None, output: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=0.0, max_tokens=output, ignore_eos=True, seed=0, eos_token_ids=[self.end],
-            structured_outputs=None if form is None else checked(form),
-        )  # fmt: skip
+    def submit(self, prompt: list[int], form: StructuredOutputsParams | None, output: int) -> None:
+        """As a user's request: checked, and compiled if it is new."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, seed=0, structured_outputs=form
+        )
+        id = str(next(self.numbers))
+        for child in self.front.accept({"prompt_token_ids": prompt}, params, id=id).children:
+            self.client.submit(child)
 
     def step_seconds(self, form: StructuredOutputsParams | None, output: int) -> float:
         """A step's time when every request decodes: from the last one's first token to the first one's end.
@@ -146,9 +148,8 @@ class Bench:
             RuntimeError: a request failed.
         """
         workload = Workload(self.rows, 16, output)
-        asked = self.params(form, output)
         for prompt in workload.prompts(self.shape.vocab - 1):
-            self.client.submit(EngineRequest(str(next(self.numbers)), prompt, asked))
+            self.submit(prompt, form, output)
         told: dict[str, int] = {}
         start, left, steps = 0.0, self.rows, 0
         while left:
@@ -169,7 +170,7 @@ class Bench:
         """From a request's arrival in the front room to its first token, on an idle engine."""
         prompt = Workload(1, 16, 1).prompts(self.shape.vocab - 1)[0]
         start = time.perf_counter()
-        self.client.submit(EngineRequest(str(next(self.numbers)), prompt, self.params(form, 1)))
+        self.submit(prompt, form, 1)
         while not (outputs := self.client.outputs()):
             pass
         if outputs[0].error is not None:
