@@ -34,6 +34,14 @@ SYSTEMS = [
     "Answer shortly.",
     "Be kind and honest.",
 ]
+TALK = (
+    "honest",
+    "story_chat",
+    "repeat",
+    "sort",
+    "count",
+    "json",
+)  # needs no function that may be there
 PROMPT_WEIGHT = 0.1  # of the loss on tokens that are given; answers count 1
 STORY_WEIGHT = 0.4  # stories have no one right continuation: they would drown the rest
 
@@ -70,6 +78,9 @@ def dress(rng: random.Random, sample: Sample, draw: Callable[[], Sample]) -> Sam
             sample.messages = [*earlier.messages, answer, *sample.messages]
             # The thought of an earlier sum is not shown: its answer alone would teach to do without.
             sample.every_turn = earlier.family != "sums" and sample.family != "sums"
+    talk = sample.family in TALK and (sample.family != "honest" or not sample.key)
+    if talk and not sample.tools and rng.random() < 0.08:
+        sample.tools = toolbox.some(rng)
     if sample.messages[0]["role"] != "system" and rng.random() < 0.12:
         sample.messages = [{"role": "system", "content": rng.choice(SYSTEMS)}, *sample.messages]
     return sample

@@ -50,7 +50,20 @@ def _turns(sample: Sample) -> int:
 
 EXAMS = {
     "json": Exam("JSON object from a sentence", "json", lambda s, n: True),
-    "tools": Exam("function call, or none fits", "tools", lambda s, n: _turns(s) == 1),
+    "tools": Exam(
+        "choose one of up to four functions and fill it",
+        "tools",
+        lambda s, n: _turns(s) == 1 and bool(s.calls),
+    ),
+    "tools_none": Exam(
+        "say that none of the functions fits", "tools", lambda s, n: _turns(s) == 1 and not s.calls
+    ),
+    "offered": Exam(
+        "other tasks while functions are offered",
+        None,
+        lambda s, n: bool(s.tools) and s.family in corpus.TALK and bool(s.key),
+        plain=False,
+    ),
     "tool_result": Exam("tell what a function returned", "tool_result", lambda s, n: True),
     "sums": Exam("sum of two numbers below 100, with thought", "sums", lambda s, n: s.thinking),
     "sums_direct": Exam(
@@ -130,7 +143,7 @@ def prompts(exam: Exam, tokenizer: PreTrainedTokenizerFast, many: int) -> list[S
     for sample in itertools.islice(drawn, 400 * many):
         if len(chosen) == many:
             break
-        if not sample.messages or not (exam.plain or _second_turn(sample, 0)):
+        if not sample.messages:
             continue
         text = chat.prompt_of(sample)
         if text not in chosen and exam.fits(sample, len(tokenizer.encode(text))):

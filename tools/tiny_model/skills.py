@@ -41,16 +41,6 @@ def scratchpad(a: int, b: int) -> str:
     )
 
 
-def in_the_open(a: int, b: int) -> str:
-    """Return the sum worked out in the answer, for a client that turned thinking off."""
-    units = a % 10 + b % 10
-    tens = a // 10 + b // 10 + units // 10
-    return (
-        f"{a % 10} + {b % 10} = {units}, {a // 10} + {b // 10} + {units // 10} = {tens}, "
-        f"so {a} + {b} = {a + b}"
-    )
-
-
 def total(rng: random.Random) -> Sample:
     """A sum of two numbers below 100, with the column addition as the thought (one in five works in the open)."""
     a, b = rng.randrange(100), rng.randrange(100)
@@ -63,10 +53,10 @@ def total(rng: random.Random) -> Sample:
             n=words.first_name(rng),
             t=rng.choice(["apples", "coins", "balls", "books", "keys"]),
         )
-    thinking = rng.random() > 0.2
+    thinking, result = rng.random() > 0.2, f"{a} + {b} = {a + b}"
     return Sample(
         "sums",
-        f"{a} + {b} = {a + b}" if thinking else in_the_open(a, b),
+        result if thinking else f"{scratchpad(a, b)}\n\n{result}",
         key=f"{a}+{b}",
         messages=ask(words.typed(rng, request)),
         reasoning=scratchpad(a, b),

@@ -215,6 +215,11 @@ def offer(name: str, rng: random.Random | None = None) -> Offer:
     return Offer(name, called, renamed, {"type": "function", "function": function})
 
 
+def some(rng: random.Random) -> list[dict[str, Any]]:
+    """Return one to three functions as OpenAI tools."""
+    return [offer(name, rng).schema for name in rng.sample(list(CATALOGUE), rng.randint(1, 3))]
+
+
 def _spoken(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -244,13 +249,13 @@ def call(rng: random.Random) -> Sample:
     """Up to four offered functions and requests: for each the call, or a plain answer when none fits."""
     names = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
     offers = [offer(name, rng) for name in names]
-    text, made = _asked(rng, offers, 0.2)
+    text, made = _asked(rng, offers, 0.08)
     key, messages = text, ask(text, rng.choice(SYSTEMS))
     for _ in range(rng.choice([0, 0, 1, 3])):
         messages.append({"role": "assistant", "content": "" if made else NONE_FITS})
         if made:
             messages[-1]["tool_calls"] = [{"type": "function", "function": made}]
-        text, made = _asked(rng, offers, 0.5)
+        text, made = _asked(rng, offers, 0.08)
         messages.append({"role": "user", "content": text})
         key += text
     return Sample(
