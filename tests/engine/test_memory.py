@@ -120,3 +120,11 @@ def test_auto_takes_the_longest_that_fits() -> None:
 def test_an_override_is_taken_as_it_is() -> None:
     plan = make_plan(resolved(num_gpu_blocks_override=7), 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert (plan.num_blocks, plan.max_model_len) == (7, 256)
+
+
+def test_a_cache_that_was_asked_for_too_small_is_what_the_message_names() -> None:
+    for blocks, remedy in ((1, "Raise kv_cache_memory_bytes"), (5, "Set max_model_len=64 or less")):
+        asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * blocks)
+        with pytest.raises(NotEnoughMemory, match=remedy) as caught:
+            make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
+        assert "kv_cache_memory_bytes=" in str(caught.value)

@@ -151,7 +151,8 @@ def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> Memor
         longest = _longest(plan, num_blocks)
         forced = resolved.asked.cache.num_gpu_blocks_override is not None
         if longest < block or (not resolved.auto_max_model_len and not forced):
-            raise NotEnoughMemory(_explain(plan, num_blocks, longest))
+            asked = resolved.asked.cache.kv_cache_memory_bytes
+            raise NotEnoughMemory(_explain(plan, num_blocks, longest, asked))
         if forced and not resolved.auto_max_model_len:
             longest = plan.max_model_len  # the scheduler refuses what cannot fit, with the numbers
     return replace(plan, num_blocks=num_blocks, max_model_len=longest)
@@ -167,16 +168,20 @@ def _longest(plan: MemoryPlan, num_blocks: int) -> int:
     return low * plan.layout.block_size
 
 
-def _explain(plan: MemoryPlan, num_blocks: int, longest: int) -> str:
+def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None) -> str:
     need = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
     cost = size((need + 1) * plan.layout.bytes_per_block)
     left = size(max(num_blocks + 1, 0) * plan.layout.bytes_per_block)
     sums = (
         f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
         f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
+        if asked is None
+        else f"kv_cache_memory_bytes={asked}"
     )
     if longest >= plan.layout.block_size:
         remedy = f"Set max_model_len={longest} or less, or max_model_len=auto"
+    elif asked is not None:
+        remedy = "Raise kv_cache_memory_bytes"
     elif plan.weights > plan.available * plan.share:
         remedy = "The weights alone do not fit: take a smaller model or a smaller dtype"
     else:
