@@ -64,18 +64,19 @@ class Parser:
     Args:
         tools: what may be called; types of parameters come from there.
         make_id: a fresh id of that kind.
-        name: of the tool, where the output is nothing but the arguments.
     """
 
     def __init__(
         self, grammar: Grammar, tools: Tools | None = None,
-        make_id: Callable[[str], str] = new_id, name: str = "",
+        make_id: Callable[[str], str] = new_id,
     ):  # fmt: skip
         self.grammar, self.tools, self.make_id = grammar, tools or Tools(), make_id
         self.known_only = grammar.known_only
         self.reasons: list[str] = []
         self.calls = 0
         """Calls that were begun."""
+        self.thought = 0
+        """Characters of thoughts and of the marks around them."""
         self._state = grammar.states[grammar.start]
         self._marks = grammar.marks[grammar.start]
         self._buffer, self._at = "", 0
@@ -97,14 +98,11 @@ class Parser:
             "text": self._value, "call": self._read,
             "arguments": self._read, "python": self._read,
         }  # fmt: skip
-        if name:
-            self.begin(name)
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within thoughts, or may."""
-        other = self._state.other
-        return self._state.kind == "reasoning" or (bool(other) and other == "reasoning")
+        """Whether the text so far ends within thoughts."""
+        return self._state.kind == "reasoning" or self._state.other == "reasoning"
 
     def feed(self, text: str) -> Parsed:
         """What is certain after this text and was not before."""
@@ -163,6 +161,7 @@ class Parser:
     def _show(self, kind: str, text: str) -> None:
         if text:
             self._flows[kind].add(text)
+            self.thought += len(text) if kind == "reasoning" else 0
 
     def _note(self, reason: str) -> None:
         if len(self.reasons) < MOST_REASONS:
@@ -184,6 +183,8 @@ class Parser:
         self._at += count
 
     def _follow(self, mark: str, target: Go) -> None:
+        if "reasoning" in (self._state.kind, self.grammar.states[target.to].kind):
+            self.thought += len(mark)
         if target.takes:
             self._take(len(mark))
         if target.ends:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.frontend.parsers.table import Format, State
+from quire.frontend.parsers.table import Format, State, Wrap
 
 
 def tagged(
@@ -19,7 +19,9 @@ def tagged(
         "call": State("call", then="close"),
         "close": State("close", {end: "content"} if end else {}, other="" if end else "content"),
     }
-    wrap = (f'{begin}{newline}{{"name": "{{name}}", "arguments": ', f"}}{newline}{end}", separator)
+    wrap = Wrap(
+        f'{begin}{newline}{{"name": "NAME", "arguments": ', f"}}{newline}{end}".rstrip(), separator
+    )
     return Format(states, signs=signs, wrap=wrap)
 
 
@@ -35,7 +37,8 @@ def listed(
         "separator": State("close", {",": "item", "]": "closed"}),
         "closed": State("close", closing, other="content"),
     }
-    return Format(states, signs=signs, ids="short" if ids == "short" else "random")
+    wrap = Wrap('{"name": "NAME", "arguments": ', "}", ", ", first=f"{begin}[", last=f"]{end}")
+    return Format(states, wrap=wrap, signs=signs, ids="short" if ids == "short" else "random")
 
 
 def parameters(
@@ -108,7 +111,7 @@ _BARE_LIST = {
 
 LLAMA3 = Format(
     _BARE_OBJECT, start="opening", known_only=True, signs=('"parameters"', "<|start_header_id|>"),
-    wrap=('{{"name": "{name}", "parameters": ', "}", "; "),
+    wrap=Wrap('{"name": "NAME", "parameters": ', "}", "; "),
 )  # fmt: skip
 
 XLAM_MARKS = {"[TOOL_CALLS]": "open", "<tool_call>": "open", "```json": "open"}
@@ -157,7 +160,7 @@ MISTRAL = Format(
     },
     ids="short",
     signs=("[TOOL_CALLS]",),
-    wrap=("[TOOL_CALLS]{name}[ARGS]", "", ""),
+    wrap=Wrap("[TOOL_CALLS]NAME[ARGS]", ""),
 )
 
 DEEPSEEK = {
@@ -175,10 +178,12 @@ DEEPSEEK_V3 = Format(
         "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
     },
     signs=("<｜tool▁call▁begin｜>", "```json"),
-    wrap=(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+    wrap=Wrap(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
         "\n```<｜tool▁call▁end｜>",
         "\n",
+        first="<｜tool▁calls▁begin｜>",
+        last="<｜tool▁calls▁end｜>",
     ),
 )
 DEEPSEEK_V31 = Format(
@@ -189,7 +194,12 @@ DEEPSEEK_V31 = Format(
         "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
     },
     signs=("<｜tool▁call▁begin｜>",),
-    wrap=("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", ""),
+    wrap=Wrap(
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        first="<｜tool▁calls▁begin｜>",
+        last="<｜tool▁calls▁end｜>",
+    ),
 )
 DEEPSEEK_V32 = parameters(
     ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
@@ -213,6 +223,10 @@ KIMI_K2 = Format(
         ),
     },
     signs=("<|tool_calls_section_begin|>",),
+    wrap=Wrap(
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        first="<|tool_calls_section_begin|>", last="<|tool_calls_section_end|>", one=True,
+    ),
 )  # fmt: skip
 
 QWEN3_CODER = parameters(
@@ -282,6 +296,9 @@ HARMONY = Format(
     start="head",
     signs=("<|channel|>", "<|message|>"),
     whole=True,
+    wrap=Wrap(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", one=True
+    ),
 )  # fmt: skip
 
 TOOLS: dict[str, Format] = {
@@ -317,12 +334,8 @@ TOOLS: dict[str, Format] = {
 }
 
 # What a constraint makes of an output where the model's own format is none that it can write.
-ANY_CALLS = Format(_BARE_LIST, start="opening")
-ARGUMENTS_ONLY = Format(
-    {
-        "content": State("content"),
-        "opening": State("arguments", then="closed"),
-        "closed": State("close", other="content"),
-    },
+ANY_CALLS = Format(
+    _BARE_LIST,
     start="opening",
+    wrap=Wrap('{"name": "NAME", "parameters": ', "}", ", ", first="[", last="]"),
 )

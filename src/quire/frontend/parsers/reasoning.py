@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.frontend.parsers.table import Reasoning
 
-THINK = (("<think>",), ("</think>",))
+THINK = (("<think>",), ("</think>",), "\n\n")
 
 REASONING: dict[str, Reasoning] = {
     "deepseek_r1": Reasoning(*THINK, implied=True, signs=("<｜Assistant｜>", "</think>")),

@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 Kind = Literal[
@@ -85,6 +86,21 @@ def read(target: str) -> Go:
     return Go(to, ends=how == "end", takes=how != "peek")
 
 
+@dataclass(frozen=True, slots=True)
+class Wrap:
+    """How a call is written when the grammar, and not the model, decides; NAME stands for the tool's name."""
+
+    begin: str
+    """Before the arguments, which are JSON."""
+    end: str
+    between: str = ""
+    first: str = ""
+    """Before all calls."""
+    last: str = ""
+    one: bool = False
+    """There cannot be several."""
+
+
 @dataclass(frozen=True)
 class Format:
     """How a family of models writes tool calls."""
@@ -97,8 +113,7 @@ class Format:
     """short: nine letters and digits, as some templates demand."""
     signs: tuple[str, ...] = ()
     """Texts in a chat template by which the format is recognised: all of them are there."""
-    wrap: tuple[str, str, str] | None = None
-    """What stands before the arguments of a call ({name} in it), after them, and between calls."""
+    wrap: Wrap | None = None
     whole: bool = False
     """It tells reasoning from content as well."""
 
@@ -109,6 +124,8 @@ class Reasoning:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    after: str = ""
+    """What models write between the end and the answer."""
     implied: bool = False
     """The output begins with thoughts, whether it says so or not."""
     again: bool = False
@@ -129,10 +146,10 @@ class Grammar:
     known_only: bool = False
     ids: Literal["random", "short"] = "random"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "marks", {n: Marks(s.on) for n, s in self.states.items()})
-
-    marks: Mapping[str, Marks] = field(init=False, repr=False, compare=False)
+    @cached_property
+    def marks(self) -> Mapping[str, Marks]:
+        """By state."""
+        return {name: Marks(state.on) for name, state in self.states.items()}
 
 
 PLAIN = Format({"content": State("content")})
