@@ -269,11 +269,6 @@ def test_attention_backends(settle, monkeypatch, warnings):
         ({"swap_space": 8}, "swap_space=8 does nothing: a preempted request is recomputed"),
         ({"preemption_mode": "swap"}, "preemption_mode=swap does nothing: "),
         ({"model_loader_extra_config": {"a": 1}}, "model_loader_extra_config does nothing: "),
-        (
-            {"tool_call_parser": "hermes", "enable_auto_tool_choice": True},
-            "tool_call_parser=hermes does nothing: ",
-        ),
-        ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice does nothing: "),
     ],
     ids=str,
 )
@@ -285,6 +280,7 @@ def test_what_does_nothing_is_said(settle, warnings, keywords, says):
 
 # Fields that no room reads, and why that is no lie.
 UNREAD = {
+    "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
     "enforce_eager": "nothing is captured, so it is always so",
     "prefix_caching_hash_algo": "any name means the same keyed hash; the help says so",
     "enable_server_load_tracking": "/load always counts",

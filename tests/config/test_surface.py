@@ -24,7 +24,7 @@ model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t c
 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
 tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
-api_server_count=2 shutdown_timeout=5 tool_call_parser=hermes response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
+api_server_count=2 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
 disable_access_log_for_endpoints=/health,/metrics max_log_len=9 log_level=DEBUG prefix_caching_hash_algo=sha256 h11_max_incomplete_event_size=9
 """
 SWITCHES = """
@@ -46,7 +46,7 @@ speculative_max_model_len=9 speculative_disable_by_batch_size=3 limit_mm_per_pro
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 enable_sleep_mode otlp_traces_endpoint=grpc://x collect_detailed_traces=all profiler_config={"profiler":"torch"}
 pooler_config={"a":1} convert=embed io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
-enable_eplb enable_dbo headless grpc reasoning_parser=qwen3 tool_parser_plugin=/p.py middleware=a.b scheduler_cls=a.b worker_cls=a.b
+enable_eplb enable_dbo headless grpc middleware=a.b scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_rank=1 data_parallel_hybrid_lb tokens_only enable_scale_out
 """
 # Nothing to tune here: taken, with a warning that says why
@@ -206,7 +206,7 @@ KEYWORDS = {
         "tokenizer": "t", "tokenizer_mode": "slow", "skip_tokenizer_init": True, "max_logprobs": 20, "load_format": "dummy",
         "download_dir": "/d", "revision": "r", "code_revision": "r", "tokenizer_revision": "r", "config_format": "hf",
         "model_loader_extra_config": {"a": 1}, "hf_overrides": {"a": 1}, "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes", "distributed_executor_backend": "mp", "attention_backend": "FLASH_ATTN",
+        "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "distributed_executor_backend": "mp", "attention_backend": "FLASH_ATTN",
         "runner": "generate", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2,
         "enable_expert_parallel": True, "quantization": "awq", "logits_processors": ["a:B"], "logprobs_mode": "raw_logits",
         "override_generation_config": {"top_p": 0.5}, "hf_token": True, "kv_cache_memory_bytes": 1 << 30,
@@ -222,7 +222,7 @@ KEYWORDS = {
         "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},
         "speculative_model": "m", "num_speculative_tokens": 3, "limit_mm_per_prompt": {"image": 2},
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, "enable_sleep_mode": True,
-        "pooler_config": {"a": 1}, "kv_offloading_size": 4.0, "reasoning_parser": "qwen3",
+        "pooler_config": {"a": 1}, "kv_offloading_size": 4.0,
     },
     "silent": {"mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1, "limit_mm_per_prompt": {}},
 }  # fmt: skip

@@ -149,8 +149,7 @@ def _stored_quantization(config: Mapping[str, Any]) -> None:
 
 def _ignored(asked: EngineConfig) -> None:
     """What is taken and does nothing, said once."""
-    cache, server = asked.cache, asked.server
-    tools = "a request with tools is refused until reading tool calls comes"
+    cache = asked.cache
     says = {
         f"swap_space={cache.swap_space:g}": (
             cache.swap_space not in (0, 4),
@@ -163,14 +162,6 @@ def _ignored(asked: EngineConfig) -> None:
         "model_loader_extra_config": (
             bool(asked.load.model_loader_extra_config),
             f"load_format={asked.load.load_format} has no options",
-        ),
-        f"tool_call_parser={server.tool_call_parser}": (
-            server.tool_call_parser is not None,
-            tools,
-        ),
-        "enable_auto_tool_choice": (
-            server.enable_auto_tool_choice and server.tool_call_parser is None,
-            tools,
         ),
     }
     for name, (given, why) in says.items():

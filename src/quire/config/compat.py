@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 Source = Literal["flag", "keyword"]
 
-OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser")
+OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
 """Fields of the server that LLM(...) takes too, since users were told so."""
 
 

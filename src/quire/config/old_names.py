@@ -138,9 +138,9 @@ _rows("E", "prompt embeddings and hidden states: send text or token ids", "enabl
 _rows("E", "sleeping: stop the server; it starts in seconds", "enable_sleep_mode")
 _rows("E", "tracing: /metrics has the latencies of every stage", "otlp_traces_endpoint= collect_detailed_traces*")
 _rows("E", "profiling: use py-spy on the engine's process, or QUIRE_LOGGING_LEVEL=DEBUG", "profiler_config=")
-_rows("E", "reasoning parsers: the model's thoughts come as part of the text", "reasoning_parser='' reasoning_parser_plugin='' reasoning_config=")
+_rows("E", "marks of thoughts by hand: name a format with reasoning_parser", "reasoning_config=")
 _rows("E", "plugins for this: register one by an entry point of the group quire.general_plugins", """
-    tool_parser_plugin='' middleware* scheduler_cls= worker_cls=auto worker_extension_cls='' tool_server= hf_config_path=
+    middleware* scheduler_cls= worker_cls=auto worker_extension_cls='' tool_server= hf_config_path=
     quantization_param_path= quantization_config= """)
 _rows("E", "gRPC, rendering servers and scale-out: use the HTTP server", "grpc omni tokens_only enable_scale_out")
 

@@ -47,9 +47,17 @@ class ServerConfig:
     shutdown_timeout: float = 30
     """Seconds that running requests may take to end at SIGTERM."""
     enable_auto_tool_choice: bool = False
-    """Let the model decide on tool calls."""
+    """Let the model decide on tool calls: taken, and always so where their format is known."""
     tool_call_parser: str | None = None
-    """Which parser reads the model's tool calls."""
+    """Format of the model's tool calls; unset or auto: as its chat template shows; none: they are not read."""
+    tool_parser_plugin: str | None = None
+    """Python file with a function `register(registry)` that adds formats."""
+    reasoning_parser: str | None = None
+    """Format of the model's thoughts; unset or auto: as its chat template shows; none: they are part of the text."""
+    reasoning_parser_plugin: str | None = None
+    """As tool_parser_plugin."""
+    enable_reasoning_content: bool = False
+    """Send thoughts under their older name `reasoning_content` too."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template for requests that do not set them."""
     trust_request_chat_template: bool = False

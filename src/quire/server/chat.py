@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.frontend.parsers.engine import CallDelta
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, load_report, new_id, priority
 from quire.server.bodies import json_response, read
@@ -22,11 +23,13 @@ from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
 from quire.server.middleware import TENANT
 from quire.server.prompts import check_length, check_messages, encode, truncated
+from quire.server.reading import reader_for
 from quire.server.respond import answer
 from quire.server.sampling import chat_params
 from quire.server.schemas import ChatRequest, TokenizeRequest
 from quire.server.sse import DONE, EventStream, or_hung_up
 from quire.server.state import ServerState
+from quire.server.tools import choice_of, with_calls_read
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
@@ -46,7 +49,8 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Cha
     kwargs = dict(server.default_chat_template_kwargs)
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:
-        kwargs |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        thinks = effort != "none"
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     kwargs |= body.chat_template_kwargs
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
@@ -58,31 +62,12 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Cha
     )
 
 
-def check_tools(body: ChatRequest) -> None:
-    """Tools may be shown to the model; reading its calls is not here yet.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
-    if body.tools == []:
-        raise invalid("`tools` is empty; leave it out", "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise invalid("`tool_choice`: making the model call a tool is not supported yet", "tool_choice")  # fmt: skip
-    if body.tools and body.tool_choice != "none":
-        raise invalid(
-            '`tools`: reading tool calls is not supported yet; with `tool_choice: "none"` the tools are'
-            " shown to the model and its answer is plain text",
-            "tools",
-        )
-
-
 async def chat_prompt(
     body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
 ) -> Prompt:
     """The conversation as the model reads it. `check`: that it fits."""
     check_messages(body.messages)
-    check_tools(body)
-    text = engine.render(body.messages, chat_options(body, state))
+    text = engine.render(with_calls_read(body.messages), chat_options(body, state))
     tokens = await encode(engine, text, special=body.add_special_tokens)
     tokens = truncated(tokens, body, engine)
     if check:
@@ -120,22 +105,31 @@ class Shaper:
         return delta.tokens if self.body.return_token_ids else None
 
     def choice(self, delta: Delta) -> dict[str, Any]:
+        text = self.echo + delta.text
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": text or None if delta.calls or delta.reasoning else text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            **self.thoughts(delta.reasoning or None),
+        }
+        if delta.calls:
+            message["tool_calls"] = [call_of(call) for call in delta.calls]
         return {
             "index": delta.index,
-            "message": {
-                "role": self.role,
-                "content": self.echo + delta.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
+            "message": message,
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": self.ids(delta),
         }
+
+    def thoughts(self, text: str | None) -> dict[str, Any]:
+        """Under the names that they have."""
+        both = self.generation.state.config.server.enable_reasoning_content
+        return {"reasoning": text, "reasoning_content": text} if both else {"reasoning": text}
 
     def opening(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks before a choice's first words: its role, and the echo."""
@@ -147,16 +141,37 @@ class Shaper:
             chunks.append(part(delta.index, {"content": self.echo}))
         return chunks
 
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """What is new; None for nothing that can be shown."""
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """What is new, thoughts before content before calls; nothing where nothing can be shown."""
         logprobs, ids = self.logprobs(delta), self.ids(delta)
-        if not (delta.text or delta.finish_reason or logprobs or ids):
-            return None
-        chunk = part(delta.index, {"content": delta.text} if delta.text else {})
-        chunk |= {"logprobs": logprobs, "finish_reason": delta.finish_reason, "token_ids": ids}
+        news: list[dict[str, Any]] = []
+        if delta.reasoning:
+            news.append(self.thoughts(delta.reasoning))
+        if delta.text:
+            news.append({"content": delta.text})
+        if delta.calls:
+            news.append({"tool_calls": [call_delta(call) for call in delta.calls]})
+        if not (news or delta.finish_reason or logprobs or ids):
+            return []
+        chunks = [part(delta.index, new) for new in news or [{}]]
+        chunks[0] |= {"logprobs": logprobs, "token_ids": ids}
+        chunks[-1]["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
-            chunk["stop_reason"] = delta.stop_reason
-        return chunk
+            chunks[-1]["stop_reason"] = delta.stop_reason
+        return chunks
+
+
+def call_of(call: CallDelta) -> dict[str, Any]:
+    """A call that is all there."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def call_delta(call: CallDelta) -> dict[str, Any]:
+    """Id and name come with the first delta of a call."""
+    if call.id is not None:
+        return {"index": call.index, **call_of(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -173,11 +188,13 @@ async def generation_of(
     """
     state: ServerState = request.app.state.quire
     params = chat_params(body, engine.defaults())
+    choice = choice_of(body)
     prompt = await chat_prompt(body, engine, state)
+    reader = reader_for(body, choice, params, prompt, state, engine)
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, body.stream_interval or 1,
-        request.scope.get(TENANT),
+        request.scope.get(TENANT), reader,
     )  # fmt: skip
 
 
@@ -236,8 +253,8 @@ async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenera
                     "total_tokens": usage["prompt_tokens"],
                 }
                 yield frames.frame([opening], start)
-            if (chunk := shaper.chunk(delta)) is not None:
-                ended = delta.finish_reason is not None
+            for chunk in shaper.chunks(delta):
+                ended = chunk["finish_reason"] is not None
                 yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
     if frames.final_usage:
         yield frames.frame([], generation.usage(details), last=True)

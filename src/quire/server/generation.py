@@ -18,12 +18,14 @@ import msgspec
 
 from quire.errors import QueueFull
 from quire.frontend.outputs import ERRORS
+from quire.frontend.parsers.engine import CallDelta
 from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
 from quire.protocol.params import SamplingParams
 from quire.server.engine import OutputLike, Prompt, TextEngine
 from quire.server.errors import ApiError, invalid
 from quire.server.logprobs import Position
+from quire.server.reading import Reader, added
 from quire.server.sampling import FINAL_ONLY
 from quire.server.sse import ended
 from quire.server.state import ServerState
@@ -46,9 +48,14 @@ class Delta:
     logprobs: list[Position] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    reasoning: str = ""
+    """Thoughts, which are not in `text`."""
+    calls: list[CallDelta] = field(default_factory=list)
 
     def add(self, later: Delta) -> None:
         self.text += later.text
+        self.reasoning += later.reasoning
+        self.calls = added(self.calls, later.calls)
         self.tokens += later.tokens
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
@@ -77,6 +84,8 @@ class Generation:
     interval: int = 1
     """Tokens that are collected before they are told (stream_interval)."""
     tenant: Tenant | None = None
+    reader: Reader | None = None
+    """Tells thoughts and tool calls from the text."""
     counts: list[Count] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,12 +104,16 @@ class Generation:
         prompt = sum(count.prompt_tokens for count in self.counts)
         output = sum(sum(count.output_tokens) for count in self.counts)
         cached = {"cached_tokens": sum(count.cached for count in self.counts)}
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + output,
             "completion_tokens": output,
             "prompt_tokens_details": cached if details else None,
         }
+        if self.reader is not None and self.reader.reading.reasons:
+            told = {"reasoning_tokens": self.reader.reasoning_tokens}
+            found["completion_tokens_details"] = told
+        return found
 
     async def whole(self) -> list[Delta]:
         """All completions, complete, by index."""
@@ -209,6 +222,8 @@ class Generation:
     async def _one(self, which: int) -> AsyncGenerator[Delta, None]:
         prompt, count, n = self.prompts[which], self.counts[which], self.params.n
         name = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        if self.state.fronts > 1:  # the other processes' clients choose ids too
+            name = f"{name}@{self.state.front}"
         if name in self.state.active:  # clients choose ids, and may choose one twice
             name = f"{name}-{secrets.token_hex(4)}"
         await self.state.admitted()
@@ -225,6 +240,8 @@ class Generation:
             async for output in outputs:
                 timer.output(whole=params.output_kind == FINAL_ONLY)
                 for delta in taken(output, which, n, count):
+                    if self.reader is not None:
+                        self.reader.read(delta)
                     yield delta
         finally:
             self.state.active.discard(name)

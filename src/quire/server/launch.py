@@ -33,6 +33,7 @@ from quire.observe.stats_log import StatsLog
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.listen import LOOPBACKS, address, bind, host_of, http_server
+from quire.server.reading import formats_of, model_formats
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
@@ -59,6 +60,7 @@ def serve(config: EngineConfig) -> int:
     if config.server.api_server_count > 1:
         log.warning("--api-server-count: one HTTP process serves; more come later")
     config = bounded(config)
+    formats_of(config.server, None)  # names that do not exist are refused before the model is loaded
     tenants = Tenants(config.server)
     listener = bind(config.server)
     if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
@@ -216,6 +218,7 @@ class Serving:
         state.metrics.rows.set(client.resolved.max_num_seqs)
         for name, seconds in ready.startup:
             state.metrics.startup.labels(name).set(seconds)
+        model_formats(state, engine)
         state.engine, state.phase = engine, Phase.READY
         self._greet(engine)
 

@@ -13,6 +13,7 @@ from enum import Enum
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
+from quire.frontend.parsers.model import ModelFormats
 from quire.observe.metrics import Metrics
 from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, unavailable
@@ -45,6 +46,11 @@ class ServerState:
     """Set while new generations may start; None: never paused."""
     hurry: bool = False
     """Told twice to stop: nobody is waited for."""
+    formats: ModelFormats | None = None
+    """How the model writes thoughts and tool calls; `reading.model_formats` chooses."""
+    front: int = 0
+    """Which of `fronts` HTTP processes this is."""
+    fronts: int = 1
     stage: str = "starting"
     """What start-up is at, for those who ask too early."""
 

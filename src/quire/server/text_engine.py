@@ -48,6 +48,18 @@ class AsyncTextEngine:
         return self.front.tokenizer is not None and self.front.tokenizer.template is not None
 
     @property
+    def template_text(self) -> str:
+        """The chat templates' own text: it shows how the model writes tool calls and thoughts."""
+        tokenizer = self.front.tokenizer
+        if tokenizer is None or tokenizer.template is None:
+            return ""
+        return "\n".join([tokenizer.template.source, *tokenizer.template.named.values()])
+
+    @property
+    def special_texts(self) -> list[str]:
+        return [] if self.front.tokenizer is None else self.front.tokenizer.all_special_tokens
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises ValidationError where there is none."""
         if self.front.tokenizer is None:

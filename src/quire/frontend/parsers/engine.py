@@ -48,8 +48,14 @@ class Parsed:
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+    def add(self, later: Parsed) -> None:
+        self.reasoning += later.reasoning
+        self.content += later.content
+        for call in later.calls:
+            if self.calls and self.calls[-1].index == call.index:
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
 
 
 def new_id(kind: str) -> str:

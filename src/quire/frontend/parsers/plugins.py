@@ -1,0 +1,54 @@
+"""Formats from outside: a file with `register(registry)`, or an entry point of the group `quire.parsers`.
+
+Knows how to load them. Does not know what they add.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.frontend.parsers.names import Registry
+
+GROUP = "quire.parsers"
+
+
+def registry(files: Iterable[str] = ()) -> Registry:
+    """All formats that there are.
+
+    Raises:
+        ConfigError: a plugin is not there, has no `register`, or fails.
+    """
+    made = Registry()
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()(made)
+        except Exception as error:
+            raise ConfigError(f"the plugin {point.value} of {GROUP} fails: {error!r}") from error
+    for file in dict.fromkeys(files):
+        _from_file(file, made)
+    return made
+
+
+def _from_file(file: str, made: Registry) -> None:
+    path = Path(file).expanduser()
+    spec = importlib.util.spec_from_file_location(f"quire_parsers_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"the parser plugin {file!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        register = getattr(module, "register", None)
+        if not callable(register):
+            raise ConfigError(
+                f"the parser plugin {file!r} has no function register(registry); plugins of other engines are"
+                " classes, and a format is a table here (quire.frontend.parsers.table)"
+            )
+        register(made)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the parser plugin {file!r} fails: {error!r}") from error
