@@ -192,6 +192,10 @@ class AsyncLLM(Later):
             wake.set()
 
     # -- the loop and the thread ----------------------------------------------------------------
+    async def listen(self) -> None:
+        """Take in what the engine says from now on, and not only from the first request on."""
+        self._enter_loop()
+
     def _enter_loop(self) -> None:
         """Raises EngineDeadError; RuntimeError when it is in use in another loop."""
         self.check_alive()

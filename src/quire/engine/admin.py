@@ -34,4 +34,13 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         if isinstance(core.scheduler.waiting, FairQueue):
             core.scheduler.waiting.weights = weights
 
-    return {f.__name__: f for f in (reset_prefix_cache, stats, collective_rpc, set_weights)}
+    def abort_client(number: int) -> int:
+        """End every request of a front room that is gone; how many there were. Nobody is told."""
+        scheduler = core.scheduler
+        ids = [id for id, request in scheduler.requests.items() if request.client == number]
+        for id in ids:
+            scheduler.abort(id)
+        return len(ids)
+
+    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client)
+    return {f.__name__: f for f in named}

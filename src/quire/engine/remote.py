@@ -77,7 +77,8 @@ class ProcessClient:
         self._held: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
-        self._numbers = itertools.count(1)
+        # An answer to an earlier process that had our place must not look like one to us.
+        self._numbers = itertools.count(time.monotonic_ns())
         self._dead: EngineDeadError | None = None
         self.stats = EngineStats()  # the latest that came by itself
         self.generation = self._file.look().generation

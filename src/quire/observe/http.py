@@ -5,7 +5,7 @@ Knows paths, statuses and times. Does not know engines.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 UNCOUNTED = frozenset(
     ("/metrics", "/health", "/health/live", "/health/ready", "/health/startup", "/load", "/ping", "/version", "/server_info")
@@ -35,6 +35,7 @@ FINE = (
     60,
 )
 UNKNOWN = "none"
+UNDER_WAY = "quire:http_requests_under_way"
 
 
 class HttpMetrics:
@@ -61,10 +62,33 @@ class HttpMetrics:
             registry=registry,
         )
 
-    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """A request is over."""
+        self.asked_bytes = Summary(
+            "http_request_size_bytes",
+            "Bytes of a request's body, as its head says.",
+            ["handler"],
+            registry=registry,
+        )
+        self.told_bytes = Summary(
+            "http_response_size_bytes",
+            "Bytes of an answer's body.",
+            ["handler"],
+            registry=registry,
+        )
+        self.under_way = Gauge(
+            UNDER_WAY,
+            "HTTP requests that are being answered.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+
+    def answered(
+        self, handler: str, method: str, status: int, seconds: float, asked: int = 0, told: int = 0
+    ) -> None:
+        """A request is over; `asked` and `told`: bytes of both bodies."""
         if handler in UNCOUNTED:
             return
         self.requests.labels(handler, method, f"{status // 100}xx").inc()
         self.seconds.labels(handler, method).observe(seconds)
         self.fine.observe(seconds)
+        self.asked_bytes.labels(handler).observe(asked)
+        self.told_bytes.labels(handler).observe(told)

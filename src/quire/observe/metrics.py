@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -60,24 +61,60 @@ class AliasCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for metric in self.source.collect():
-            alias = Metric(self.name, f"Old name of {metric.name}.", metric.type)
-            alias.samples = [
-                Sample(self.name + s.name.removeprefix(metric.name), *s[1:]) for s in metric.samples
-            ]
-            yield alias
+            yield renamed(metric, self.name)
+
+
+def renamed(metric: Metric, name: str) -> Metric:
+    alias = Metric(name, f"Old name of {metric.name}.", metric.type)
+    alias.samples = [
+        Sample(name + s.name.removeprefix(metric.name), *s[1:]) for s in metric.samples
+    ]
+    return alias
+
+
+class MergedCollector(Collector):
+    """What several processes have counted, from the files that prometheus_client keeps in `folder`: sums of counters
+    and histograms, of those that are gone too; old names beside them."""
+
+    def __init__(self, folder: str, legacy: bool):
+        self.files = MultiProcessCollector(None, folder)  # type: ignore[no-untyped-call]
+        self.legacy = legacy
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self.files.collect():  # type: ignore[no-untyped-call]
+            yield metric
+            for alias, source in ALIASES.items() if self.legacy else ():
+                if source == metric.name:
+                    yield renamed(metric, alias)
 
 
 class Metrics:
-    """All metrics of one server, or of one `LLM`."""
+    """All metrics of one server, or of one `LLM`.
+
+    Args:
+        shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process began: `render` then
+            tells of all processes that share it. The engine's own numbers come to each process, so they are told once.
+    """
 
     def __init__(
-        self, model_name: str, *, legacy: bool = True, process: bool = True, http: bool = True
+        self,
+        model_name: str,
+        *,
+        legacy: bool = True,
+        process: bool = True,
+        http: bool = True,
+        shared: str | None = None,
     ):
         self.model_name, self.legacy = model_name, legacy
-        self.registry = CollectorRegistry()
+        process = process and shared is None
+        self.registry = self._told = CollectorRegistry()
         self._observed: dict[str, Histogram] = {}
         self._latest: Callable[[], EngineStats] = EngineStats
         self.registry.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
+        if shared is not None:
+            self._told = CollectorRegistry()
+            self._told.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
+            self._told.register(MergedCollector(shared, legacy))
         if process:
             ProcessCollector(registry=self.registry)
             PlatformCollector(registry=self.registry)
@@ -115,17 +152,25 @@ class Metrics:
             for kind in ("prompt", "generation"):
                 name = f"vllm:avg_{kind}_throughput_toks_per_s"
                 words = f"Tokens of {kind}s a second, as the log line has it."
-                gauge = Gauge(name, words, ["model_name", "engine"], registry=self.registry)
+                gauge = Gauge(
+                    name, words, ["model_name", "engine"], registry=self.registry,
+                    multiprocess_mode="mostrecent",
+                )  # fmt: skip
                 self.throughput[kind] = gauge.labels(model_name, ENGINE)
         self.rows = Gauge(
             "quire:max_num_seqs",
             "The most requests that run at once.",
             ["model_name", "engine"],
             registry=self.registry,
+            multiprocess_mode="max",
         ).labels(model_name, ENGINE)
         self.startup = Gauge(
-            "quire:startup_seconds", "How long each stage of start-up took.", ["stage"], registry=self.registry
-        )  # fmt: skip
+            "quire:startup_seconds",
+            "How long each stage of start-up took.",
+            ["stage"],
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
 
     def attach(
         self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
@@ -145,7 +190,10 @@ class Metrics:
                 if self.legacy and source == row.name:
                     self.registry.register(AliasCollector(alias, histogram))
         labels = {key: str(value) for key, value in info.items()} | {"engine": ENGINE}
-        gauge = Gauge("vllm:cache_config_info", "How the KV cache is set up.", list(labels), registry=self.registry)  # fmt: skip
+        gauge = Gauge(
+            "vllm:cache_config_info", "How the KV cache is set up.", list(labels),
+            registry=self.registry, multiprocess_mode="max",
+        )  # fmt: skip
         gauge.labels(**labels).set(1)
 
     def observe(self, name: str, value: float) -> None:
@@ -181,7 +229,12 @@ class Metrics:
         return self._latest()
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._told)
+
+    def value(self, name: str) -> float:
+        """A metric's sum over its labels."""
+        samples = [sample for metric in self._told.collect() for sample in metric.samples]
+        return sum(sample.value for sample in samples if sample.name == name)
 
 
 def cache_info(cache_config: Any, **more: Any) -> dict[str, Any]:

@@ -103,5 +103,11 @@ class Beat(Struct, array_like=True, gc=False, tag="beat"):
     allowed: float
 
 
+class Open(Struct, array_like=True, gc=False, tag="open"):
+    """A front room's process takes requests; `chats`: the model has a chat template."""
+
+    chats: bool
+
+
 FromEngine = EngineOutput | Reply | EngineStats  # to a front room
-Lifeline = Ready | Died | Beat  # to whoever keeps the engine's process alive
+Lifeline = Ready | Died | Beat | Open  # to whoever keeps the process alive

@@ -20,6 +20,7 @@ from quire.server.bodies import convert, json_response, read, read_object
 from quire.server.errors import ApiError, invalid
 from quire.server.health import state_of
 from quire.server.schemas import AbortRequest, RpcRequest
+from quire.server.state import ServerState
 
 RPC_TIMEOUT_S = 300.0
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
@@ -69,9 +70,16 @@ async def collective_rpc(request: Request) -> Response:
     return json_response({"results": [told(result) for result in results]})
 
 
+def alone(state: ServerState) -> None:
+    """Raises ApiError 501: others of our kind would not hear of it."""
+    if state.fronts > 1:
+        raise ApiError(501, "this needs a server with one HTTP process: --api-server-count 1")
+
+
 async def abort_requests(request: Request) -> Response:
     """End these generations, or all of them when no ids are given."""
     state = state_of(request)
+    alone(state)
     engine = state.serving()
     raw = await read_object(request) if request.headers.get("content-length", "0") != "0" else {}
     body = convert(raw, AbortRequest)
@@ -97,6 +105,7 @@ async def is_sleeping(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Take no new generations: they wait. `mode`: keep what runs, wait for its end, or abort it."""
     state = state_of(request)
+    alone(state)
     engine = state.serving()
     mode = request.query_params.get("mode", "abort")
     if mode not in ("abort", "wait", "keep"):

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.observe.http import UNDER_WAY
 from quire.observe.metrics import CONTENT_TYPE
 from quire.server.bodies import json_response
 from quire.server.state import Phase, ServerState
@@ -60,7 +61,9 @@ async def version(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """How many HTTP requests are under way, this one not counted."""
-    return json_response({"server_load": max(0, state_of(request).http_requests - 1)})
+    state = state_of(request)
+    count = state.metrics.value(UNDER_WAY) if state.fronts > 1 else state.http_requests
+    return json_response({"server_load": max(0, int(count) - 1)})
 
 
 async def metrics(request: Request) -> Response:

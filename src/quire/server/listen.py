@@ -143,6 +143,32 @@ def bind(server: ServerConfig) -> socket.socket:
     return listener
 
 
+def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
+    """A listening socket for each of `count` processes, all at one address: the kernel deals connections out.
+
+    Of a unix socket there is one, for all of them. Raises: as `bind`.
+    """
+    first = bind(server)  # alone on its address until here
+    if server.uds is not None:
+        return [first] * count
+    first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    found = [first]
+    try:
+        for _ in range(count - 1):
+            listener = socket.socket(first.family, socket.SOCK_STREAM)
+            found.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(first.getsockname())
+    except OSError as error:
+        for listener in found:
+            listener.close()
+        raise ConfigError(
+            f"cannot listen with {count} processes: {error.strerror or error}; use --api-server-count 1"
+        ) from error
+    return found
+
+
 def bind_unix(path: str) -> socket.socket:
     """A socket file; one that a dead server left is replaced."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):

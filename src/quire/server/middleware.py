@@ -46,10 +46,12 @@ class Counted:
             await self.app(scope, receive, send)
             return
 
-        began, status = time.perf_counter(), CLOSED_BY_CLIENT
+        began, status, told = time.perf_counter(), CLOSED_BY_CLIENT, 0
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, told
+            if message["type"] == "http.response.body":
+                told += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
             if message["type"] == "http.response.start" and message["status"] >= 400 and not probe:
@@ -58,14 +60,19 @@ class Counted:
 
         probe = get_route_path(scope) in OPEN  # these answer 503 when that is the answer
 
+        metrics = self.state.metrics.http
         self.state.http_requests += 1
+        if metrics is not None:
+            metrics.under_way.set(self.state.http_requests)
         try:
             await self.app(scope, receive, watched)
         finally:
             self.state.http_requests -= 1
             seconds = time.perf_counter() - began
-            if (metrics := self.state.metrics.http) is not None:
-                metrics.answered(self._route(scope), scope["method"], status, seconds)
+            if metrics is not None:
+                metrics.under_way.set(self.state.http_requests)
+                asked = content_length(scope)
+                metrics.answered(self._route(scope), scope["method"], status, seconds, asked, told)
 
     def _route(self, scope: Scope) -> str:
         """The route as it is written, so that clients cannot make labels."""
@@ -76,6 +83,11 @@ class Counted:
             if path.startswith(prefix):
                 return route
         return UNKNOWN
+
+
+def content_length(scope: Scope) -> int:
+    text = Headers(scope=scope).get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 class RequestIds:
