@@ -58,6 +58,7 @@ ADMITS: list[tuple[Form, list[Any], list[Any]]] = [
     (Form(grammar='start: "a" n ["!"]\nn: /[0-9]+/ | "(" n ")"\n'), ["a1", "a(12)!"], ["a", "a(1"]),
     (Form(grammar="start: %json {\"type\": \"integer\"}"), ["12"], ["x", "1.5"]),
     (CALLS, ["", "hi", 'x <f=a>{"x":1}</f> y', '<f=b>1</f><f=a>{"x":2}</f>', "a < f= <f"], ["<f=", "<f=c>", "<f=b>x</f>", "<f=b>1"]),
+    (new(tag(content={"type": "any_text"}, begin="", end="</think>")), ["</think>", "a < b</think>"], ["<think>a", "a", "a</think>b"]),
     (new(tag(content={"type": "any_text"}, begin="<think>", end="</think>")), ["<think></think>", "<think>a < b</think>"], ["<think>a", "a", "<think>a</think>b"]),
     (new(tag(end=["</t>", "!"])), ["<t>1</t>", "<t>1!"], ["<t>1", "<t>x!"]),
     (new(tag(content={"type": "any_text"}, end=["]", "}"])), ["<t>a]", "<t>b}"], ["<t>a", "<t>a]b]"]),
@@ -107,7 +108,7 @@ REFUSED: list[tuple[Form, str]] = [
     (new({"type": "token", "token": 3}), "'token'"),
     (new(tag(content={"type": "json_schema", "json_schema": {"not": {}}})), "not"),
     (new(tag(end=None)), "`end`"),
-    (new(tag(begin="")), "`begin`"),
+    (new({"type": "tag", "content": NUMBER, "end": "</t>"}), "`begin`"),
     (new({"type": "sequence", "elements": []}), "`elements`"),
     (new({"type": "sequence", "elements": [{"type": "any_text"}, NUMBER]}), "any_text must come last"),
     (new({"type": "sequence", "elements": [triggered().structural_tag["format"], NUMBER]}), "triggered_tags must come last"),  # type: ignore[index]

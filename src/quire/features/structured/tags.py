@@ -187,7 +187,7 @@ class _Writer:
     # -- tags -----------------------------------------------------------------------------------
     def _tag(self, given: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:
         """`skip`: that much of its beginning is written already."""
-        begin = _text(given, "begin")[skip:]
+        begin = _text(given, "begin", may_be_empty=True)[skip:]
         ends = given.get("end")
         closing = ends if isinstance(ends, list) else [ends]
         if not closing or not all(isinstance(one, str) for one in closing):

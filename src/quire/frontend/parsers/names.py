@@ -92,8 +92,10 @@ def _choose(
         text = template.replace('\\"', '"').replace("\\'", "'")
         for name, texts in signs.items():
             if texts and all(one in text for one in texts):
-                return Choice(name, "the chat template has " + " and ".join(map(repr, texts)))
-        return Choice("", "the chat template shows no format that is known")
+                return Choice(
+                    name, "the checkpoint's template has " + " and ".join(map(repr, texts))
+                )
+        return Choice("", "the checkpoint's template shows no format that is known")
     name = asked if asked in known else others.get(asked, "")
     if not name:
         later = "is not supported yet" if asked in LATER else "is not known"

@@ -1,0 +1,142 @@
+"""Names and signs: every name that users of vLLM write means a format, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from call_writers import THOUGHTS, WRITERS
+
+import quire
+from quire.errors import ConfigError
+from quire.frontend.parsers.formats import TOOLS
+from quire.frontend.parsers.model import ModelFormats
+from quire.frontend.parsers.names import LATER, REASONING_NAMES, TOOL_NAMES, Registry
+from quire.frontend.parsers.plugins import registry
+from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.table import Marks
+
+NAMED = """hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_coder qwen3_xml deepseek_v3
+deepseek_v31 deepseek_v32 glm45 glm47 kimi_k2 granite granite4 granite-20b-fc jamba internlm phi4_mini_json openai
+xlam minimax_m2 gemma4 functiongemma olmo3 seed_oss ernie45 lfm2 longcat"""
+REASON = """deepseek_r1 deepseek_v3 qwen3 granite mistral gemma4 glm45 kimi_k2 minimax_m2 minimax_m2_append_think
+openai_gptoss olmo3 seed_oss step3 nemotron_v3 ernie45"""
+
+TEMPLATES = {
+    ("hermes", "qwen3"): '<tool_call>\\n{\\"name\\": <n>, \\"arguments\\": <a>}</tool_call> <think>\\n\\n</think>',
+    ("qwen3_coder", ""): "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>",
+    ("openai", "openai_gptoss"): "<|start|>assistant<|channel|>analysis<|message|> functions <tool_call>",
+    ("mistral", "mistral"): "[TOOL_CALLS] + name + [ARGS] [THINK]",
+    ("kimi_k2", "kimi_k2"): "<|tool_calls_section_begin|> <think></think>",
+    ("deepseek_v3", "deepseek_r1"): "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json <｜Assistant｜> </think>",
+    ("deepseek_v31", "deepseek_r1"): "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} <｜Assistant｜></think>",
+    ("glm45", "glm45"): "<tool_call>{f}<arg_key>{k}</arg_key> <think> {\"arguments\"}",
+    ("llama3_json", ""): '<|start_header_id|> {"name": f, "parameters": {}}',
+    ("minimax_m2", "minimax_m2"): "<minimax:tool_call> <invoke name= <think>",
+    ("gemma4", "gemma4"): '<|tool_call>call: <|channel>thought',
+    ("olmo3", "olmo3"): "<functions></functions> <function_calls> <think>",
+    ("seed_oss", "seed_oss"): "<seed:tool_call> <seed:think>",
+    ("granite", "granite"): "<|tool_call|> Here is my thought process: Here is my response:",
+    ("phi4_mini_json", ""): "<|tool|>' + tools + '<|/tool|> <|tool_call|>",
+    ("", ""): "{{ messages }}",
+}  # fmt: skip
+
+
+def test_known_names():
+    known = Registry()
+    for name in NAMED.split():
+        assert known.choose_tools(name, "").name in TOOLS
+    for name in REASON.split():
+        assert known.choose_reasoning(name, "").name in REASONING
+    assert set(TOOL_NAMES.values()) <= set(TOOLS)
+    assert set(REASONING_NAMES.values()) <= set(REASONING)
+
+
+def test_others_are_refused_by_name():
+    known = Registry()
+    for name in LATER:
+        with pytest.raises(ConfigError, match=f"tool_call_parser='{name}' is not supported yet"):
+            known.choose_tools(name, "")
+    with pytest.raises(ConfigError, match="reasoning_parser='qwen33' is not known; there are"):
+        known.choose_reasoning("qwen33", "")
+
+
+@pytest.mark.parametrize(("names", "template"), TEMPLATES.items(), ids=lambda x: str(x)[:30])
+def test_templates_show_their_format(names, template):
+    for asked in (None, "auto"):
+        found = ModelFormats(asked, asked, template)
+        assert (found.tool_choice.name, found.reasoning_choice.name) == names
+        assert all(
+            ("template has" in c.why) == bool(c.name)
+            for c in (found.tool_choice, found.reasoning_choice)
+        )
+    off = ModelFormats("none", "none", template)
+    assert off.tools is None
+    assert off.reasoning is None
+    assert off.reading([]) is None
+
+
+def test_the_embedded_model():
+    folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
+    found = ModelFormats(None, None, (folder / "chat_template.jinja").read_text())
+    assert (found.tool_choice.name, found.reasoning_choice.name) == ("hermes", "qwen3")
+
+
+def test_prompts_open_and_close_thoughts():
+    formats = ModelFormats("hermes", "qwen3", "")
+    assert formats.opened("<|im_start|>assistant\n<think>\n") is True
+    assert formats.opened("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
+    assert formats.opened("user: <think> now<|im_end|>\nassistant\n") is None
+    assert formats.opened("... <think>\nHm", last="<think>\nHm") is True
+    assert formats.opened("... </think>Yes", last="<think>Hm</think>Yes") is False
+    assert formats.opened("... Yes", last="Yes") is None
+
+
+def test_special_tokens_are_kept_where_they_are_marks():
+    kept = ModelFormats("mistral", "none", "", specials=["</s>", "[TOOL_CALLS]"])
+    tools = [{"function": {"name": "f"}}]
+    reading = kept.reading(tools)
+    assert reading is not None
+    assert reading.marks_are_special
+    plain = ModelFormats("hermes", "qwen3", "", specials=["<|im_end|>"]).reading(tools)
+    assert plain is not None
+    assert not plain.marks_are_special
+
+
+def test_no_mark_hides_another():
+    """In running text the first mark that fits is taken, so none may begin another."""
+    for format in TOOLS.values():
+        for state in format.states.values():
+            if state.kind in ("skip", "close"):
+                continue
+            marks = Marks(state.on)
+            assert not marks.beginnings & set(state.on), state
+    assert set(WRITERS) == set(TOOLS)
+    assert set(THOUGHTS) == set(REASONING)
+
+
+def test_a_plugin_adds_a_format(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from quire.frontend.parsers.formats import tagged\n"
+        "from quire.frontend.parsers.table import Reasoning\n"
+        "def register(registry):\n"
+        "    registry.add_tools('mine', tagged('<<', '>>'))\n"
+        "    registry.add_reasoning('mine', Reasoning(('(((',), (')))',)))\n"
+    )
+    found = ModelFormats("mine", "mine", "", registry=registry([str(file)]))
+    reading = found.reading([{"function": {"name": "f"}}])
+    assert reading is not None
+    parser = reading.parser()
+    parsed = parser.feed('(((hm)))Ok <<{"name": "f"}>>')
+    assert (parsed.reasoning, parsed.content, parsed.calls[0].name) == ("hm", "Ok", "f")
+
+
+@pytest.mark.parametrize("text", ["x = 1", "1 / 0", "class P: pass", "def register(r): r.add()"])
+def test_plugins_that_are_none(tmp_path, text):
+    file = tmp_path / "bad.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.py"):
+        registry([str(file)])
+    with pytest.raises(ConfigError, match="no Python file"):
+        registry([str(tmp_path / "missing.py")])
