@@ -6,6 +6,7 @@ Knows the fields and that one of them is given. Does not know what a schema or a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,13 +119,28 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     def plain(self) -> StructuredOutputsParams:
-        """The same with objects as text, which is what crosses to the engine: it is hashed there."""
-        changed = {
-            name: msgspec.json.encode(value).decode()
-            for name in ("json", "structural_tag")
-            if (value := getattr(self, name)) is not None and not isinstance(value, str)
-        }
-        return msgspec.structs.replace(self, **changed) if changed else self
+        """The same with objects as text, which is what crosses to the engine: it is hashed there.
+
+        Raises:
+            ValidationError: an object that is no JSON, or text that is no UTF-8.
+        """
+        changed: dict[str, str] = {}
+        try:
+            for name in ("json", "structural_tag"):
+                value = getattr(self, name)
+                if value is not None and not isinstance(value, str):
+                    changed[name] = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            made = msgspec.structs.replace(self, **changed) if changed else self
+            for text in (getattr(made, made.kind), made.whitespace_pattern):
+                for one in text if isinstance(text, list) else [text]:
+                    str(one).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            why = "it has half of a character" if isinstance(error, UnicodeError) else str(error)
+            raise ValidationError(
+                f"{self.said}: {self.kind} cannot be written as JSON in UTF-8: {why}",
+                parameter=self.said,
+            ) from error
+        return made
 
     @property
     def key(self) -> tuple[object, ...]:
