@@ -46,6 +46,9 @@ class Listener:
         self._decoder = msgspec.msgpack.Decoder(Lifeline)
         self.broken = False
 
+    def fileno(self) -> int:
+        return self._fd
+
     def hear(self, wait: float) -> list[Lifeline]:
         """What was said, after at most `wait` seconds; sets `broken` when the other end is gone."""
         if not select.select([self._fd], [], [], wait)[0]:

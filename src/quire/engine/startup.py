@@ -26,10 +26,10 @@ class Stages:
         self.done.append((name, time.perf_counter() - start))
 
 
-def since_process_start() -> float:
-    """Seconds since the kernel started this process; 0.0 where there is no /proc."""
+def since_process_start(pid: int | None = None) -> float:
+    """Seconds since the kernel started a process, or this one; 0.0 where there is no /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, IndexError, ValueError):
         return 0.0

@@ -224,8 +224,6 @@ class Generation:
         name = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # the other processes' clients choose ids too
             name = f"{name}@{self.state.front}"
-        if self.state.fronts > 1:  # the other processes' clients choose ids too
-            name = f"{name}@{self.state.front}"
         if name in self.state.active:  # clients choose ids, and may choose one twice
             name = f"{name}-{secrets.token_hex(4)}"
         await self.state.admitted()

@@ -32,7 +32,7 @@ from quire.observe.metrics import Metrics, cache_info
 from quire.observe.stats_log import StatsLog
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
-from quire.server.listen import LOOPBACKS, address, bind, host_of, http_server
+from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
 from quire.server.reading import formats_of, model_formats
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
@@ -57,25 +57,38 @@ def serve(config: EngineConfig) -> int:
     Raises:
         ConfigError: what was asked for does not fit together; nothing was started.
     """
-    if config.server.api_server_count > 1:
-        log.warning("--api-server-count: one HTTP process serves; more come later")
+    count, own_process = (
+        config.server.api_server_count,
+        not config.server.disable_frontend_multiprocessing,
+    )
+    if count > 1 and not own_process:
+        raise ConfigError(
+            f"api_server_count={count} needs the engine in a process of its own: leave out"
+            " --disable-frontend-multiprocessing"
+        )
     config = bounded(config)
-    formats_of(config.server, None)  # names that do not exist are refused before the model is loaded
+    formats_of(
+        config.server, None
+    )  # names that do not exist are refused before the model is loaded
     tenants = Tenants(config.server)
-    listener = bind(config.server)
+    listeners = bind_all(config.server, count)
     if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
         log.warning(
             "listening on %s without a key: whoever reaches this machine can use the model; --api-key ends that,"
             " and so does --host 127.0.0.1",
             host_of(config.server),
         )
-    own_process = not config.server.disable_frontend_multiprocessing
     try:
+        if count > 1:
+            from quire.server.fleet import serve_many
+
+            return serve_many(config, listeners)
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            return runner.run(Serving(config, listener, client, tenants).run())
+            return runner.run(Serving(config, listeners[0], client, tenants).run())
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if config.server.uds is not None:
             with suppress(OSError):
                 os.unlink(config.server.uds)
@@ -106,12 +119,21 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 class Serving:
     """One server's life."""
 
+    stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+
     def __init__(
-        self, config: EngineConfig, listener: socket, client: ProcessClient | None, tenants: Tenants
+        self,
+        config: EngineConfig,
+        listener: socket,
+        client: ProcessClient | None,
+        tenants: Tenants,
+        metrics: Metrics | None = None,
     ):
         self.config, self.listener, self.tenants = config, listener, tenants
         self.client: EngineClient | ProcessClient | None = client
-        self.state = ServerState(config, Metrics(model_name(config)), tenants=tenants)
+        self.leads, self.logs_stats = True, not config.observe.disable_log_stats
+        metrics = metrics or Metrics(model_name(config))
+        self.state = ServerState(config, metrics, tenants=tenants)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
         self.http = http_server(build_app(self.state), config.server)
@@ -122,7 +144,7 @@ class Serving:
     async def run(self) -> int:
         """The exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self.stop_signals:
             loop.add_signal_handler(number, self.stop, number)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         # It answers from now on, if only that it is loading.
@@ -178,7 +200,7 @@ class Serving:
         except Exception as error:
             if not isinstance(error, QuireError | OSError):  # a fault of ours: where it was matters
                 log.exception("the start failed")
-            print(failure(error), file=sys.stderr, flush=True)
+            self._report(error)
             return 1
         watch = asyncio.ensure_future(self._watch())
         await first_of(told, watch, http)
@@ -190,6 +212,12 @@ class Serving:
         watch.cancel()
         await self._drain()
         return code
+
+    def _report(self, error: Exception) -> None:
+        print(failure(error), file=sys.stderr, flush=True)
+
+    async def _connected(self, engine: AsyncTextEngine) -> None:
+        """The engine's outputs are listened to from now on."""
 
     async def _start(self) -> None:
         """Until the model is loaded.
@@ -206,6 +234,8 @@ class Serving:
         if client is None:
             raise StartupError("there is no engine")
         engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
+        await engine.llm.listen()
+        await self._connected(engine)
         if state.phase is not Phase.LOADING:
             return  # told to stop meanwhile
         ready = client.ready
@@ -241,7 +271,8 @@ class Serving:
             return
         stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
         every = observe.log_stats_interval
-        before, steps, tokens = time.monotonic(), 0, 0
+        before, latest = time.monotonic(), engine.stats()
+        steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -255,13 +286,13 @@ class Serving:
                 await self.stopping.wait()
             now, latest = time.monotonic(), engine.stats()
             made = latest.prompt_tokens + latest.generation_tokens
-            for _ in range(min(latest.steps - steps, MOST_OBSERVED)):
+            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
                 state.metrics.observe(
                     "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
                 )
             steps, tokens = latest.steps, made
             if every and now - before >= every:
-                stats.tick(now - before, write=not observe.disable_log_stats)
+                stats.tick(now - before, write=self.logs_stats)
                 state.metrics.rates(stats.prompt, stats.generation)
                 before = now
 
@@ -306,7 +337,12 @@ async def first_of(*futures: asyncio.Future[Any]) -> None:
 
 def model_name(config: EngineConfig) -> str:
     """The first name under which the model is served."""
+    return model_names(config)[0]
+
+
+def model_names(config: EngineConfig) -> list[str]:
+    """All of them."""
     names = config.model.served_model_name
     if isinstance(names, str):
-        return names
-    return names[0] if names else config.model.model
+        return [names]
+    return list(names) if names else [config.model.model]

@@ -51,9 +51,6 @@ class ServerState:
     front: int = 0
     """Which of `fronts` HTTP processes this is."""
     fronts: int = 1
-    front: int = 0
-    """Which of `fronts` HTTP processes this is."""
-    fronts: int = 1
     stage: str = "starting"
     """What start-up is at, for those who ask too early."""
 

@@ -1,0 +1,112 @@
+"""One of several HTTP processes: `python -m quire.server.front FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN`.
+
+Its configuration comes on stdin, its socket and a lifeline are inherited. Knows how to be a child: it tells its keeper
+(`fleet.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from socket import socket
+
+from quire import env
+from quire.config.engine import Resolved
+from quire.config.wire import from_wire
+from quire.engine.lifeline import STOP, Speaker
+from quire.engine.process import die_with
+from quire.engine.remote import ProcessClient
+from quire.engine.startup import since_process_start
+from quire.errors import EngineDeadError, StartupError
+from quire.logging import configure
+from quire.observe.metrics import Metrics
+from quire.protocol.output import Beat, Died, EngineStats, Open
+from quire.server.launch import Serving, event_loop, model_name
+from quire.server.tenants import Tenants
+from quire.server.text_engine import AsyncTextEngine
+
+BEAT_S = 1.0
+
+
+class Front(Serving):
+    """A server's life, told to a keeper instead of to the terminal."""
+
+    stop_signals = (STOP,)
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        listener: socket,
+        client: ProcessClient,
+        speaker: Speaker,
+        count: int,
+        again: bool,
+    ):
+        config = resolved.asked
+        shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
+        metrics = Metrics(model_name(config), shared=shared)
+        super().__init__(config, listener, client, Tenants(config.server), metrics)
+        self.speaker, self.again = speaker, again
+        self.state.front, self.state.fronts = client.client, count
+        self.leads = client.client == 0
+        self.logs_stats = False  # the keeper does
+
+    async def run(self) -> int:
+        beating = asyncio.ensure_future(self._beat())
+        try:
+            return await super().run()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        """From the loop that serves: when it hangs, this stops."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.speaker.say(Beat(0, 0.0, 0.0))
+
+    async def _connected(self, engine: AsyncTextEngine) -> None:
+        """The numbers so far; they come by themselves only when they change."""
+        if isinstance(self.client, ProcessClient):
+            self.client.stats = EngineStats(**await engine.call("stats"))
+
+    def _greet(self, engine: AsyncTextEngine) -> None:
+        if not self.again:
+            seconds = since_process_start(os.getppid())
+            self.state.metrics.startup.labels("all").set(seconds)
+        self.speaker.say(Open(engine.chats))
+
+    def _report(self, error: Exception) -> None:
+        detail = error.detail if isinstance(error, StartupError) else ""
+        self.speaker.say(Died(str(error), detail or ""))
+
+
+def main(words: list[str]) -> int:
+    folder, *numbers = words
+    number, count, listener, lifeline, parent, again = (int(word) for word in numbers)
+    configure(f"server {number}")
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Sent to all of a group, they are the parent's to answer.
+        signal.signal(ignored, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with(parent)
+    resolved = from_wire(sys.stdin.buffer.read())
+    configure(f"server {number}", resolved.asked.observe.log_level)
+    speaker = Speaker(lifeline)
+    client = ProcessClient(resolved, Path(folder), client=number)
+    with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
+        front = Front(resolved, own, client, speaker, count, bool(again))
+        try:
+            return runner.run(front.run())
+        except EngineDeadError:
+            return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait for the engine hold up nothing
