@@ -1,36 +1,44 @@
 """`quire bench` and `python -m quire.bench`: what is measured is the first word.
 
-quire bench [offline] ...     offline throughput beside Transformers (offline.py)
-quire bench steps ...         what a step costs the scheduler (steps.py)
-quire bench divergence ...    how often company changes a bf16 answer (divergence.py)
-quire bench structured ...    what constrained output costs (structured.py)
+Imports only what that word needs: a load generator wants no torch.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from quire.bench import divergence, offline, steps, structured
+KINDS = {
+    "serve": "load a running server, ours or another's (vLLM's options and result file)",
+    "throughput": "many prompts at once, without a server",
+    "latency": "one batch, again and again, without a server",
+    "startup": "from nothing to ready, in new processes",
+    "offline": "throughput beside Transformers; also without a word",
+    "serving": "what serving costs: the API process's CPU, tokens a second at 1, 16 and 64 clients",
+    "steps": "what a step costs the scheduler",
+    "divergence": "how often company changes a bf16 answer",
+    "structured": "what constrained output costs",
+}
+"""Word -> what it measures, in the module of that name: its `main(argv) -> int`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["steps"]:
-        return steps.main(words[1:])
-    if words[:1] == ["divergence"]:
-        return divergence.main(words[1:])
-    if words[:1] == ["structured"]:
-        return structured.main(words[1:])
-    words = words[1:] if words[:1] == ["offline"] else words
-    parser = argparse.ArgumentParser(
-        prog="quire bench",
-        description=offline.__doc__,
-        epilog="`quire bench steps`: of a step alone.",
-    )
-    offline.add_arguments(parser)
-    return offline.run(parser.parse_args(words), words)
+    if words[:1] in (["-h"], ["--help"]):
+        print(usage(), end="")
+        return 0
+    kind = words.pop(0) if words and words[0] in KINDS else "offline"
+    if kind == "offline" and words and not words[0].startswith("-"):
+        print(f"quire bench: error: {words[0]!r}: not one of {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"quire.bench.{kind}").main(words))
+
+
+def usage() -> str:
+    lines = ["usage: quire bench [WHAT] ...", ""]
+    lines += [f"  {name:<11} {words}" for name, words in KINDS.items()]
+    return "\n".join([*lines, "", "`quire bench WHAT --help` says more.", ""])
 
 
 if __name__ == "__main__":

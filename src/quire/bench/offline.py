@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv), argv)
+
+
 def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     """Measure, print and keep. 0, or an exception that says what failed.
 

@@ -1,0 +1,208 @@
+"""One request of a load: what is sent to each kind of endpoint, and what its stream says.
+
+Knows the bodies and events of OpenAI's three text endpoints. Does not know when a request is sent (`load.py`) or what
+its times mean (`figures.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.bench.http import HttpFailed, Server, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    length: int  # tokens, as far as is known before it is sent
+    output: int  # tokens asked for
+
+
+@dataclass(slots=True)
+class Done:
+    """What came of one request. Times in seconds; of a failed one only `error` and `start` mean something."""
+
+    prompt_tokens: int
+    start: float = 0.0  # time.perf_counter
+    latency: float = 0.0
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first one; None when there is no other."""
+        others = self.output_tokens - 1
+        return (self.latency - self.ttft) / others if others > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one event says."""
+
+    text: str = ""
+    begun: bool = False  # an event of the answer, even if it has no text
+    usage: dict[str, Any] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of endpoint."""
+
+    path: str
+    body: Callable[[Prompt, bool], dict[str, Any]]
+    read: Callable[[dict[str, Any]], Said]
+    asks_usage: bool = True
+
+
+def _completion(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+    return {"prompt": prompt.text, "max_tokens": prompt.output} | _endless(ignore_eos)
+
+
+def _chat(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+    message = {"role": "user", "content": prompt.text}
+    return {"messages": [message], "max_completion_tokens": prompt.output} | _endless(ignore_eos)
+
+
+def _response(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+    return {"input": prompt.text, "max_output_tokens": prompt.output} | _endless(ignore_eos)
+
+
+def _endless(ignore_eos: bool) -> dict[str, Any]:
+    return {"ignore_eos": True} if ignore_eos else {}  # not OpenAI's own: only when asked for
+
+
+def _read_completion(event: dict[str, Any]) -> Said:
+    choices = event.get("choices") or []
+    text = "".join(choice.get("text") or "" for choice in choices)
+    return Said(text, bool(choices), event.get("usage"), _error(event))
+
+
+def _read_chat(event: dict[str, Any]) -> Said:
+    deltas = [choice.get("delta") or {} for choice in event.get("choices") or []]
+    names = ("reasoning", "reasoning_content", "content")
+    text = "".join(next((d[name] for name in names if d.get(name)), "") for d in deltas)
+    begun = any("role" not in delta for delta in deltas)  # the first one only says who speaks
+    return Said(text, begun, event.get("usage"), _error(event))
+
+
+def _read_response(event: dict[str, Any]) -> Said:
+    match event.get("type"):
+        case "response.output_text.delta" | "response.reasoning_text.delta":
+            return Said(event.get("delta") or "", True)
+        case "response.completed" | "response.incomplete":
+            used = (event.get("response") or {}).get("usage") or {}
+            names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+            return Said("", True, {ours: used.get(theirs) for ours, theirs in names.items()})
+        case "response.failed" | "error":
+            return Said(error=_error(event.get("response") or event) or "the response failed")
+    return Said()
+
+
+def _error(event: dict[str, Any]) -> str:
+    error = event.get("error") or event.get("message")
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error or "")
+
+
+KINDS = {
+    "openai": Kind("/v1/completions", _completion, _read_completion),
+    "openai-chat": Kind("/v1/chat/completions", _chat, _read_chat),
+    "openai-responses": Kind("/v1/responses", _response, _read_response, asks_usage=False),
+}
+KINDS["vllm"] = KINDS["quire"] = KINDS["openai"]
+
+
+class Stream:
+    """Reads server-sent events as their bytes come, and notes when each piece of text did."""
+
+    def __init__(self, kind: Kind, done: Done):
+        self.read, self.done = kind.read, done
+        self.rest, self.pieces = b"", list[str]()
+        self.last = self.begun = 0.0
+        self.times: list[float] = []
+        self.usage: dict[str, Any] = {}
+
+    def heard(self, piece: bytes, when: float) -> None:
+        lines = (self.rest + piece).split(b"\n")
+        self.rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                self._event(data, when)
+
+    def _event(self, data: bytes, when: float) -> None:
+        try:
+            event = msgspec.json.decode(data)
+            said = self.read(event) if isinstance(event, dict) else Said()
+        except (msgspec.DecodeError, AttributeError, TypeError):
+            said = Said(error=f"an event that is none: {data[:200]!r}")
+        if said.error:
+            self.done.error = said.error
+        if said.begun:
+            self.begun = self.begun or when
+            self.last = when
+        if said.text:
+            self.times.append(when)
+            self.pieces.append(said.text)
+        if said.usage:
+            self.usage = said.usage
+
+    def end(self) -> None:
+        """Fill in what is known now that all has come."""
+        done, times = self.done, self.times
+        if not self.begun and not done.error:
+            done.error = "the stream ended without an answer"
+        if done.error:
+            return
+        first, last = (times[0] if times else self.begun), self.last
+        done.ttft, done.latency = first - done.start, last - done.start
+        done.itls = [b - a for a, b in itertools.pairwise(times)]
+        done.text = "".join(self.pieces)
+        # A server that counts nothing: one token an event.
+        done.output_tokens = self.usage.get("completion_tokens") or len(times)
+        done.prompt_tokens = self.usage.get("prompt_tokens") or done.prompt_tokens
+
+
+async def ask(
+    server: Server,
+    kind: Kind,
+    path: str,
+    prompt: Prompt,
+    more: dict[str, Any],
+    *,
+    ignore_eos: bool,
+    clock: Callable[[], float],
+    headers: dict[str, str] | None = None,
+) -> Done:
+    """Send one prompt and read its stream to the end. Never raises for what the server does.
+
+    Args:
+        more: fields of the body that win over ours, model included.
+    """
+    body = kind.body(prompt, ignore_eos) | {"stream": True}
+    if kind.asks_usage:
+        body["stream_options"] = {"include_usage": True}
+    data = msgspec.json.encode(body | more)
+    done = Done(prompt.length, start=clock())
+    stream = Stream(kind, done)
+    try:
+        answer = await server.ask("POST", path, data, heard=stream.heard, headers=headers)
+    except HttpFailed as why:
+        done.error = str(why)
+        return done
+    if answer.status != 200:
+        done.error = f"{answer.status}: {reason(answer.body)}"
+        return done
+    stream.end()
+    return done

@@ -1,0 +1,254 @@
+"""The prompts of a load: made up, or read from a file. The same seed gives the same prompts.
+
+Knows texts, and how to cut one to a number of tokens with whatever tokenizer can be had: a local one, the server's, or
+none. Fetches nothing. Does not know how prompts are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.bench.asking import Prompt
+from quire.bench.http import HttpFailed, Server
+from quire.errors import ConfigError
+
+
+class Cutter(Protocol):
+    """Text to tokens and back."""
+
+    name: str
+
+    async def encode(self, text: str, special: bool = False) -> list[Any]: ...
+
+    async def decode(self, tokens: list[Any]) -> str: ...
+
+
+class LocalCutter:
+    """A tokenizer on this machine."""
+
+    def __init__(self, name: str, trust_remote_code: bool = False):
+        from quire.config.load import LoadConfig
+        from quire.config.model import ModelConfig
+        from quire.frontend.tokenizer import load
+        from quire.models.hf import locate
+
+        folder = name if Path(name).is_dir() else locate(ModelConfig(model=name), LoadConfig())
+        self.tokenizer, self.name = load(folder, trust_remote_code=trust_remote_code), name
+
+    async def encode(self, text: str, special: bool = False) -> list[Any]:
+        return list(self.tokenizer.encode(text, special))
+
+    async def decode(self, tokens: list[Any]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+class ServerCutter:
+    """The server's /tokenize and /detokenize, which vLLM's servers and ours have."""
+
+    def __init__(self, server: Server, model: str):
+        self.server, self.model, self.name = server, model, "the server's"
+
+    async def encode(self, text: str, special: bool = False) -> list[Any]:
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        return list((await self.server.json("POST", "/tokenize", body, timeout=60))["tokens"])
+
+    async def decode(self, tokens: list[Any]) -> str:
+        body = {"model": self.model, "tokens": tokens}
+        return str((await self.server.json("POST", "/detokenize", body, timeout=60))["prompt"])
+
+
+class WordCutter:
+    """No tokenizer: a word counts as a token. What the server counts is reported where it counts."""
+
+    name = "none: one word for a token"
+
+    async def encode(self, text: str, special: bool = False) -> list[Any]:
+        return text.split(" ") if text else []
+
+    async def decode(self, tokens: list[Any]) -> str:
+        return " ".join(tokens)
+
+
+async def cutter(server: Server, model: str, tokenizer: str | None, trust: bool) -> Cutter:
+    """`tokenizer` if one is named, else the server's if it has one, else words."""
+    if tokenizer:
+        return LocalCutter(tokenizer, trust)
+    remote = ServerCutter(server, model)
+    try:
+        if await remote.decode(await remote.encode("a b")):
+            return remote
+    except (HttpFailed, KeyError, TypeError):
+        pass
+    return WordCutter()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the prompts shall be like. Lengths in tokens."""
+
+    dataset: str
+    count: int
+    seed: int
+    path: Path | None = None
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    prefixes: int = 10
+    suffix_len: int = 256
+    fixed_output: int | None = None  # of a file's prompts: instead of what the file says
+    shuffle: bool = True
+
+
+async def make(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+    """`wanted.count` prompts.
+
+    Raises:
+        ConfigError: an unknown dataset, or a file that is not there or not of its form.
+    """
+    if wanted.count < 1:
+        raise ConfigError(f"--num-prompts {wanted.count}: at least 1")
+    maker = DATASETS.get(wanted.dataset)
+    if maker is None:
+        raise ConfigError(
+            f"--dataset-name {wanted.dataset}: not one of {', '.join(DATASETS)}; other prompts can come from a file:"
+            " --dataset-name custom --dataset-path FILE.jsonl"
+        )
+    return await maker(wanted, cut)
+
+
+async def _random(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+    draw = random.Random(wanted.seed)
+    special = len(await cut.encode("", True)) if not isinstance(cut, ServerCutter) else 0
+    prefix = await _text(draw, wanted.prefix_len, cut)
+    between = " " if prefix else ""
+
+    async def one(seed: int, length: int, output: int) -> Prompt:
+        text = await _text(random.Random(seed), length, cut)
+        return Prompt(prefix + between + text, wanted.prefix_len + length + special, output)
+
+    sizes = [
+        (
+            draw.getrandbits(62),
+            max(1, _around(draw, wanted.input_len, wanted.range_ratio) - special),
+            max(1, _around(draw, wanted.output_len, wanted.range_ratio)),
+        )
+        for _ in range(wanted.count)
+    ]
+    return await _several([lambda size=size: one(*size) for size in sizes])  # type: ignore[misc]
+
+
+async def _prefixes(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+    """A few long beginnings, each with many ends: what a prefix cache is for."""
+    draw = random.Random(wanted.seed)
+    heads = [await _text(draw, wanted.prefix_len, cut) for _ in range(max(1, wanted.prefixes))]
+
+    async def one(seed: int, head: str) -> Prompt:
+        tail = await _text(random.Random(seed), wanted.suffix_len, cut)
+        return Prompt(f"{head} {tail}", wanted.prefix_len + wanted.suffix_len, wanted.output_len)
+
+    pairs = [(draw.getrandbits(62), heads[at % len(heads)]) for at in range(wanted.count)]
+    if wanted.shuffle:
+        draw.shuffle(pairs)
+    return await _several([lambda pair=pair: one(*pair) for pair in pairs])  # type: ignore[misc]
+
+
+def _around(draw: random.Random, length: int, ratio: float) -> int:
+    return draw.randint(int(length * (1 - ratio)), int(length * (1 + ratio)))
+
+
+async def _text(draw: random.Random, length: int, cut: Cutter) -> str:
+    """Made-up words of `length` tokens."""
+    if length <= 0:
+        return ""
+    tokens: list[Any] = []
+    words = ""
+    while len(tokens) < length:
+        words += " ".join(_word(draw) for _ in range(length - len(tokens) + 1)) + " "
+        tokens = await cut.encode(words.rstrip())
+    return await cut.decode(tokens[:length])
+
+
+def _word(draw: random.Random) -> str:
+    """Pronounceable, and short enough to be few tokens."""
+    return "".join(
+        draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))
+    )
+
+
+async def _several(makers: list[Callable[[], Awaitable[Prompt]]]) -> list[Prompt]:
+    """In order, and few at once: they may be questions to the server."""
+    lock = asyncio.Semaphore(16)
+
+    async def one(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
+        async with lock:
+            return await make()
+
+    return list(await asyncio.gather(*map(one, makers)))
+
+
+async def _custom(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+    """JSON lines with `prompt`, and `output_tokens` if the length of the answer matters."""
+    rows: list[tuple[str, int | None]] = []
+    for number, line in enumerate(_read(wanted).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rows.append((str(row["prompt"]), row.get("output_tokens")))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                f'{wanted.path}, line {number}: an object with "prompt" is needed'
+            ) from None
+    return await _from_file(wanted, cut, rows)
+
+
+async def _sharegpt(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+    """ShareGPT's file: the first two turns of each conversation are a prompt and its answer."""
+    rows: list[tuple[str, int | None]] = []
+    try:
+        for talk in json.loads(_read(wanted)):
+            turns = talk.get("conversations") or []
+            if len(turns) >= 2:
+                rows.append((turns[0]["value"], len(await cut.encode(turns[1]["value"])) or 1))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{wanted.path}: not a ShareGPT file") from None
+    return await _from_file(wanted, cut, rows)
+
+
+def _read(wanted: Wanted) -> str:
+    if wanted.path is None:
+        raise ConfigError(f"--dataset-name {wanted.dataset}: its file is needed, as --dataset-path")
+    try:
+        return wanted.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"--dataset-path {wanted.path}: {why}") from None
+
+
+async def _from_file(
+    wanted: Wanted, cut: Cutter, rows: list[tuple[str, int | None]]
+) -> list[Prompt]:
+    if not rows:
+        raise ConfigError(f"--dataset-path {wanted.path}: no prompt in it")
+    if wanted.shuffle:
+        random.Random(wanted.seed).shuffle(rows)
+    rows = [rows[at % len(rows)] for at in range(wanted.count)]
+    default = wanted.output_len
+    return [
+        Prompt(text, len(await cut.encode(text, True)), wanted.fixed_output or said or default)
+        for text, said in rows
+    ]
+
+
+DATASETS: dict[str, Callable[[Wanted, Cutter], Awaitable[list[Prompt]]]] = {
+    "random": _random,
+    "prefix_repetition": _prefixes,
+    "custom": _custom,
+    "sharegpt": _sharegpt,
+}

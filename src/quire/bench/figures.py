@@ -1,0 +1,216 @@
+"""What the times of a load mean: throughput, latencies, goodput; the printout and the JSON that CI jobs read.
+
+Names and meanings are those of `vllm bench serve` 0.32. Does not know how the times were taken.
+
+    TTFT    first token after sending         TPOT    (E2EL - TTFT) / (tokens - 1)
+    ITL     between two pieces of text        E2EL    last token after sending
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from quire.bench.asking import Done
+from quire.bench.load import most_at_once
+from quire.errors import ConfigError
+
+METRICS = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+PROMISES = ("ttft", "tpot", "e2el")  # of a single request
+WIDTH = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What of the figures is wanted."""
+
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput: dict[str, float] | None = None  # metric -> milliseconds
+
+    @staticmethod
+    def read(metrics: str, percentiles: str, goodput: Sequence[str] | None) -> Told:
+        """From the command line. Raises ConfigError: an unknown metric, or a number that is none."""
+        names = tuple(name.strip() for name in metrics.split(",") if name.strip())
+        for name in names:
+            if name not in METRICS:
+                raise ConfigError(f"--percentile-metrics {name}: not one of {', '.join(METRICS)}")
+        try:
+            wanted = tuple(float(one) for one in percentiles.split(","))
+        except ValueError:
+            wanted = (-1.0,)
+        if not all(0 <= one <= 100 for one in wanted):
+            raise ConfigError(f"--metric-percentiles {percentiles}: numbers from 0 to 100")
+        promises = {}
+        for word in goodput or ():
+            name, _, value = word.partition(":")
+            try:
+                limit = float(value)
+            except ValueError:
+                limit = -1.0
+            if name not in PROMISES or not limit >= 0:
+                raise ConfigError(
+                    f"--goodput {word}: NAME:MILLISECONDS, NAME one of {', '.join(PROMISES)}"
+                )
+            promises[name] = limit
+        return Told(names, wanted, promises or None)
+
+
+def figures(done: Sequence[Done], seconds: float, told: Told) -> dict[str, Any]:
+    """The keys of the result file that are measured. Times in milliseconds, rates a second."""
+    good = [one for one in done if one.ok]
+    tokens_in = sum(one.prompt_tokens for one in good)
+    tokens_out = sum(one.output_tokens for one in good)
+    seconds = max(seconds, 1e-9)
+    spans = [(one.start, one.start + one.latency) for one in good]
+    result: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(done) - len(good),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "request_throughput": len(good) / seconds,
+        "request_goodput": None,
+        "output_throughput": tokens_out / seconds,
+        "total_token_throughput": (tokens_in + tokens_out) / seconds,
+        "max_output_tokens_per_s": busiest_second(good),
+        "max_concurrent_requests": most_at_once(spans),
+    }
+    if told.goodput is not None:
+        kept = sum(_keeps(one, told.goodput) for one in good)
+        result["request_goodput"] = kept / seconds
+    for name in METRICS:
+        result |= _summary(name, _values(name, good), told.percentiles)
+    return result
+
+
+def _values(name: str, done: Sequence[Done]) -> list[float]:
+    match name:
+        case "ttft":
+            return [one.ttft for one in done]
+        case "tpot":
+            return [tpot for one in done if (tpot := one.tpot) is not None]
+        case "itl":
+            return [gap for one in done for gap in one.itls]
+    return [one.latency for one in done]
+
+
+def _summary(
+    name: str, seconds: list[float], percentiles: Sequence[float]
+) -> dict[str, float | None]:
+    """None where there is nothing to sum up: 0 ms would be a lie."""
+    values = 1e3 * numpy.asarray(seconds)
+    found: dict[str, Callable[[], Any]] = {
+        f"mean_{name}_ms": values.mean,
+        f"median_{name}_ms": lambda: numpy.median(values),
+        f"std_{name}_ms": values.std,
+    }
+    for one in percentiles:
+        found[f"p{_short(one)}_{name}_ms"] = lambda one=one: numpy.percentile(values, one)
+    return {key: float(compute()) if seconds else None for key, compute in found.items()}
+
+
+def _short(percentile: float) -> str:
+    return f"{percentile:g}"
+
+
+def _keeps(done: Done, promises: dict[str, float]) -> bool:
+    found = {"ttft": done.ttft, "tpot": done.tpot or 0.0, "e2el": done.latency}
+    return all(1e3 * found[name] <= limit for name, limit in promises.items())
+
+
+def busiest_second(done: Sequence[Done]) -> float:
+    """The most tokens that came within one second of the clock. A request's tokens are spread over its pieces."""
+    if not done:
+        return 0.0
+    start = min(one.start for one in done)
+    weights: dict[int, float] = {}
+    for one in done:
+        at = one.start + one.ttft
+        each = one.output_tokens / (len(one.itls) + 1)
+        for gap in (0.0, *one.itls):
+            at += gap
+            second = math.floor(at - start)
+            weights[second] = weights.get(second, 0.0) + each
+    return max(weights.values())
+
+
+def printout(result: dict[str, Any], told: Told, most: int | None, rate: float) -> str:
+    """The table that is printed at the end."""
+    lines = [_title("Serving Benchmark Result", "=")]
+    lines += [
+        _line("Successful requests:", result["completed"]),
+        _line("Failed requests:", result["failed"]),
+    ]
+    if most is not None:
+        lines.append(_line("Maximum request concurrency:", most))
+    if rate != math.inf:
+        lines.append(_line("Request rate configured (RPS):", rate))
+    lines += [
+        _line("Benchmark duration (s):", result["duration"]),
+        _line("Total input tokens:", result["total_input_tokens"]),
+        _line("Total generated tokens:", result["total_output_tokens"]),
+        _line("Request throughput (req/s):", result["request_throughput"]),
+    ]
+    if result["request_goodput"] is not None:
+        lines.append(_line("Request goodput (req/s):", result["request_goodput"]))
+    lines += [
+        _line("Output token throughput (tok/s):", result["output_throughput"]),
+        _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+        _line("Peak concurrent requests:", float(result["max_concurrent_requests"])),
+        _line("Total token throughput (tok/s):", result["total_token_throughput"]),
+    ]
+    for name in told.metrics:
+        short, long = METRICS[name]
+        lines += [
+            _title(long, "-"),
+            _line(f"Mean {short} (ms):", result[f"mean_{name}_ms"]),
+            _line(f"Median {short} (ms):", result[f"median_{name}_ms"]),
+        ]
+        lines += [
+            _line(f"P{_short(one)} {short} (ms):", result[f"p{_short(one)}_{name}_ms"])
+            for one in told.percentiles
+        ]
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def _title(words: str, around: str) -> str:
+    pad = f" {words} " if around == "=" else words
+    return pad.center(WIDTH, around)
+
+
+def _line(words: str, value: float | None) -> str:
+    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{words:<40} {text:<10}"
+
+
+def failures(done: Sequence[Done]) -> str:
+    """Each reason once, with how often: what went wrong is not to be searched for."""
+    counts = Counter(one.error for one in done if not one.ok)
+    return "\n".join(f"failed {count} times: {why}" for why, count in counts.most_common(5))
+
+
+def details(done: Sequence[Done], prompts: Sequence[int]) -> dict[str, Any]:
+    """What --save-detailed adds: by request, times in seconds."""
+    return {
+        "input_lens": [
+            one.prompt_tokens if one.ok else length
+            for one, length in zip(done, prompts, strict=True)
+        ],
+        "output_lens": [one.output_tokens for one in done],
+        "start_times": [one.start for one in done],
+        "ttfts": [one.ttft for one in done],
+        "itls": [one.itls for one in done],
+        "generated_texts": [one.text for one in done],
+        "errors": [one.error for one in done],
+    }

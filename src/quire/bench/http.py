@@ -1,0 +1,241 @@
+"""Many HTTP exchanges at once for little CPU, and the time at which each piece of an answer came.
+
+Knows HTTP/1.1 over TCP and TLS, and keeps connections open. Does not know what is in a body. The load
+generator shares the machine with what it measures, so a piece costs a parser call and no task switch; its time is
+taken when its bytes arrive, before anything is read in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from quire.errors import ConfigError, QuireError
+
+Heard = Callable[[bytes, float], None]
+"""A piece of a body, and when it came (seconds of time.perf_counter)."""
+
+
+class HttpFailed(QuireError):
+    """No answer, or half of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes  # empty where the pieces were heard
+
+
+class Link(asyncio.Protocol):
+    """One connection, with one exchange at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.done: asyncio.Future[Answer] | None = None
+        self.open = False
+
+    def ask(self, request: bytes, heard: Heard | None) -> asyncio.Future[Answer]:
+        self.parser = httptools.HttpResponseParser(self)
+        self.heard, self.parts, self.status = heard, list[bytes](), 0
+        self.begun = self.bounded = False
+        self.when = 0.0
+        self.done = asyncio.get_running_loop().create_future()
+        if self.transport is None or not self.open:
+            self.done.set_exception(HttpFailed("the connection is closed"))
+        else:
+            self.transport.write(request)
+        return self.done
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    # asyncio calls these
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport, self.open = cast(asyncio.Transport, transport), True
+
+    def data_received(self, data: bytes) -> None:
+        self.when, self.begun = time.perf_counter(), True
+        if self.done is None or self.done.done():
+            self.close()  # nobody asked
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as why:
+            self._end(HttpFailed(f"not HTTP: {why}"))
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.open = False
+        if self.status and not self.bounded and error is None:
+            self._end(
+                Answer(self.status, b"".join(self.parts))
+            )  # such a body ends with the connection
+        elif self.done is not None:
+            self._end(HttpFailed(f"the connection was closed{f': {error}' if error else ''}"))
+
+    # and httptools these
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.bounded |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self.status = self.parser.get_status_code()
+
+    def on_body(self, piece: bytes) -> None:
+        if self.heard is not None and self.status == 200:
+            self.heard(piece, self.when)
+        else:
+            self.parts.append(piece)
+
+    def on_message_complete(self) -> None:
+        if 100 <= self.status < 200:
+            return
+        if not self.parser.should_keep_alive():
+            self.open = False
+        self._end(Answer(self.status, b"".join(self.parts)))
+
+    def _end(self, how: Answer | HttpFailed) -> None:
+        if self.done is None or self.done.done():
+            return
+        if isinstance(how, Answer):
+            self.done.set_result(how)
+        else:
+            self.done.set_exception(how)
+
+
+class Server:
+    """An address, and the open connections to it. `async with`: they are closed at the end."""
+
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False
+    ):
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{base_url}: an address such as http://127.0.0.1:8000 is needed")
+        self.host, self.base = parts.hostname, parts.path.rstrip("/")
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.secure: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self.secure = ssl.create_default_context()
+            if insecure:
+                self.secure.check_hostname, self.secure.verify_mode = False, ssl.CERT_NONE
+        fields = {
+            "Host": parts.netloc.rpartition("@")[2],
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }
+        self.fields = "".join(f"{name}: {_line(value)}\r\n" for name, value in fields.items())
+        self.idle: list[Link] = []
+        self.links: set[Link] = set()
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for link in self.links:
+            link.close()
+        self.links.clear()
+        self.idle.clear()
+        await asyncio.sleep(0)  # transports close in the loop's next turn
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        heard: Heard | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 6 * 3600.0,
+    ) -> Answer:
+        """One exchange. With `heard`, the pieces of a 200's body go there as they come.
+
+        Raises:
+            HttpFailed: no connection, a broken one, no HTTP, or `timeout` seconds have passed.
+        """
+        more = "".join(f"{name}: {_line(value)}\r\n" for name, value in (headers or {}).items())
+        head = f"{method} {self.base}{path} HTTP/1.1\r\n{self.fields}{more}Content-Length: {len(body)}\r\n\r\n"
+        request = head.encode() + body
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    link, used = await self._link()
+                    try:
+                        answer = await link.ask(request, heard)
+                    except HttpFailed:
+                        self._drop(link)
+                        if used and not link.begun:
+                            continue  # it was closed while nobody used it: once more on another
+                        raise
+                    except BaseException:
+                        self._drop(link)  # half an answer is still to come on it
+                        raise
+                    self._keep(link)
+                    return answer
+        except TimeoutError:
+            raise HttpFailed(f"no answer within {timeout:g} s") from None
+
+    async def json(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """A whole answer, decoded. Raises HttpFailed also for a status other than 200."""
+        import msgspec
+
+        data = b"" if body is None else msgspec.json.encode(body)
+        answer = await self.ask(method, path, data, **options)
+        if answer.status != 200:
+            raise HttpFailed(f"{path}: {answer.status}: {reason(answer.body)}")
+        try:
+            return msgspec.json.decode(answer.body)
+        except msgspec.DecodeError as why:
+            raise HttpFailed(f"{path}: not JSON: {why}") from None
+
+    async def _link(self) -> tuple[Link, bool]:
+        while self.idle:
+            link = self.idle.pop()
+            if link.open:
+                return link, True
+            self.links.discard(link)
+        loop = asyncio.get_running_loop()
+        try:
+            _, link = await loop.create_connection(Link, self.host, self.port, ssl=self.secure)
+        except OSError as why:
+            raise HttpFailed(f"{self.host}:{self.port}: {why}") from why
+        self.links.add(link)
+        return link, False
+
+    def _keep(self, link: Link) -> None:
+        if link.open:
+            self.idle.append(link)
+        else:
+            self._drop(link)
+
+    def _drop(self, link: Link) -> None:
+        link.close()
+        self.links.discard(link)
+
+
+def _line(value: str) -> str:
+    if "\r" in value or "\n" in value:
+        raise ConfigError(f"a header with a line break in it: {value!r}")
+    return value
+
+
+def reason(body: bytes) -> str:
+    """What an error's body says, whatever form it has."""
+    import msgspec
+
+    text = body.decode("utf-8", "replace")
+    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        found = msgspec.json.decode(body)
+        error = found.get("error", found)
+        text = str(error["message"] if isinstance(error, dict) else error)
+    return text.strip()[:500] or "an empty body"
