@@ -51,6 +51,8 @@ class Front(Serving):
         metrics = Metrics(model_name(config), shared=shared)
         super().__init__(config, listener, client, Tenants(config.server), metrics)
         self.speaker, self.again = speaker, again
+        if again:  # whoever connects may wait: the others serve already
+            self.opened.clear()
         self.state.front, self.state.fronts = client.client, count
         self.leads = client.client == 0
         self.logs_stats = False  # the keeper does
@@ -77,6 +79,7 @@ class Front(Serving):
         if not self.again:
             seconds = since_process_start(os.getppid())
             self.state.metrics.startup.labels("all").set(seconds)
+        self.opened.set()
         self.speaker.say(Open(engine.chats))
 
     def _report(self, error: Exception) -> None:

@@ -137,7 +137,8 @@ class Serving:
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
         self.http = http_server(build_app(self.state), config.server)
-        self.stopping = asyncio.Event()
+        self.stopping, self.opened = asyncio.Event(), asyncio.Event()
+        self.opened.set()  # it answers from the beginning, if only that it is loading
         self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
         self.url = address(config.server, listener)
 
@@ -147,17 +148,21 @@ class Serving:
         for number in self.stop_signals:
             loop.add_signal_handler(number, self.stop, number)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
-        # It answers from now on, if only that it is loading.
-        http = asyncio.ensure_future(self.http.serve(sockets=[self.listener]))
+        http = asyncio.ensure_future(self._answer())
         try:
             code = await self._lived(http)
         finally:
             self.http.should_exit = True
+            self.opened.set()
             with suppress(asyncio.CancelledError):
                 await http
             if self.client is not None:
                 await asyncio.to_thread(self.client.close)
         return code
+
+    async def _answer(self) -> None:
+        await self.opened.wait()
+        await self.http.serve(sockets=[self.listener])
 
     def stop(self, number: int) -> None:
         """The first signal drains, the second ends it."""

@@ -1,0 +1,211 @@
+"""Several HTTP processes over one engine: one server to those who look at it, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served, children, has_torch
+from tiny_llama import make_checkpoint
+
+TEXT = "/v1/completions"
+GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "a", "n": 2, "max_tokens": 240, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = make_checkpoint(tmp_path_factory.mktemp("tiny"))
+    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "3"}
+    flags = ["--served-model-name", "tiny", "--api-server-count", "2", "--max-num-seqs", "32"]
+    with Served(path, *flags, env=dev) as found:
+        yield found
+
+
+def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
+
+
+def process_of(client: httpx.Client) -> int:
+    """Who answers on this connection; the next request goes to the same."""
+    return client.get("/server_info").json()["pid"]
+
+
+def fronts(server: Served) -> list[int]:
+    return [child for child in children(server.process.pid) if not has_torch(child)]
+
+
+@pytest.fixture
+def clients(server: Served) -> Iterator[list[httpx.Client]]:
+    """One of each process."""
+    found: dict[int, httpx.Client] = {}
+    while len(found) < 2:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        pid = process_of(client)
+        if pid in found:
+            client.close()
+        else:
+            found[pid] = client
+    yield list(found.values())
+    for client in found.values():
+        client.close()
+
+
+def told(client: httpx.Client) -> dict[str, float]:
+    """/metrics, without what is measured by asking for it."""
+    lines = client.get("/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs if "throughput" not in name}
+
+
+def total(metrics: dict[str, float], name: str) -> float:
+    return sum(value for key, value in metrics.items() if key.partition("{")[0] == name)
+
+
+class Stream(threading.Thread):
+    """A long stream; `events` grow, `error` is set if it breaks."""
+
+    def __init__(self, url: str):
+        super().__init__()
+        self.url, self.events, self.error = url, list[str](), None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.url + TEXT, json=LONG, timeout=60) as answer:
+                self.events += (line for line in answer.iter_lines() if line)
+        except httpx.HTTPError as error:
+            self.error = error
+
+
+def test_each_process_answers_and_none_has_torch(server: Served, clients: list[httpx.Client]):
+    pids = fronts(server)
+    assert sorted(map(process_of, clients)) == sorted(pids)
+    assert len(children(server.process.pid)) == 3
+    assert not any(has_torch(pid) for pid in (server.process.pid, *pids))
+    texts = {client.post(TEXT, json=GREEDY).json()["choices"][0]["text"] for client in clients}
+    assert len(texts) == 1
+    assert server.output.count("Ready. Try:") == 1
+
+
+def test_both_tell_the_same_and_all_of_it(server: Served, clients: list[httpx.Client]):
+    before = told(clients[0])
+    for count, client in zip((3, 5), clients, strict=True):
+        for _ in range(count):
+            client.post(TEXT, json=GREEDY)
+    client = clients[0]
+    until(
+        lambda: (
+            total(told(client), "vllm:generation_tokens_total")
+            == total(before, "vllm:generation_tokens_total") + 8 * 24
+        )
+    )
+    until(lambda: told(clients[0]) == told(clients[1]))
+    after = told(clients[1])
+    for name, grown in {
+        "vllm:e2e_request_latency_seconds_count": 8,
+        "vllm:request_generation_tokens_sum": 8 * 24,
+        "vllm:request_success_total": 8,
+        "vllm:time_to_first_token_seconds_count": 8,
+        "http_requests_total": 8,
+        "vllm:inter_token_latency_seconds_count": 0,  # whole answers
+    }.items():
+        assert total(after, name) - total(before, name) == grown, name
+    assert total(after, "quire:max_num_seqs") == 32
+    assert total(after, "vllm:cache_config_info") == 1
+    steps = total(after, "quire:engine_steps_total")
+    until(lambda: total(told(clients[0]), "vllm:iteration_tokens_total_count") == steps)
+    name = "vllm:inter_token_latency_seconds_count"
+    old = "vllm:time_per_output_token_seconds_count"
+    assert total(after, old) == total(after, name)
+
+
+def test_one_id_at_both(server: Served, clients: list[httpx.Client]):
+    """Ids are the clients' own; the engine hears of both."""
+    found = []
+
+    def ask(client: httpx.Client) -> None:
+        headers = {"X-Request-Id": "same"}
+        found.append(client.post(TEXT, json=GREEDY | {"max_tokens": 200}, headers=headers))
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in found] == [200, 200]
+
+
+def test_load_is_of_all(server: Served, clients: list[httpx.Client]):
+    streams = [Stream(server.url) for _ in range(8)]
+    until(lambda: clients[0].get("/load").json() == {"server_load": 8})
+    for stream in streams:
+        stream.join(60)
+    until(lambda: clients[1].get("/load").json() == {"server_load": 0})
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_dies_or_hangs_is_replaced(server: Served, blow: signal.Signals):
+    """Its streams break, the others go on; what it had asked for is not worked for, what it had counted stays."""
+    before = {name: server.metric(name) for name in ("http_requests_total", "vllm:request_success_total")}  # fmt: skip
+    old = fronts(server)
+    streams = [Stream(server.url) for _ in range(16)]
+    until(lambda: server.client.get("/load").json() == {"server_load": 16})
+    server.client.close()  # it may go to either, and must not wait for the one that is struck
+    os.kill(old[0], blow)
+    for stream in streams:
+        stream.join(60)
+    broken = [stream for stream in streams if stream.error is not None]
+    whole = [stream for stream in streams if stream.events[-1:] == ["data: [DONE]"]]
+    assert len(broken) + len(whole) == 16
+    assert 0 < len(whole) < 16
+    until(lambda: len(set(fronts(server)) - {old[0]}) == 2)
+    server.client = httpx.Client(base_url=server.url, timeout=30)
+    until(lambda: server.client.get("/health/ready").status_code == 200)
+    until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    # Those that broke were ended in the engine, and were never counted as answered.
+    assert server.metric("vllm:request_success_total") == before["vllm:request_success_total"] + 32
+    assert server.metric("http_requests_total") == before["http_requests_total"] + len(whole)
+    for _ in range(8):
+        answer = httpx.post(server.url + TEXT, json=GREEDY, timeout=30)
+        assert answer.status_code == 200
+    until(lambda: server.client.get("/load").json() == {"server_load": 0})
+
+
+def test_told_to_stop_all_end_what_runs(server: Served):
+    """The last of this server."""
+    streams = [Stream(server.url) for _ in range(6)]
+    until(lambda: all(stream.events for stream in streams))
+    family = children(server.process.pid)
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        stream.join(60)
+    assert {stream.events[-1] for stream in streams} == {"data: [DONE]"}
+    for stream in streams:
+        choices = [choice for event in stream.events[:-1] for choice in json.loads(event[6:])["choices"]]  # fmt: skip
+        assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"] * 2
+    assert server.wait() == 0
+    assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+
+
+def test_killing_the_parent_leaves_nobody(tmp_path: Path):
+    server = Served(make_checkpoint(tmp_path), "--api-server-count", "2")
+    try:
+        until(lambda: len(children(server.process.pid)) == 3, 60)
+        family = children(server.process.pid)
+    finally:
+        server.process.kill()
+        server.wait()
+    until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()], 10)
