@@ -6,6 +6,7 @@ demands of its calls goes into its sampling parameters here.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,17 @@ def demanded(
 
 
 @dataclass(slots=True)
+class Output:
+    """One completion as it is read."""
+
+    parser: Parser
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of which it is not known yet whether they are thoughts."""
+    size: int = 0
+    """Characters of their text."""
+
+
+@dataclass(slots=True)
 class Reader:
     """Of one request's completions; each has a parser of its own."""
 
@@ -127,20 +139,22 @@ class Reader:
     parallel: bool = True
     named: bool = False
     reasoning_tokens: int = 0
-    parsers: dict[int, Parser] = field(default_factory=dict)
+    outputs: dict[int, Output] = field(default_factory=dict)
 
     def read(self, delta: Delta) -> None:
         """Tell the delta's text apart."""
-        parser = self.parsers.get(delta.index)
-        if parser is None:
-            parser = self.parsers[delta.index] = self.reading.parser()
-        before, size = parser.thought, len(delta.text)
+        output = self.outputs.get(delta.index)
+        if output is None:
+            output = self.outputs[delta.index] = Output(self.reading.parser())
+        parser, ended = output.parser, delta.finish_reason is not None
+        before = parser.thought
         parsed = parser.feed(delta.text)
-        ended = delta.finish_reason is not None
         if ended:
             parsed.add(parser.finish())
         if self.reading.reasons:
-            count = self._thoughts(parser, parser.thought - before, size, delta.tokens)
+            output.tokens += delta.tokens
+            output.size += len(delta.text)
+            count = self._thoughts(output, parser.thought - before)
             self.reasoning_tokens += count
             if not self.told:
                 self._hide(delta, parsed, count)
@@ -149,20 +163,25 @@ class Reader:
         if ended:
             self._ended(delta, parser)
 
-    def _thoughts(self, parser: Parser, thought: int, size: int, tokens: list[int]) -> int:
-        """How many of the tokens are thoughts, which come first."""
-        if not thought:
-            return len(tokens) if parser.thinking and not size else 0
-        if len(tokens) < 2 or parser.thinking or thought >= size:
-            return len(tokens)
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self.decode(tokens[:middle])) < thought:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def _thoughts(self, output: Output, thought: int) -> int:
+        """How many of the tokens that waited turned out to be thoughts: those with the first characters."""
+        tokens, known = output.tokens, output.size - output.parser.waiting
+        if thought <= 0:
+            count = 0
+        elif thought >= output.size:
+            count = len(tokens)
+        else:
+            count = bisect_left(range(len(tokens)), thought, key=self._length(tokens))
+        if not output.parser.waiting:
+            output.tokens, output.size = [], 0
+        elif known > 0:
+            done = bisect_right(range(1, len(tokens) + 1), known, key=self._length(tokens))
+            output.tokens = tokens[max(done, count) :]
+            output.size = output.parser.waiting
+        return min(count, len(tokens))
+
+    def _length(self, tokens: list[int]) -> Callable[[int], int]:
+        return lambda count: len(self.decode(tokens[:count]))
 
     def _hide(self, delta: Delta, parsed: Parsed, count: int) -> None:
         parsed.reasoning = ""

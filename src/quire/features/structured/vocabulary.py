@@ -76,7 +76,6 @@ class Vocabulary:
         added = found.added_tokens
         free = max([len(found.model.vocab), *(int(token["id"]) + 1 for token in added)])
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        self._specials = {str(t["content"]): int(t["id"]) for t in added if t.get("special")}
         mark = {"id": free, "content": MARK, "special": True, **plain}
         whole = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         whole["added_tokens"] = msgspec.Raw(msgspec.json.encode([*added, mark]))
@@ -89,6 +88,9 @@ class Vocabulary:
             raise ConfigError(
                 f"constrained output cannot read this tokenizer: its ids have holes below {free}"
             )
+        # Its own opinion counts: it takes `<tool_call>` for special though the tokenizer says it is not.
+        ids = {str(token["content"]): int(token["id"]) for token in added}
+        self._specials = {text: id for text, id in ids.items() if made.is_special_token(id)}
         return made
 
 

@@ -106,9 +106,9 @@ class Parser:
         }  # fmt: skip
 
     @property
-    def thinking(self) -> bool:
-        """Whether the text so far ends within thoughts."""
-        return self._state.kind == "reasoning" or self._state.other == "reasoning"
+    def waiting(self) -> int:
+        """Characters of which it is not known yet what they are."""
+        return len(self._buffer) - self._at
 
     def feed(self, text: str) -> Parsed:
         """What is certain after this text and was not before."""

@@ -1,0 +1,217 @@
+"""The embedded model through the whole server: calls, results, answers, thoughts. Greedy, so the same each time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+from asgi import browser, frames
+from scripted import make_state
+
+from quire.config.engine import EngineConfig
+from quire.engine.assemble import make_client
+from quire.server.app import build_app
+from quire.server.state import Phase, ServerState
+from quire.server.text_engine import AsyncTextEngine
+
+CHAT = "/v1/chat/completions"
+Ask = Callable[..., Awaitable[Any]]
+
+
+def tool(name: str, says: str, **types: str) -> dict[str, Any]:
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    schema = {"type": "object", "properties": properties, "required": list(types)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": says, "parameters": schema},
+    }
+
+
+WEATHER = tool("get_weather", "Get the weather of a city.", city="string")
+QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[ServerState]:
+    config = EngineConfig.from_keywords(
+        model="quire-tiny", max_model_len=1024, max_num_seqs=32, kv_cache_memory_bytes=64 << 20
+    )
+    client = make_client(config)
+    made = make_state(None)
+    made.engine, made.phase = AsyncTextEngine.over(client, config), Phase.READY
+    yield made
+    made.engine.llm.shutdown()
+
+
+def talk(state: ServerState, work: Callable[[Ask], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with browser(state) as client:
+
+            async def ask(*messages: dict[str, Any], **body: Any) -> Any:
+                body = {"messages": messages, "temperature": 0, "max_tokens": 100, **body}
+                found = await client.post(CHAT, json=body)
+                assert found.status_code == 200, found.text
+                if body.get("stream"):
+                    return frames(found.text)
+                (choice,) = found.json()["choices"]
+                return choice
+
+            return await asyncio.wait_for(work(ask), 60)
+
+    return asyncio.run(main())
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return [(one["name"], json.loads(one["arguments"])) for one in functions]
+
+
+def test_a_call_its_result_and_the_answer(state: ServerState):
+    async def work(ask: Ask) -> None:
+        first = await ask(QUESTION, tools=[WEATHER])
+        assert first["finish_reason"] == "tool_calls"
+        assert calls_of(first["message"]) == [("get_weather", {"city": "Paris"})]
+        result = {
+            "role": "tool",
+            "tool_call_id": first["message"]["tool_calls"][0]["id"],
+            "content": json.dumps({"city": "Paris", "weather": "sunny", "temperature": 21}),
+        }
+        second = await ask(QUESTION, first["message"], result, tools=[WEATHER])
+        assert second["finish_reason"] == "stop"
+        assert calls_of(second["message"]) == []
+        assert "Paris" in second["message"]["content"]
+
+    talk(state, work)
+
+
+def test_a_stream_is_the_same_call(state: ServerState):
+    async def work(ask: Ask) -> None:
+        whole = await ask(QUESTION, tools=[WEATHER])
+        events = await ask(QUESTION, tools=[WEATHER], stream=True)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        parts = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert len(parts) > 2
+        assert parts[0]["function"]["name"] == "get_weather"
+        assert parts[0]["id"]
+        text = "".join(part["function"]["arguments"] for part in parts)
+        assert text == whole["message"]["tool_calls"][0]["function"]["arguments"]
+        assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+    talk(state, work)
+
+
+def test_thoughts_come_before_the_answer(state: ServerState):
+    sum_ = {"role": "user", "content": "What is 12 + 7?"}
+
+    async def work(ask: Ask) -> None:
+        whole = (await ask(sum_))["message"]
+        assert whole["reasoning"]
+        assert "<" not in whole["reasoning"] + whole["content"]
+        events = await ask(sum_, stream=True)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == whole["reasoning"]
+        assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
+        last = max(at for at, delta in enumerate(deltas) if "reasoning" in delta)
+        assert all(not delta.get("content") for delta in deltas[:last])
+        without = (await ask(sum_, reasoning_effort="none"))["message"]
+        assert without["reasoning"] is None
+
+    talk(state, work)
+
+
+def test_a_tool_that_must_be_called_keeps_to_its_schema(state: ServerState):
+    """Whatever the model would have liked to say."""
+    book = tool("book", "Book a room.", nights="integer")
+    book["function"]["parameters"] = {
+        "type": "object",
+        "properties": {"nights": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["nights"],
+        "additionalProperties": False,
+    }
+    named = {"type": "function", "function": {"name": "book"}}
+    tale = {"role": "user", "content": "Tell me a story."}
+
+    async def work(ask: Ask) -> None:
+        for choice, finish in (("required", "tool_calls"), (named, "stop")):
+            found = await ask(tale, tools=[book], tool_choice=choice, reasoning_effort="none", parallel_tool_calls=False)  # fmt: skip
+            assert found["finish_reason"] == finish
+            ((name, arguments),) = calls_of(found["message"])
+            assert name == "book"
+            assert arguments["nights"] in range(1, 10)
+            assert found["message"]["content"] is None
+            assert found["message"]["reasoning"] is None
+
+    talk(state, work)
+
+
+def test_nobody_sees_the_others_constraint(state: ServerState):
+    """16 requests at once, of four kinds: each answer is of its own kind."""
+
+    async def work(ask: Ask) -> None:
+        hello = {"role": "user", "content": "Hello!"}
+        plain = await ask(hello)
+        kinds = [
+            ask(QUESTION, tools=[WEATHER], tool_choice="required", reasoning_effort="none"),
+            ask(hello),
+            ask(hello, structured_outputs={"choice": ["north", "south"]}, reasoning_effort="none"),
+            ask(QUESTION, tools=[WEATHER]),
+        ]
+        rest = [
+            ask(hello if at % 2 else QUESTION, tools=None if at % 2 else [WEATHER])
+            for at in range(12)
+        ]
+        must, free, chosen, auto, *others = await asyncio.gather(*kinds, *rest)
+        assert calls_of(must["message"])[0][0] == "get_weather"
+        assert free["message"] == plain["message"]
+        assert chosen["message"]["content"] in ("north", "south")
+        assert calls_of(auto["message"]) == [("get_weather", {"city": "Paris"})]
+        for at, other in enumerate(others):
+            if at % 2:
+                assert other["message"] == plain["message"]
+            else:
+                assert calls_of(other["message"]) == calls_of(auto["message"])
+
+    talk(state, work)
+
+
+def test_the_openai_package_understands_it(state: ServerState):
+    openai = pytest.importorskip("openai")
+
+    async def main() -> None:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(state)))
+        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="x", http_client=http) as client:  # fmt: skip
+            body: Any = {
+                "model": "toy",
+                "messages": [QUESTION],
+                "tools": [WEATHER],
+                "temperature": 0,
+            }
+            whole = await client.chat.completions.create(**body)
+            async with client.chat.completions.stream(**body) as stream:
+                async for _ in stream:
+                    pass
+                streamed = await stream.get_final_completion()
+            for found in (whole, streamed):
+                (call,) = found.choices[0].message.tool_calls
+                assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})  # fmt: skip
+                assert found.choices[0].finish_reason == "tool_calls"
+            second = await client.chat.completions.create(
+                model="toy", tools=[WEATHER], temperature=0,
+                messages=[
+                    QUESTION, whole.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "tool", "tool_call_id": whole.choices[0].message.tool_calls[0].id, "content": '{"weather": "sunny"}'},
+                ],
+            )  # fmt: skip
+            assert second.choices[0].message.content
+            assert not second.choices[0].message.tool_calls
+
+    asyncio.run(main())
