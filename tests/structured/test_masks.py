@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 import torch
 from grammar_reader import Reader
 
+from quire.errors import ValidationError
+from quire.features.structured.check import checked
 from quire.features.structured.gate import GrammarGate, announced
 from quire.features.structured.masks import BIASES, GrammarMasks, bar
+from quire.features.structured.refusal import Refused
 from quire.protocol.constraint import StructuredOutputsParams as Form
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan
@@ -101,6 +105,54 @@ def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):
     made.rows.enter(again)
     made.enter(again)
     assert allowed(made, [0]) == [{B}]
+
+
+class PanicException(BaseException):  # as Rust's is called
+    pass
+
+
+class Panics:
+    """A matcher that fails in one of its two ways."""
+
+    def __init__(self, when: str):
+        self.when = when
+
+    def consume_token(self, token: int) -> bool:
+        if self.when == "token":
+            raise PanicException("out of range")
+        return True
+
+    def unsafe_compute_mask_ptr(self, place: int, size: int) -> None:
+        raise PanicException("out of range")
+
+
+@pytest.mark.parametrize("when", ["token", "mask"])
+def test_an_engine_that_fails_fails_one_row(reader: Reader, when: str):
+    made = masks(reader, entered(0, Form(regex="a*"), []), entered(1, Form(regex="a*b"), []))
+    allowed(made, [0, 1])
+    made.held[0].matcher = Panics(when)  # type: ignore[assignment]
+    rows = np.array([0, 1])
+    made.rows.token_ids_RL[rows, made.rows.length[rows]] = A
+    made.hook.after(StepPlan(1, [], [], []), None)  # type: ignore[arg-type]
+    made.rows.length[rows] += 1
+    picked = Picked(np.arange(2), rows, made.rows.length[rows], made.rows)
+    left = made.apply(torch.zeros(2, WIDTH), picked).isfinite()
+    assert picked.errors.keys() == {0}
+    assert set(left[1].nonzero().flatten().tolist()) == {A, B}
+
+
+def test_an_engine_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    def fails(*args: Any, **more: Any) -> Any:
+        raise PanicException("out of range")
+
+    stub = SimpleNamespace(validate_grammar_with_warnings=fails)
+    monkeypatch.setattr("quire.features.structured.check.LLMatcher", stub)
+    monkeypatch.setattr("quire.features.structured.compile.LLMatcher", fails)
+    form = Form(regex="a{3}unlike any other")
+    with pytest.raises(ValidationError, match="out of range"):
+        checked(form)
+    with pytest.raises(Refused, match="out of range"):
+        reader.matcher(form)
 
 
 def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from quire.errors import ValidationError
 from quire.features.structured.grammar import explained, grammar_of, limits
-from quire.features.structured.refusal import Refused
+from quire.features.structured.refusal import Refused, is_panic
 from quire.protocol.constraint import FIELD, StructuredOutputsParams
 
 KEPT = 512
@@ -49,7 +49,11 @@ def _verdict(keyed: _Keyed) -> str | None:
     """What is wrong with it."""
     try:
         text = grammar_of(keyed.constraint)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     except Refused as error:
         return str(error)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return f"llguidance fails on it: {error}"
     return explained(" ".join(messages)) if failed or messages else None

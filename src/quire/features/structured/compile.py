@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from llguidance import LLMatcher
 
 from quire.features.structured.grammar import explained, grammar_of, limits
-from quire.features.structured.refusal import Refused
+from quire.features.structured.refusal import Refused, is_panic
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.constraint import StructuredOutputsParams
 
-KEPT = 256  # compiled grammars, least recently used go first
+KEPT = 64  # compiled grammars, least recently used go first; each may grow to some ten MB (grammar.limits)
 THREADS = 2
 
 
@@ -60,8 +60,13 @@ class Compiler:
                 del self._made[constraint.key]
 
     def _compile(self, constraint: StructuredOutputsParams) -> LLMatcher:
-        text = grammar_of(constraint, self.vocabulary.specials)
-        made = LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits())
+        try:
+            text = grammar_of(constraint, self.vocabulary.specials)
+            made = LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits())
+        except BaseException as error:
+            if is_panic(error):
+                raise Refused(f"llguidance fails on it: {error}") from None
+            raise
         if made.is_error():
             raise Refused(explained(made.get_error()))
         return made

@@ -32,6 +32,7 @@ def limits() -> LLParserLimits:
         step_lexer_fuel=400_000,
         step_max_items=200_000,
         max_items_in_row=MAX_ITEMS,
+        max_lexer_states=40_000,  # of 1 to 2 kB each
         verbose_errors=False,
     )
 

@@ -135,17 +135,7 @@ class GrammarMasks(Processor):
             event = torch.Event(device)
             event.record()
 
-        def advance() -> None:
-            if event is not None:
-                event.synchronize()
-            live = []
-            for held, token in zip(helds, tokens_P.tolist(), strict=True):
-                if held.error is None and not held.gone:
-                    self._feed(held, token)
-                    live.append(held)
-            self._fill(live)
-
-        job = self._thread.submit(advance)
+        job = self._thread.submit(self._advance, helds, tokens_P, event)
         for held in helds:
             held.job = job
 
@@ -156,14 +146,36 @@ class GrammarMasks(Processor):
             self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
         return self._masks_RW
 
+    # What goes wrong here is a row's own: BaseException, because Rust's panics are no Exception.
     def _begin(self, held: Held, outputs: list[int]) -> None:
         try:
             held.matcher = held.compiled.result().deep_copy()
             for token in outputs:
                 self._feed(held, token)
             self._fill([held])
-        except Exception as error:
+        except BaseException as error:
             held.error = str(error)
+
+    def _advance(self, helds: list[Held], tokens_P: Tensor, event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+        live: list[Held] = []
+        for held, token in zip(helds, tokens_P.tolist(), strict=True):
+            if held.error is not None or held.gone:
+                continue
+            try:
+                self._feed(held, token)
+                live.append(held)
+            except BaseException as error:
+                held.error = f"the constraint cannot be kept: {error}"
+        try:
+            self._fill(live)
+        except BaseException:
+            for held in live:  # who was it?
+                try:
+                    self._fill([held])
+                except BaseException as error:
+                    held.error = f"the constraint cannot be kept: {error}"
 
     def _feed(self, held: Held, token: int) -> None:
         if held.ended or held.matcher is None:
