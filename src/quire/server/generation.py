@@ -144,6 +144,8 @@ class Generation:
                 except StopAsyncIteration:
                     return
                 except TimeoutError as error:
+                    if end is None:
+                        raise  # another's patience, not this request's
                     raise ApiError(
                         408, f"the request was not done in {self.timeout:g} s", param="timeout"
                     ) from error
