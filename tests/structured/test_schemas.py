@@ -146,6 +146,9 @@ def test_options_of_the_constraint(reader: Reader):
     assert reader.admits(closed, '{"a":{"properties":1}}')
     assert not reader.admits(closed, '{"a":{"z":1}}')
     assert not reader.admits(closed, '{"z":1}')
+    usual = StructuredOutputsParams(json=LOOSE)
+    assert reader.admits(usual, "{" + "\n" + " " * 79 + '"a" :\t1}')
+    assert not reader.admits(usual, "{" + " " * 81 + '"a":1}')  # not for ever
     spaced = StructuredOutputsParams(json=LOOSE, whitespace_pattern="[ ]?")
     assert reader.admits(spaced, '{ "a": 1 }')
     assert not reader.admits(spaced, '{  "a":1}')

@@ -20,6 +20,7 @@ MAX_PROPERTIES = (
 )
 MAX_ALL_PROPERTIES = 4000
 OPTIONS = "x-guidance"  # llguidance's own, among them one that drops what it does not know
+SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # of JSON; bounded, since models have been seen to write nothing else for ever
 ESCAPES = 'nrbtf\\"'  # no \uXXXX: a key so written would pass for another than it is
 
 # Where schemas stand in a schema. Whatever else is there is data, and not looked into.
@@ -53,8 +54,8 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if constraint.disable_any_whitespace:
         options["whitespace_flexible"] = False
-    if constraint.whitespace_pattern is not None:
-        options["whitespace_pattern"] = constraint.whitespace_pattern
+    else:
+        options["whitespace_pattern"] = constraint.whitespace_pattern or SPACES
     made[OPTIONS] = options
     text = json.dumps(made)
     if len(text) > 2 * MAX_BYTES:
