@@ -22,6 +22,8 @@ from quire.server.constraints import of_format
 from quire.server.errors import as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
+from quire.server.message_blocks import Blocks, choice_of, messages_of, text_of, tools_of
+from quire.server.reading import model_formats
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, MessagesRequest
 from quire.server.sse import EventStream, event, or_hung_up
@@ -37,8 +39,8 @@ ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-STOPS = {"stop": "end_turn", "length": "max_tokens"}
-TEXT_BLOCKS = ("text",)
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 
@@ -72,28 +74,6 @@ def with_its_errors(endpoint: Endpoint) -> Endpoint:
 
 
 # -- in -------------------------------------------------------------------------------------------
-def text_of(content: Any, where: str) -> str:
-    """A text, or blocks of it, as one text.
-
-    Raises:
-        ApiError: 400 for blocks of another kind.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"`{where}` must be a text or a list of blocks", where)
-    parts = []
-    for at, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in TEXT_BLOCKS or not isinstance(block.get("text"), str):
-            raise invalid(
-                f"`{where}[{at}]`: blocks of type {kind!r} are not supported by this model",
-                f"{where}[{at}]",
-            )
-        parts.append(block["text"])
-    return "".join(parts)
-
-
 def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
     """The same wish in OpenAI's words. `counted`: only the prompt matters.
 
@@ -102,12 +82,9 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
     """
     if not counted and (body.max_tokens is None or body.max_tokens < 1):
         raise invalid("`max_tokens` is needed, and must be at least 1", "max_tokens")
-    if body.tools and (body.tool_choice or {}).get("type") != "none":
-        raise invalid("`tools`: reading tool calls is not supported yet; leave it out", "tools")
-    if (body.thinking or {}).get("type", "disabled") != "disabled":
-        raise invalid(
-            "`thinking`: thoughts are not told apart from text yet; leave it out", "thinking"
-        )
+    thinking = (body.thinking or {}).get("type")
+    if thinking is not None and thinking not in THINKS:
+        raise invalid("`thinking.type` must be enabled, adaptive or disabled", "thinking")
     output = body.output_config or {}
     of_format(output.get("format"), "output_config.format")
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
@@ -115,13 +92,16 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
-        content = text_of(message.get("content"), f"messages[{at}].content")
-        messages.append({"role": role, "content": content})
+        messages += messages_of(role, message.get("content"), f"messages[{at}].content")
     goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # the answer is begun
+    wishes = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
+    one = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     return ChatRequest(
         messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
         stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
-        cache_salt=body.cache_salt, chat_template_kwargs=body.chat_template_kwargs,
+        cache_salt=body.cache_salt, chat_template_kwargs=wishes | body.chat_template_kwargs,
+        tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice) if body.tools else None,
+        parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
         response_format=output.get("format"), reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
         kv_transfer_params=body.kv_transfer_params,
         add_generation_prompt=not goes_on, continue_final_message=goes_on,
@@ -139,10 +119,12 @@ def usage(generation: Generation, details: bool) -> dict[str, Any]:
     return found
 
 
-def ended(delta: Delta) -> dict[str, Any]:
+def ended(delta: Delta, blocks: Blocks) -> dict[str, Any]:
     """Why it ended."""
     by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     reason = "stop_sequence" if by is not None else STOPS.get(delta.finish_reason or "", "end_turn")
+    if reason == "end_turn" and any(block["type"] == "tool_use" for block in blocks.done):
+        reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": by}
 
 
@@ -166,19 +148,24 @@ async def messages(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, MessagesRequest)
     model = state.check_model(body.model)
-    generation = await generation_of(request, as_chat(body), engine, "msg_")
+    wish = as_chat(body)
+    if wish.include_reasoning and model_formats(state, engine).reasoning is None:
+        raise invalid("`thinking`: this server does not know how its model marks thoughts; leave it out, or start it with --reasoning-parser NAME", "thinking")  # fmt: skip
+    generation = await generation_of(request, wish, engine, "msg_")
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         return await answer(request, streamed(generation, model, details), failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
-    blocks = [{"type": "text", "text": delta.text}]
-    return json_response(message(generation, model, blocks, details) | ended(delta))
+    blocks = Blocks()
+    for _ in (*blocks.add(delta), *blocks.end()):
+        pass
+    return json_response(message(generation, model, blocks.done, details) | ended(delta, blocks))
 
 
 async def streamed(
     generation: Generation, model: str, details: bool
 ) -> AsyncGenerator[bytes, None]:
-    started = False
+    started, blocks = False, Blocks()
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             if not started:
@@ -186,14 +173,12 @@ async def streamed(
                 start = message(generation, model, [], details)
                 start["usage"]["output_tokens"] = 0
                 yield event({"type": "message_start", "message": start})
-                block = {"type": "text", "text": ""}
-                yield event({"type": "content_block_start", "index": 0, "content_block": block})
-            if delta.text:
-                part = {"type": "text_delta", "text": delta.text}
-                yield event({"type": "content_block_delta", "index": 0, "delta": part})
+            for new in blocks.add(delta):
+                yield new
             if delta.finish_reason is not None:
-                yield event({"type": "content_block_stop", "index": 0})
-                end = {"delta": ended(delta), "usage": usage(generation, details)}
+                for new in blocks.end():
+                    yield new
+                end = {"delta": ended(delta, blocks), "usage": usage(generation, details)}
                 yield event({"type": "message_delta", **end})
     yield event({"type": "message_stop"})
 

@@ -206,3 +206,25 @@ def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
         else:
             before.arguments += call.arguments
     return calls
+
+
+@dataclass(slots=True)
+class News:
+    """A piece of one kind that is new: thinking, text, or a call's arguments."""
+
+    kind: str
+    text: str
+    index: int = -1
+    """Of the call."""
+    id: str | None = None
+    name: str | None = None
+
+
+def news(delta: Delta) -> list[News]:
+    """What a delta brings, in the order in which answers have it."""
+    found = []
+    if delta.reasoning:
+        found.append(News("thinking", delta.reasoning))
+    if delta.text:
+        found.append(News("text", delta.text))
+    return found + [News("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]

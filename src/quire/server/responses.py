@@ -25,6 +25,7 @@ from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
 from quire.server.respond import answer
+from quire.server.response_items import Items, choice_of, messages_of, tools_of
 from quire.server.schemas import ChatRequest, ResponsesRequest
 from quire.server.sse import EventStream, event, or_hung_up
 
@@ -36,7 +37,6 @@ LATER = {
     "kv_transfer_params": "leave it out",
     "previous_input_messages": "send the whole conversation as `input`",
 }
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -47,31 +47,11 @@ def refuse_later(body: ResponsesRequest) -> None:
             raise invalid(f"`{name}` is not supported yet: {remedy}", name)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
-    if body.tools and body.tool_choice != "none":
-        raise invalid("`tools`: reading tool calls is not supported yet; leave it out", "tools")
     form = (body.text or {}).get("format")
     if of_format(form, "text.format") is not None and body.structured_outputs is not None:
         raise invalid("`text.format` and `structured_outputs`: a request has at most one constraint", "structured_outputs")  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise invalid("`truncation` must be 'disabled'", "truncation")
-
-
-def text_of(content: Any, where: str) -> str:
-    """Raises ApiError 400: parts that are no text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"`{where}` must be a text or a list of parts", where)
-    texts = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise invalid(
-                f"`{where}[{at}]`: parts of type {kind!r} are not supported by this model",
-                f"{where}[{at}]",
-            )
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -83,13 +63,7 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
     start = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
         return [*start, {"role": "user", "content": body.input}]
-    found: list[dict[str, Any]] = []
-    for at, item in enumerate(body.input):
-        where = f"input[{at}]"
-        if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
-            raise invalid(f"`{where}`: only messages are supported", where)
-        role = "system" if item["role"] == "developer" else item["role"]
-        found.append({"role": role, "content": text_of(item.get("content"), f"{where}.content")})
+    found = messages_of(body.input)
     if not found:
         raise invalid("`input` is empty", "input")
     return [*start, *found]
@@ -107,7 +81,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         skip_special_tokens=body.skip_special_tokens, priority=body.priority,
         request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
-        reasoning_effort=(body.reasoning or {}).get("effort"),
+        reasoning_effort=(body.reasoning or {}).get("effort"), tools=tools_of(body.tools),
+        tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
         response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
     )  # fmt: skip
 
@@ -121,10 +96,6 @@ class Shaper:
     created: int = field(default_factory=lambda: int(time.time()))
     number: int = 0
     """Events so far."""
-
-    @property
-    def item_id(self) -> str:
-        return "msg_" + self.generation.id.removeprefix("resp_")
 
     def response(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
         """The whole object; `why` it is incomplete."""
@@ -159,33 +130,23 @@ class Shaper:
 
     def usage(self) -> dict[str, Any]:
         count = self.generation.counts[0]
-        output = sum(count.output_tokens)
+        output, reader = sum(count.output_tokens), self.generation.reader
         return {
             "input_tokens": count.prompt_tokens,
             "input_tokens_details": {"cached_tokens": count.cached},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": 0 if reader is None else reader.reasoning_tokens
+            },
             "total_tokens": count.prompt_tokens + output,
         }
 
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def items(self) -> Items:
+        return Items(self.generation.id.removeprefix("resp_"), self.event)
 
-    def item(self, status: str, text: str | None) -> dict[str, Any]:
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [] if text is None else [self.part(text)],
-        }
-
-    def ended(self, delta: Delta, text: str) -> dict[str, Any]:
-        cut = delta.finish_reason == "length"
-        status = "incomplete" if cut else "completed"
-        return self.response(
-            status, [self.item(status, text)], why="max_output_tokens" if cut else None
-        )
+    def ended(self, delta: Delta, output: list[dict[str, Any]]) -> dict[str, Any]:
+        why = "max_output_tokens" if delta.finish_reason == "length" else None
+        return self.response(status_of(delta), output, why=why)
 
     def event(self, kind: str, **fields: Any) -> bytes:
         number, self.number = self.number, self.number + 1
@@ -208,31 +169,31 @@ async def responses(request: Request) -> Response | EventStream:
     if body.stream:
         return await answer(request, streamed(shaper), shaper.failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
-    return json_response(shaper.ended(delta, delta.text))
+    items = shaper.items()
+    for _ in (*items.add(delta), *items.end(status_of(delta))):
+        pass
+    return json_response(shaper.ended(delta, items.done))
+
+
+def status_of(delta: Delta) -> str:
+    return "incomplete" if delta.finish_reason == "length" else "completed"
 
 
 async def streamed(shaper: Shaper) -> AsyncGenerator[bytes, None]:
-    place = {"output_index": 0}
-    inside = place | {"item_id": shaper.item_id, "content_index": 0}
-    parts: list[str] = []
+    items = shaper.items()
     async with aclosing(shaper.generation.deltas()) as deltas:
         async for delta in deltas:
             if not shaper.number:
                 start = shaper.response("in_progress", [])
                 yield shaper.event("created", response=start)
                 yield shaper.event("in_progress", response=start)
-                yield shaper.event("output_item.added", **place, item=shaper.item("in_progress", None))  # fmt: skip
-                yield shaper.event("content_part.added", **inside, part=shaper.part(""))
-            if delta.text:
-                parts.append(delta.text)
-                yield shaper.event("output_text.delta", **inside, delta=delta.text, logprobs=[])
+            for event in items.add(delta):
+                yield event
             if delta.finish_reason is None:
                 continue
-            text = "".join(parts)
-            whole = shaper.ended(delta, text)
-            yield shaper.event("output_text.done", **inside, text=text, logprobs=[])
-            yield shaper.event("content_part.done", **inside, part=shaper.part(text))
-            yield shaper.event("output_item.done", **place, item=whole["output"][0])
+            for event in items.end(status_of(delta)):
+                yield event
+            whole = shaper.ended(delta, items.done)
             yield shaper.event(whole["status"], response=whole)
 
 
