@@ -76,7 +76,8 @@ const THEMES = ["auto", "light", "dark"];
 function wear(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  $("theme").textContent = "Theme: " + theme;
+  $("theme").textContent = "◐ " + theme;
+  $("theme").setAttribute("aria-label", "Theme: " + theme);
   store.set("theme", theme);
   redraw();
 }

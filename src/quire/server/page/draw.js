@@ -1,7 +1,7 @@
 // Pictures: the blocks, the steps, a request's lane, the speed. Knows canvases; knows nothing of the server.
 
 const FREE = 0, CACHED = 1, SHARED = 2, OWNED = 3;
-const SPAN_MS = 30000;
+const SPAN_MS = 20000;
 
 let paints = null;  // of the theme that is worn
 
@@ -39,7 +39,7 @@ const grid = {columns: 1, size: 10};  // as it was last drawn: who points at it 
 
 function drawBlocks(canvas, cells, chosen) {
   const width = canvas.clientWidth || 1;
-  grid.size = Math.max(3, Math.min(14, Math.floor(Math.sqrt(width * 190 / Math.max(1, cells.length)))));
+  grid.size = Math.max(3, Math.min(18, Math.floor(Math.sqrt(width * 190 / Math.max(1, cells.length)))));
   grid.columns = Math.max(1, Math.floor(width / grid.size));
   canvas.style.height = Math.max(1, Math.ceil(cells.length / grid.columns)) * grid.size + "px";
   const [to] = pen(canvas), gap = grid.size > 4 ? 1.5 : 1, side = grid.size - gap;
@@ -91,7 +91,7 @@ function drawSteps(canvas, steps, chosen) {
   to.fillRect(0, height - 1, width, 1);
 }
 
-// One request's last 30 seconds.
+// One request's last seconds.
 function drawLane(canvas, life, late) {
   const [to, width, height] = pen(canvas);
   const x = ago => width * (1 - Math.min(SPAN_MS, Math.max(0, ago + late)) / SPAN_MS);

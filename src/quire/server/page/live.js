@@ -64,7 +64,7 @@ function numbers() {
   put("hits", stats.prefix_queries ? (100 * stats.prefix_hits / stats.prefix_queries).toFixed(1) + " %" : "–");
   put("hits-of", stats.prefix_queries ? `prefix-cache hits: ${count(stats.prefix_hits)} of ${count(stats.prefix_queries)} prompt tokens` : "prefix-cache hits");
   put("memory", memory.resident ? bytes(memory.resident) : "–");
-  put("memory-of", `engine's memory, of ${bytes(memory.machine)}; server ${bytes(memory.server)}`);
+  put("memory-of", `memory of ${bytes(memory.machine)}; server ${bytes(memory.server)}`);
   put("preemptions", count(stats.preemptions));
   put("n-free", `free ${count(blocks.free)}`);
   put("n-cached", `cached ${count(blocks.cached)}`);
@@ -82,7 +82,7 @@ function blocksAndSteps() {
   if (!last) { put("step-note", "none yet"); return; }
   const chunks = last.work.filter(([, , isPrompt]) => isPrompt), some = last.work.length - chunks.length;
   const tokens = last.work.reduce((total, [, one]) => total + one, last.rest);
-  const parts = [`step ${count(last.step)}`, `${count(tokens)} tokens`];
+  const parts = [`step ${count(last.step)}`, tokens === 1 ? "1 token" : `${count(tokens)} tokens`];
   if (chunks.length) parts.push(`prompt chunks of ${chunks.slice(0, 4).map(([, one]) => one).join(", ")}${chunks.length > 4 ? " …" : ""}`);
   if (some) parts.push(`${some} decoding`);
   if (last.ms >= 0) parts.push(`${last.ms < 10 ? last.ms.toFixed(1) : count(last.ms)} ms`);
@@ -155,7 +155,7 @@ function newRow(life) {
 function update(row, life) {
   row.life = life;
   row.dot.style.background = colour(life.n);
-  row.item.className = life.state;
+  row.item.dataset.state = life.state;
   const state = ALIVE[life.state] ?? (life.finish === "abort" ? "aborted" : life.finish === "error" ? "failed" : "done");
   if (row.state.textContent !== state) row.state.textContent = state;
   let told = `${life.blocks} blocks`;
