@@ -1,0 +1,217 @@
+"""Calls and thoughts in the Messages and Responses protocols, as those who wrote the protocols read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from call_writers import TOOLS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+from asgi import ask
+from scripted import ScriptedEngine, make_state
+
+from quire.server.app import build_app
+
+FORMATS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"count": 1}}\n</tool_call>'
+EVERYTHING = f"<think>\nhm\n</think>\n\nOk.\n{CALL}\n{CALL.replace('1', '2')}"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+BLOCKS = [
+    {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+]
+FLAT = [{"type": "function", **t["function"]} for t in TOOLS]
+
+
+def scripted(text: str, pieces: int) -> ScriptedEngine:
+    size = max(1, -(-len(text) // pieces))
+    return ScriptedEngine(*(text[at : at + size] for at in range(0, len(text), size)))
+
+
+def client_of(engine: ScriptedEngine, library: Any = httpx) -> Any:
+    app = build_app(make_state(engine, **FORMATS))
+    return library.AsyncClient(transport=library.ASGITransport(app))
+
+
+class Rendered(ScriptedEngine):
+    """Keeps what it was asked to render."""
+
+    def render(self, messages: Any, options: Any) -> str:
+        self.messages, self.options = messages, options
+        return "x"
+
+
+@pytest.mark.parametrize("pieces", [1, 9, 1000])
+def test_messages(pieces: int):
+    anthropic, library = pytest.importorskip("anthropic"), pytest.importorskip("httpx2")
+    body: Any = {
+        "model": "toy", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}],
+        "tools": BLOCKS, "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }  # fmt: skip
+
+    async def main() -> list[Any]:
+        async with anthropic.AsyncAnthropic(
+            base_url="http://server",
+            api_key="x",
+            http_client=client_of(scripted(EVERYTHING, pieces), library),
+        ) as client:
+            whole = await client.messages.create(**body)
+            async with client.messages.stream(**body) as stream:
+                async for _ in stream:
+                    pass
+                return [whole, await stream.get_final_message()]
+
+    for found in asyncio.run(main()):
+        assert [block.type for block in found.content] == ["thinking", "text", "tool_use", "tool_use"]  # fmt: skip
+        thought, text, first, second = found.content
+        assert (thought.thinking, text.text) == ("hm", "Ok.")
+        assert (first.name, first.input, second.input) == ("f", {"count": 1}, {"count": 2})
+        assert first.id != second.id
+        assert found.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("pieces", [1, 9, 1000])
+def test_responses(pieces: int):
+    openai = pytest.importorskip("openai")
+
+    async def main() -> list[Any]:
+        async with openai.AsyncOpenAI(
+            base_url="http://server/v1",
+            api_key="x",
+            http_client=client_of(scripted(EVERYTHING, pieces)),
+        ) as client:
+            whole = await client.responses.create(model="toy", input="hi", tools=FLAT)
+            async with client.responses.stream(model="toy", input="hi", tools=FLAT) as stream:
+                async for _ in stream:
+                    pass
+                return [whole, await stream.get_final_response()]
+
+    for found in asyncio.run(main()):
+        kinds = [item.type for item in found.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        thought, message, first, second = found.output
+        assert thought.content[0].text == "hm"
+        assert found.output_text == message.content[0].text == "Ok."
+        assert (first.name, json.loads(first.arguments)) == ("f", {"count": 1})
+        assert json.loads(second.arguments) == {"count": 2}
+        assert len({item.id for item in found.output}) == 4
+        count = len("<think>\nhm\n</think>")
+        assert found.usage.output_tokens_details.reasoning_tokens == count
+
+
+def test_a_history_of_messages():
+    engine = Rendered("Three.")
+    history = [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "I count."},
+            {"type": "tool_use", "id": "c1", "name": "f", "input": {"count": 1}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "3"}]},
+            {"type": "text", "text": "Well?"},
+        ]},
+    ]  # fmt: skip
+    body = {"max_tokens": 9, "messages": history, "tools": BLOCKS}
+    found = ask(engine, "POST", MESSAGES, body, **FORMATS)
+    assert found.json()["content"] == [{"type": "text", "text": "Three."}]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"count": 1}}}
+    assert engine.messages == [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "I count.", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "user", "content": "Well?"},
+    ]
+    assert [tool["function"]["name"] for tool in engine.options.tools] == ["get_weather", "f", "ns.read-file"]  # fmt: skip
+
+
+def test_a_history_of_items():
+    engine = Rendered("Three.")
+    items = [
+        {"role": "user", "content": "How many?"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I count."}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"count": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "3"},
+    ]  # fmt: skip
+    found = ask(engine, "POST", RESPONSES, {"input": items, "tools": FLAT}, **FORMATS)
+    assert found.json()["output"][0]["content"][0]["text"] == "Three."
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"count": 1}}}
+    assert engine.messages == [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "I count.", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+
+
+def test_thoughts_are_told_to_those_who_ask():
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+    for thinking, wanted in (
+        (None, {}), ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, {"enable_thinking": True}),
+    ):  # fmt: skip
+        engine = Rendered("<think>hm</think>Yes.")
+        asked = body if thinking is None else {**body, "thinking": thinking}
+        found = ask(engine, "POST", MESSAGES, asked, **FORMATS).json()
+        kinds = [block["type"] for block in found["content"]]
+        assert kinds == (["thinking", "text"] if wanted.get("enable_thinking") else ["text"])
+        assert found["content"][-1]["text"] == "Yes."
+        assert engine.options.template_kwargs == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "several"),
+    [({"type": "any"}, "sequence", True), ({"type": "any", "disable_parallel_tool_use": True}, "sequence", False),
+     ({"type": "tool", "name": "f"}, "sequence", False), ({"type": "auto"}, None, True)],
+)  # fmt: skip
+def test_the_choice_of_messages(asked: dict[str, Any], kind: str | None, several: bool):
+    engine = ScriptedEngine(CALL)
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}], "tools": BLOCKS, "tool_choice": asked}  # fmt: skip
+    found = ask(engine, "POST", MESSAGES, body, **FORMATS).json()
+    assert found["stop_reason"] == "tool_use"
+    form = engine.asked[0].params.structured_outputs
+    assert (None if form is None else form.structural_tag["format"]["type"]) == kind
+    if form is not None:
+        assert form.structural_tag["format"]["elements"][-1]["stop_after_first"] is not several
+
+
+REFUSED = [
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+    (MESSAGES, {"tools": BLOCKS, "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool"),
+    (MESSAGES, {"tools": BLOCKS, "tool_choice": {"type": "must"}}, "tool_choice.type"),
+    (MESSAGES, {"thinking": {"type": "much"}}, "thinking.type"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+        "must have a name",
+    ),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+        "blocks of type",
+    ),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "web_search"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "arguments as text"),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "only messages"),
+    (
+        RESPONSES,
+        {"tools": FLAT, "tool_choice": {"type": "function", "name": "g"}},
+        "there is no tool",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals(path: str, body: dict[str, Any], says: str):
+    base: dict[str, Any] = {"input": "hi"}
+    if path == MESSAGES:
+        base = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    found = ask(ScriptedEngine("x"), "POST", path, {**base, **body}, **FORMATS)
+    assert found.status_code == 400
+    assert says in found.json()["error"]["message"]
