@@ -270,11 +270,11 @@ def test_nothing_answered_is_no_figure_and_not_zero():
 
 
 def prompts(**wanted: Any) -> list[Prompt]:
-    return asyncio.run(datasets.make(datasets.Wanted(**wanted), datasets.LocalCutter("quire-tiny")))
+    return asyncio.run(datasets.make(datasets.Wanted(**wanted), datasets.LocalCutter.load("quire-tiny")))
 
 
 def test_made_up_prompts_have_their_lengths_and_differ():
-    cut = datasets.LocalCutter("quire-tiny")
+    cut = datasets.LocalCutter.load("quire-tiny")
     asked = {"dataset": "random", "count": 20, "seed": 3, "input_len": 40, "output_len": 10, "range_ratio": 0.5}  # fmt: skip
     found = prompts(**asked)
     assert found == prompts(**asked)

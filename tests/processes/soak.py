@@ -1,8 +1,9 @@
-"""A server under a random mixture for minutes: `python tests/processes/soak.py --seconds 600`.
+"""A server under a random mixture for minutes: `python tests/processes/soak.py --seconds 600` (`make soak`).
 
-Streams and whole answers, hang-ups, odd bodies, several at once. At the end every row and block is free, file
-descriptors and memory are where they were, and every completed answer equals the one that was given alone
-(greedy, float32). Prints what it did; exit status 1 if anything is not so.
+The embedded model in float32: streams and whole answers, chats and completions, hang-ups at any moment, half requests,
+odd bodies, several at once. At the end every row and block is free; file descriptors, threads and memory are where they
+were; and every completed answer has the tokens that were given alone (greedy). Prints what it did; exit status 1 if
+anything is not so.
 """
 
 from __future__ import annotations
@@ -13,95 +14,154 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 import httpx
+import odd
 from serving import Served, children
-from tiny_llama import make_checkpoint
 
-TEXT = "/v1/completions"
-PROMPTS = [f"{'word ' * (number % 7)}{number}" for number in range(24)]
-LENGTHS = (1, 7, 40, 120)
-ODD = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "n": 0}', b'{"prompt": "a", "max_tokens": -1}',
-       b'{"prompt": "' + b"x" * 5000 + b'"}', b'{"prompt": "a", "logit_bias": {"999999": 1}}']  # fmt: skip
+MODEL = "quire-tiny"
+# A cache that 16 long requests do not fit into at once, so that some give way and come back.
+FLAGS = ("--max-num-seqs", "16", "--kv-cache-memory-bytes", "24M", "--max-model-len", "512")
+SUBJECTS = ("the sea", "a red door", "numbers", "my uncle's boat", "Tuesday", "x = 3", "été", "why")
+PROMPTS = [f"{'Once upon a time, ' * (number % 5)}tell me about {subject}." for number, subject in enumerate(SUBJECTS)]  # fmt: skip
+LENGTHS = (1, 7, 24, 60)
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+KINDS = {"whole": 4, "stream": 5, "several": 1, "hang up": 3, "half": 1, "odd": 3}
+ODD_PATIENCE_S = 5.0
+PATIENCE_S = 240.0
+SETTLED_S = 60.0
 
 
-def asked(prompt: str, length: int, stream: bool) -> dict[str, object]:
-    return {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": stream}  # fmt: skip
+def asked(path: str, prompt: str, length: int, stream: bool) -> dict[str, Any]:
+    words = {"prompt": prompt} if path == TEXT else {"messages": [{"role": "user", "content": prompt}]}  # fmt: skip
+    return words | {"max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": stream, "return_token_ids": True}  # fmt: skip
 
 
-def alone(server: Served) -> dict[tuple[str, int], str]:
+Alone = dict[tuple[str, str], list[int]]
+
+
+def alone(server: Served) -> Alone:
+    """The tokens of each prompt's longest answer, with nothing beside it. The shorter ones are its beginnings."""
     found = {}
-    for prompt in PROMPTS:
-        for length in LENGTHS:
-            answer = server.post(TEXT, **asked(prompt, length, False))
-            found[prompt, length] = answer["choices"][0]["text"]
+    for path in (TEXT, CHAT):
+        for prompt in PROMPTS:
+            answer = server.post(path, **asked(path, prompt, max(LENGTHS), False))
+            found[path, prompt] = answer["choices"][0]["token_ids"]
+            if len(found[path, prompt]) != max(LENGTHS):
+                raise RuntimeError(f"{prompt!r} got {len(found[path, prompt])} tokens")
     return found
 
 
 class Soak:
     """Clients that ask, hang up and send nonsense until the time is over."""
 
-    def __init__(self, url: str, expected: dict[tuple[str, int], str], seconds: float, seed: int):
+    def __init__(self, url: str, expected: Alone, seconds: float, seed: int):
         self.url, self.expected, self.end = url, expected, time.monotonic() + seconds
         self.draw = random.Random(seed)
         self.did: Counter[str] = Counter()
         self.wrong: list[str] = []
 
     async def run(self, clients: int) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, limits=limits) as http:
             await asyncio.gather(*(self.client(http) for _ in range(clients)))
 
     async def client(self, http: httpx.AsyncClient) -> None:
         while time.monotonic() < self.end:
-            what = self.draw.choices(("whole", "stream", "hang up", "odd"), (4, 4, 3, 1))[0]
-            prompt, length = self.draw.choice(PROMPTS), self.draw.choice(LENGTHS)
+            what = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
+            path, prompt = self.draw.choice((TEXT, CHAT)), self.draw.choice(PROMPTS)
+            length = self.draw.choice(LENGTHS)
             self.did[what] += 1
-            if what == "whole":
-                answer = await http.post(TEXT, json=asked(prompt, length, False))
-                self.check(prompt, length, answer.json()["choices"][0]["text"])
-            elif what == "stream":
-                self.check(prompt, length, await self.streamed(http, prompt, length))
-            elif what == "hang up":
-                await self.hang_up(http, prompt, self.draw.random() < 0.5)
-            else:
-                headers = {"Content-Type": "application/json"}
-                answer = await http.post(TEXT, content=self.draw.choice(ODD), headers=headers)
-                if not 400 <= answer.status_code < 500:
-                    self.wrong.append(f"an odd body got {answer.status_code}: {answer.text[:200]}")
+            try:
+                match what:
+                    case "whole" | "several":
+                        await self.whole(http, path, prompt, length, 2 if what == "several" else 1)
+                    case "stream":
+                        await self.streamed(http, path, prompt, length)
+                    case "hang up":
+                        await self.hang_up(http, path, prompt)
+                    case "half":
+                        await self.half(path, prompt)
+                    case "odd":
+                        await self.odd(http)
+            except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
+                self.wrong.append(f"{what} {path} {prompt!r} {length}: {type(error).__name__}: {error}")  # fmt: skip
 
-    def check(self, prompt: str, length: int, text: str) -> None:
-        if text != self.expected[prompt, length]:
-            self.wrong.append(f"{prompt!r}, {length} tokens: {text!r}, alone {self.expected[prompt, length]!r}")  # fmt: skip
+    def check(self, path: str, prompt: str, length: int, tokens: list[int]) -> None:
+        expected = self.expected[path, prompt][:length]
+        self.did["tokens"] += len(tokens)
+        if tokens != expected:
+            at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))  # fmt: skip
+            self.wrong.append(f"{path} {prompt!r}: {len(tokens)} tokens for {length}, unlike those given alone from {at} on")  # fmt: skip
 
-    async def streamed(self, http: httpx.AsyncClient, prompt: str, length: int) -> str:
-        parts = []
-        async with http.stream("POST", TEXT, json=asked(prompt, length, True)) as answer:
+    async def whole(self, http: httpx.AsyncClient, path: str, prompt: str, length: int, n: int) -> None:  # fmt: skip
+        answer = await http.post(path, json=asked(path, prompt, length, False) | {"n": n})
+        for choice in answer.json()["choices"]:
+            self.check(path, prompt, length, choice["token_ids"])
+
+    async def streamed(self, http: httpx.AsyncClient, path: str, prompt: str, length: int) -> None:
+        tokens: list[int] = []
+        ended = False
+        async with http.stream("POST", path, json=asked(path, prompt, length, True)) as answer:
             async for line in answer.aiter_lines():
+                ended |= line == "data: [DONE]"
                 if line.startswith("data: {"):
-                    parts.append(json.loads(line[6:])["choices"][0]["text"])
-        return "".join(parts)
+                    for choice in json.loads(line[6:])["choices"]:
+                        tokens += choice.get("token_ids") or []
+        self.check(path, prompt, length, tokens)
+        if not ended:
+            self.wrong.append(f"{path} {prompt!r}: the stream has no end")
 
-    async def hang_up(self, http: httpx.AsyncClient, prompt: str, stream: bool) -> None:
-        body = asked(prompt, 120, stream)
+    async def hang_up(self, http: httpx.AsyncClient, path: str, prompt: str) -> None:
+        body = asked(path, prompt, max(LENGTHS), self.draw.random() < 0.5)
         try:
-            async with asyncio.timeout(self.draw.random() * 0.2), http.stream("POST", TEXT, json=body) as answer:  # fmt: skip
+            async with asyncio.timeout(self.draw.random() * 0.5), http.stream("POST", path, json=body) as answer:  # fmt: skip
                 async for _ in answer.aiter_lines():
                     pass
         except TimeoutError:
             self.did["hung up"] += 1
+
+    async def half(self, path: str, prompt: str) -> None:
+        """A request that breaks off somewhere in its head or body."""
+        body = json.dumps(asked(path, prompt, 9, True)).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        sent = head.encode() + body
+        host, port = self.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent[: self.draw.randrange(1, len(sent))])
+        await asyncio.sleep(self.draw.random() * 0.1)
+        if self.draw.random() < 0.5:
+            writer.transport.abort()
+        writer.close()
+
+    async def odd(self, http: httpx.AsyncClient) -> None:
+        method, path, headers, raw = odd.request(self.draw)
+        fields = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
+        try:
+            async with asyncio.timeout(ODD_PATIENCE_S):
+                answer = await http.request(method, path, content=raw, headers=fields)
+        except TimeoutError:
+            self.did["odd and long"] += 1
+            return
+        except httpx.InvalidURL:
+            return
+        if answer.status_code >= 500:
+            self.wrong.append(f"{method} {path} {raw[:300]!r} got {answer.status_code}: {answer.text[:200]}")  # fmt: skip
 
 
 def footprint(server: Served) -> dict[str, float]:
     pids = [server.process.pid, *children(server.process.pid)]
     memory = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in pids)
     files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
-    return {"MiB": memory / 2**20, "files": files}
+    threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
+    return {"MiB": memory / 2**20, "files": files, "threads": threads}
 
 
 def quiet(server: Served) -> bool:
@@ -111,12 +171,40 @@ def quiet(server: Served) -> bool:
 
 
 def settled(server: Served) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + SETTLED_S
     while not quiet(server):
         if time.monotonic() > end:
             return False
-        time.sleep(0.1)
+        time.sleep(0.2)
     return True
+
+
+def leaks(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    allowed = {"files": before["files"] + 2, "threads": before["threads"] + 2, "MiB": before["MiB"] * 1.03 + 16}  # fmt: skip
+    return [f"{before[name]:.0f} {name} became {after[name]:.0f}" for name, most in allowed.items() if after[name] > most]  # fmt: skip
+
+
+def soak(server: Served, seconds: float, clients: int, seed: int) -> tuple[Soak, list[str], str]:
+    """One run: what was done, what is wrong, and the footprint in words."""
+    expected = alone(server)
+    # A first round, so that what is made once has been made.
+    first = Soak(server.url, expected, min(60, seconds / 3), seed + 1)
+    asyncio.run(first.run(clients))
+    wrong = list(first.wrong)
+    if not settled(server):
+        wrong.append("something still runs, waits or holds blocks after the first round")
+    before = footprint(server)
+    run = Soak(server.url, expected, seconds, seed)
+    asyncio.run(run.run(clients))
+    wrong += run.wrong
+    if not settled(server):
+        wrong.append("something still runs, waits or holds blocks at the end")
+    after = footprint(server)
+    if alone(server) != expected:
+        wrong.append("answers given alone at the end are not those of the start")
+    words = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
+    preempted = server.metric("vllm:num_preemptions_total")
+    return run, wrong + leaks(before, after), f"{words}, {preempted:.0f} preemptions"
 
 
 def main() -> int:
@@ -125,28 +213,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--served-model-name", "tiny", "--max-num-seqs", "16"]
-        with Served(make_checkpoint(Path(folder)), *flags) as server:
-            expected = alone(server)
-            # A first round, so that what is made once has been made.
-            asyncio.run(Soak(server.url, expected, min(10, given.seconds / 4), 1).run(given.clients))  # fmt: skip
-            wrong = [] if settled(server) else ["something still runs after the first round"]
-            before = footprint(server)
-            soak = Soak(server.url, expected, given.seconds, given.seed)
-            asyncio.run(soak.run(given.clients))
-            wrong += soak.wrong
-            if not settled(server):
-                wrong.append("something still runs, waits or holds blocks at the end")
-            after = footprint(server)
-            if after["files"] > before["files"] + 2:
-                wrong.append(f"{before['files']:.0f} open files became {after['files']:.0f}")
-            if after["MiB"] > before["MiB"] * 1.05 + 16:
-                wrong.append(f"{before['MiB']:.0f} MiB became {after['MiB']:.0f}")
-    print(dict(soak.did), f"memory {before['MiB']:.1f} -> {after['MiB']:.1f} MiB, files {before['files']:.0f} -> {after['files']:.0f}")  # fmt: skip
-    for line in wrong[:20]:
+    with Served(MODEL, *FLAGS) as server:
+        run, wrong, words = soak(server, given.seconds, given.clients, given.seed)
+        died = [line for line in server.lines if "Traceback" in line or " CRITICAL" in line]
+    print(dict(run.did), words)
+    for line in [*wrong[:20], *died[:5]]:
         print("WRONG:", line)
-    return 1 if wrong else 0
+    return 1 if wrong or died else 0
 
 
 if __name__ == "__main__":

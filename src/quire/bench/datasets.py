@@ -32,14 +32,19 @@ class Cutter(Protocol):
 class LocalCutter:
     """A tokenizer on this machine."""
 
-    def __init__(self, name: str, trust_remote_code: bool = False):
+    def __init__(self, tokenizer: Any, name: str):
+        self.tokenizer, self.name = tokenizer, name
+
+    @classmethod
+    def load(cls, name: str, trust_remote_code: bool = False) -> LocalCutter:
+        """By folder, hub id or embedded model. Raises ModelNotFound."""
         from quire.config.load import LoadConfig
         from quire.config.model import ModelConfig
         from quire.frontend.tokenizer import load
         from quire.models.hf import locate
 
         folder = name if Path(name).is_dir() else locate(ModelConfig(model=name), LoadConfig())
-        self.tokenizer, self.name = load(folder, trust_remote_code=trust_remote_code), name
+        return cls(load(folder, trust_remote_code=trust_remote_code), name)
 
     async def encode(self, text: str, special: bool = False) -> list[Any]:
         return list(self.tokenizer.encode(text, special))
@@ -78,7 +83,7 @@ class WordCutter:
 async def cutter(server: Server, model: str, tokenizer: str | None, trust: bool) -> Cutter:
     """`tokenizer` if one is named, else the server's if it has one, else words."""
     if tokenizer:
-        return LocalCutter(tokenizer, trust)
+        return LocalCutter.load(tokenizer, trust)
     remote = ServerCutter(server, model)
     try:
         if await remote.decode(await remote.encode("a b")):

@@ -1,0 +1,77 @@
+"""`quire bench latency`: how long one batch takes, again and again, in this process.
+
+Options, printout and the keys of the result file are those of `vllm bench latency`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tqdm
+
+from quire.bench.words import Given, Own, keep, percentiles, prompts, read, start, told
+
+OWN = {
+    "input_len": Own(32, "tokens of each prompt"),
+    "output_len": Own(128, "tokens of each answer"),
+    "batch_size": Own(8, "prompts at once"),
+    "n": Own(1, "answers of each prompt"),
+    "use_beam_search": Own(False, "search with n beams instead", bool),
+    "num_iters_warmup": Own(10, "runs before, which do not count"),
+    "num_iters": Own(30, "runs"),
+    "disable_detokenize": Own(False, "tokens only", bool),
+    "output_json": Own(None, "file for the result", Path),
+}
+ABOUT = "The time from a batch of prompts to all of its answers."
+
+
+def main(argv: Sequence[str]) -> int:
+    # The same prompts again and again: a prefix cache would answer for the model.
+    given = read("latency", ABOUT, OWN, argv, {"enable_prefix_caching": False})
+    return told("latency", lambda: measure(given))
+
+
+def measure(given: Given) -> int:
+    own = given.own
+    with start(given.engine) as llm:
+        run = _work(llm, given)
+        for _ in tqdm.trange(own["num_iters_warmup"], desc="warm-up"):
+            run()
+        seconds = []
+        for _ in tqdm.trange(own["num_iters"], desc="runs"):
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+    result = {
+        "avg_latency": statistics.fmean(seconds),
+        "latencies": seconds,
+        "percentiles": percentiles(seconds),
+    }
+    print(f"Avg latency: {statistics.fmean(seconds)} seconds")
+    for name, value in percentiles(seconds).items():
+        print(f"{name}% percentile latency: {value} seconds")
+    keep(own["output_json"], result)
+    return 0
+
+
+def _work(llm: object, given: Given) -> Callable[[], object]:
+    from quire.api.llm import LLM
+    from quire.protocol.params import BeamSearchParams, SamplingParams
+
+    if not isinstance(llm, LLM):
+        raise TypeError(type(llm))
+    own = given.own
+    batch = prompts(llm, own["batch_size"], own["input_len"])
+    if own["use_beam_search"]:
+        search = BeamSearchParams(
+            beam_width=own["n"], max_tokens=own["output_len"], ignore_eos=True
+        )
+        return lambda: llm.beam_search(batch, search)
+    params = SamplingParams(
+        n=own["n"], temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=own["output_len"],
+        detokenize=not own["disable_detokenize"],
+    )  # fmt: skip
+    return lambda: llm.generate(batch, params, use_tqdm=False)

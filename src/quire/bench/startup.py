@@ -1,0 +1,98 @@
+"""`quire bench startup`: seconds from nothing to a model that is ready, and to its first token, in new processes.
+
+Names are those of `vllm bench startup`. Cold: nothing that was compiled once is there. Warm: it is. The weights'
+file is in the system's cache in both, since emptying that needs more rights than a benchmark should have.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tqdm
+
+from quire import env
+from quire.bench.words import Given, Own, keep, percentiles, prompts, read, start, told
+from quire.errors import StartupError
+
+OWN = {
+    "num_iters_cold": Own(3, "cold starts"),
+    "num_iters_warmup": Own(1, "warm starts before, which do not count"),
+    "num_iters_warm": Own(3, "warm starts"),
+    "output_json": Own(None, "file for the result", Path),
+}
+ABOUT = "The time that a new process needs until the model is ready and until its first token."
+READY, TOKEN = "ready", "token"
+PATIENCE_S = 600
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["--child"]:
+        return child(json.loads(argv[1]))
+    given = read("startup", ABOUT, OWN, argv)
+    return told("startup", lambda: measure(given))
+
+
+def child(keywords: dict[str, Any]) -> int:
+    """What is measured: start, say so, generate one token, say so."""
+    from quire.protocol.params import SamplingParams
+
+    with start(keywords) as llm:
+        print(READY, flush=True)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        llm.generate(prompts(llm, 1, 8), params, use_tqdm=False)
+        print(TOKEN, flush=True)
+    return 0
+
+
+def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
+    """Seconds to ready and to the first token.
+
+    Raises:
+        StartupError: the process ended before; with the end of what it said.
+    """
+    words = [sys.executable, "-m", "quire.bench", "startup", "--child", json.dumps(keywords)]
+    times = {}
+    with tempfile.TemporaryFile("w+") as said:
+        began = time.perf_counter()
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=said, text=True, env=env.for_a_child(QUIRE_CACHE_ROOT=cache)
+        ) as process:  # fmt: skip
+            for line in process.stdout or ():
+                times[line.strip()] = time.perf_counter() - began
+            process.wait(PATIENCE_S)
+        if READY not in times or TOKEN not in times:
+            said.seek(0)
+            raise StartupError(f"it did not start (status {process.returncode}):\n{said.read()[-2000:]}")  # fmt: skip
+    return times[READY], times[TOKEN]
+
+
+def measure(given: Given) -> int:
+    own, keywords = given.own, given.engine
+    found: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
+    for _ in tqdm.trange(own["num_iters_cold"], desc="cold starts"):
+        with tempfile.TemporaryDirectory() as empty:
+            found["cold"].append(once(keywords, empty))
+    with tempfile.TemporaryDirectory() as kept:
+        once(keywords, kept)  # fills it
+        for _ in range(own["num_iters_warmup"]):
+            once(keywords, kept)
+        for _ in tqdm.trange(own["num_iters_warm"], desc="warm starts"):
+            found["warm"].append(once(keywords, kept))
+    result: dict[str, Any] = {}
+    for name, pairs in found.items():
+        for what, seconds in zip(("startup", "first_token"), zip(*pairs, strict=True), strict=True):
+            result[f"avg_{name}_{what}_time"] = statistics.fmean(seconds)
+            result[f"{name}_{what}_times"] = list(seconds)
+            result[f"{name}_{what}_percentiles"] = percentiles(seconds)
+            words = f"{name} {what.replace('_', ' ')}"
+            print(f"Avg {words} time: {statistics.fmean(seconds):.2f} seconds", flush=True)
+    keep(own["output_json"], result)
+    return 0

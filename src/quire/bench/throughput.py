@@ -1,0 +1,90 @@
+"""`quire bench throughput`: many prompts at once in this process, and how many a second are answered.
+
+Options, printout and the keys of the result file are those of `vllm bench throughput`. Transformers beside it:
+`quire bench offline`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench import datasets
+from quire.bench.words import Given, Own, keep, prompts, read, start, told
+from quire.errors import ConfigError, QuireError
+
+OWN = {
+    "backend": Own("quire", "quire (vllm means the same)", str),
+    "dataset_name": Own("random", "random, sharegpt or custom", str),
+    "dataset_path": Own(None, "file of prompts", Path),
+    "input_len": Own(1024, "tokens of each made-up prompt"),
+    "output_len": Own(None, "tokens of each answer (unset: 128, or what the file says)"),
+    "num_prompts": Own(1000, "prompts"),
+    "n": Own(1, "answers of each prompt"),
+    "disable_detokenize": Own(False, "tokens only", bool),
+    "output_json": Own(None, "file for the result", Path),
+}
+ABOUT = "Requests and tokens a second when all prompts are there at once."
+
+
+def main(argv: Sequence[str]) -> int:
+    given = read("throughput", ABOUT, OWN, argv)
+    return told("throughput", lambda: measure(given))
+
+
+def measure(given: Given) -> int:
+    from quire.protocol.params import SamplingParams
+
+    own = given.own
+    if own["backend"] not in ("quire", "vllm"):
+        raise ConfigError(
+            f"--backend {own['backend']}: quire only; quire bench offline has Transformers beside it"
+        )
+    with start(given.engine) as llm:
+        batch, lengths = _prompts(llm, own)
+        params = [
+            SamplingParams(
+                n=own["n"], temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=length,
+                detokenize=not own["disable_detokenize"],
+            )
+            for length in lengths
+        ]  # fmt: skip
+        began = time.perf_counter()
+        outputs = llm.generate(batch, params)
+        seconds = time.perf_counter() - began
+    if failed := [output for output in outputs if output.error]:
+        raise QuireError(f"{len(failed)} requests failed, the first one: {failed[0].error}")
+    tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
+    tokens_out = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    total = tokens_in + tokens_out
+    print(
+        f"Throughput: {len(outputs) / seconds:.2f} requests/s, {total / seconds:.2f} total tokens/s,"
+        f" {tokens_out / seconds:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {tokens_in}")
+    print(f"Total num output tokens:  {tokens_out}")
+    result = {
+        "elapsed_time": seconds,
+        "num_requests": len(outputs),
+        "total_num_tokens": total,
+        "requests_per_second": len(outputs) / seconds,
+        "tokens_per_second": total / seconds,
+    }
+    keep(own["output_json"], result)
+    return 0
+
+
+def _prompts(llm: Any, own: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """Prompts, and how many tokens each answer has."""
+    count, output = own["num_prompts"], own["output_len"]
+    if own["dataset_name"] == "random":
+        return prompts(llm, count, own["input_len"]), [output or 128] * count
+    cutter = datasets.LocalCutter(llm.get_tokenizer(), "the model's")
+    wanted = datasets.Wanted(
+        own["dataset_name"], count, 0, path=own["dataset_path"], output_len=output or 128, fixed_output=output
+    )  # fmt: skip
+    made = asyncio.run(datasets.make(wanted, cutter))
+    return [prompt.text for prompt in made], [prompt.output for prompt in made]

@@ -1,0 +1,116 @@
+"""Command lines of the benchmarks that start the engine themselves: their own options beside every flag of the engine.
+
+Knows how the two are parsed together. Does not know what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config import compat, flags
+from quire.errors import ConfigError, QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """An option of a benchmark."""
+
+    default: Any
+    help: str
+    kind: Callable[[str], Any] = int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    own: dict[str, Any]
+    engine: dict[str, Any]
+    """Keywords of the engine, as they were written."""
+
+
+def read(
+    command: str, about: str, own: Mapping[str, Own], argv: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+) -> Given:  # fmt: skip
+    """Ends the program on --help (0) and on a mistake (2).
+
+    Args:
+        defaults: engine keywords unless they are given.
+    """
+    parser = flags.make_parser(f"quire bench {command}")
+    if any(word in ("-h", "--help") for word in argv):
+        print(_help(command, about, own), end="")
+        parser.exit(0)
+    for name, option in own.items():
+        dashed = f"--{name.replace('_', '-')}"
+        if option.kind is bool:
+            parser.add_argument(dashed, action="store_true")
+        else:
+            parser.add_argument(dashed, type=option.kind)
+    try:
+        given = flags.keywords(argv, parser)
+        mine = {name: given.pop(name, option.default) for name, option in own.items()}
+        for name, value in mine.items():
+            if type(value) is int and value < (0 if "warmup" in name else 1):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
+        engine = {"log_level": "WARNING", "disable_log_stats": True, **(defaults or {}), **given}
+        compat.engine_config(engine, "flag")  # mistakes are told before anything starts
+    except (QuireError, TypeError, ValueError) as why:
+        parser.error(str(why))
+    return Given(mine, engine)
+
+
+def _help(command: str, about: str, own: Mapping[str, Own]) -> str:
+    lines = [f"usage: quire bench {command} [MODEL] [options]", "", about, ""]
+    for name, option in own.items():
+        said = f" (unset: {option.default})" if option.default not in (None, False) else ""
+        value = "" if option.kind is bool else " X"
+        lines.append(f"--{name.replace('_', '-') + value:<24} {option.help}{said}")
+    return "\n".join(
+        [*lines, "", "Every flag of the engine works too: see quire serve --help.", ""]
+    )
+
+
+def start(keywords: Mapping[str, Any]) -> Any:
+    """An LLM with these flags."""
+    from quire.api.llm import LLM
+
+    return LLM.from_config(compat.engine_config(keywords, "flag"))
+
+
+def prompts(llm: Any, count: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Random tokens that are ordinary ones; no two prompts share a beginning."""
+    draw = random.Random(seed)
+    tokenizer = llm.get_tokenizer()
+    plain = [token for token in range(len(tokenizer)) if token not in tokenizer.special_ids]
+    return [{"prompt_token_ids": draw.choices(plain, k=length)} for _ in range(count)]
+
+
+def keep(path: Path | None, result: Mapping[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(result, indent=4) + "\n", encoding="utf-8")
+    except OSError as why:
+        raise QuireError(f"--output-json {path}: {why}") from why
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """By vLLM's choice of them."""
+    import numpy
+
+    return {str(one): float(numpy.percentile(values, one)) for one in (10, 25, 50, 75, 90, 99)}
+
+
+def told(command: str, work: Callable[[], int]) -> int:
+    """The exit status of a benchmark; errors as one line."""
+    try:
+        return work()
+    except QuireError as why:
+        print(f"quire bench {command}: error: {why}", file=sys.stderr)
+        return 1
