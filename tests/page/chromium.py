@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 PROGRAM = next((found for name in NAMES if (found := shutil.which(name))), None)
 FLAGS = ["--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
          "--no-first-run", "--disable-extensions", "--disable-background-networking", "--force-color-profile=srgb"]  # fmt: skip
+PLACED = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 ANSWER_S = 60.0  # a busy machine starts a browser slowly
 
 
@@ -30,16 +32,12 @@ class Chromium:
         down, up = os.pipe(), os.pipe()
         # The program wants them as 3 and 4: first out of the way of those numbers.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for fd in (down[0], up[1])]
-
-        def place() -> None:
-            os.dup2(theirs[0], 3)
-            os.dup2(theirs[1], 4)
-
         self.log = (folder / "chromium.log").open("wb")
         words = [PROGRAM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self.process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
-            preexec_fn=place, pass_fds=(3, 4), start_new_session=True,
+            [sys.executable, "-c", PLACED, *map(str, theirs), *words],
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
+            pass_fds=theirs, start_new_session=True,
         )  # fmt: skip
         for fd in (down[0], up[1], *theirs):
             os.close(fd)
@@ -57,11 +55,14 @@ class Chromium:
             for room in ("Page", "Runtime", "Network", "Log"):
                 self.send(f"{room}.enable")
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._down)
         os.close(self._up)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from chromium import PROGRAM, Chromium
@@ -25,7 +26,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("browser")) as found:
+    folder = tmp_path_factory.mktemp("browser")
+    try:
+        found = Chromium(folder).__enter__()
+    except (OSError, RuntimeError, TimeoutError) as error:  # no shared memory, a sandbox, ...
+        log = (folder / "chromium.log").read_text(errors="replace")
+        pytest.skip(f"Chromium does not start here: {error}; {log[-500:]}")
+    with closing(found):
         found.sized(1300, 850)
         found.open(server.url + "/")
         yield found

@@ -11,7 +11,7 @@ from quire import env
 from quire.config.options import options
 from quire.config.server import ServerConfig
 from quire.server import launch, listen
-from quire.server.app import DEV_ROUTES, ROUTES
+from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs"
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 
 def test_every_route_is_in_the_table():
     told = set(re.findall(r"^\| `\w+ (/[^`]*)`", SERVING, re.MULTILINE))
-    there = {path.replace(":path", "") for _, path, _ in ROUTES}
+    there = {path.replace(":path", "") for _, path, _ in ROUTES + UI_ROUTES}
     assert told == there | {"/openapi.json", "/docs"}
     assert all(f"`{path}`" in SERVING for _, path, _ in DEV_ROUTES)
 
