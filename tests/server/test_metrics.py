@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from asgi import ask
 from scripted import ScriptedEngine, make_state
 
+from quire.errors import ConfigError
 from quire.frontend.outputs import RequestMetrics
+from quire.observe.metrics import Metrics
 from quire.observe.requests import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
@@ -71,3 +74,44 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest():
     }
     for name, value in sums.items():
         assert f'vllm:{name}_sum{{engine="0",model_name="toy"}} {value}' in text, name
+
+
+def test_old_names_and_buckets_are_a_choice():
+    engine = ScriptedEngine("a")
+    state = make_state(engine)
+    state.metrics = Metrics("toy", legacy=False, custom={"request_latency": [1, 2.5]})
+    state.metrics.attach(engine.stats, 100, {})
+    text = state.metrics.render().decode()
+    assert "vllm:gpu_cache_usage_perc" not in text
+    assert "vllm:time_per_output_token_seconds" not in text
+    found = re.findall(r'vllm:e2e_request_latency_seconds_bucket\{.*le="([^"]+)"', text)
+    assert found == ["1.0", "2.5", "+Inf"]
+    longest = re.findall(r'vllm:request_prompt_tokens_bucket\{.*le="([^"]+)"', text)[-2]
+    assert longest == "100.0"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"no_such": [1]}, "no_such"),
+        ({"request_latency": [2, 1]}, "increasing"),
+        ({"request_latency": []}, "increasing"),
+        ({"request_latency": "1"}, "increasing"),
+        ({"request_latency": [True]}, "increasing"),
+    ],
+)
+def test_odd_buckets_are_refused(wanted: dict[str, object], why: str):
+    with pytest.raises(ConfigError, match=why):
+        Metrics("toy", custom=wanted)
+
+
+def test_bytes_of_both_bodies_are_counted():
+    state = make_state(ScriptedEngine("abc"))
+    body = {"prompt": "x", "max_tokens": 3}
+    answer = ask(None, "POST", "/v1/completions", body, state=state)
+    assert answer.status_code == 200
+    assert state.metrics.value("http_request_size_bytes_sum") == int(
+        answer.request.headers["content-length"]
+    )
+    assert state.metrics.value("http_response_size_bytes_sum") == len(answer.content)
+    assert state.metrics.value("quire:http_requests_under_way") == 0

@@ -60,7 +60,12 @@ class Watch:
 
     def __init__(self, client: EngineClient, name: str):
         asked = client.resolved.asked
-        self.client, self.metrics = client, Metrics(name, process=False, http=False)
+        observe = asked.observe
+        self.client = client
+        self.metrics = Metrics(
+            name, process=False, http=False,
+            legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
+        )  # fmt: skip
         ready = client.ready
         more = {"num_gpu_blocks": ready.num_blocks, "block_size": ready.block_size}
         self.metrics.attach(

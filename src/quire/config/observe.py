@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,5 +20,11 @@ class ObserveConfig:
     """The most characters or token ids of a prompt in a log line; unset: all."""
     log_stats_interval: float = 10.0
     """Seconds between statistics lines."""
+    legacy_metrics: bool = True
+    """Tell metrics under their old names too."""
+    custom_histogram_buckets: dict[str, Any] = field(default_factory=dict)
+    """Buckets of histograms by family, as request_latency or request_tokens: a list of increasing numbers each."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent (OpenTelemetry), as http://host:4318/v1/traces; needs quire[otlp]."""
     fail_on_environ_validation: bool = False
     """An unknown QUIRE_* or VLLM_* environment variable is an error instead of a warning."""

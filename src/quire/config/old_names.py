@@ -136,7 +136,7 @@ _rows("W", "it tunes a feature that comes later, and is off", """
     kv_offloading_backend=native offload_num_in_group=1 offload_prefetch_step=1 kv_sharing_fast_prefill""")
 _rows("E", "prompt embeddings and hidden states: send text or token ids", "enable_return_routed_experts return_sampling_mask")
 _rows("E", "sleeping: stop the server; it starts in seconds", "enable_sleep_mode")
-_rows("E", "tracing: /metrics has the latencies of every stage", "otlp_traces_endpoint= collect_detailed_traces*")
+_rows("W", "spans have all latencies that there are", "collect_detailed_traces*")
 _rows("E", "profiling: use py-spy on the engine's process, or QUIRE_LOGGING_LEVEL=DEBUG", "profiler_config=")
 _rows("E", "marks of thoughts by hand: name a format with reasoning_parser", "reasoning_config=")
 _rows("E", "plugins for this: register one by an entry point of the group quire.general_plugins", """
@@ -171,7 +171,7 @@ _rows("W", "logging is set by QUIRE_LOGGING_LEVEL and QUIRE_LOGGING_CONFIG_PATH"
     logging_config= log_config_file= enable_log_outputs enable_log_deltas log_error_stack""")
 _rows("W", "metrics of this kind come later; the others are on", """
     kv_cache_metrics kv_cache_metrics_sample=0.01 enable_mfu_metrics show_hidden_metrics_for_version=
-    custom_histogram_buckets= enable_per_request_metrics enable_logging_iteration_details""")
+    enable_per_request_metrics enable_logging_iteration_details""")
 _rows("W", "the server does not have this switch", """
     enable_ssl_refresh enable_offline_docs h11_max_header_count= fingerprint_mode=full tool_strict_level=     exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint enable_flash_late_interaction
     use_gpu_for_pooling_score use_trtllm_ragged_deepseek_prefill""")

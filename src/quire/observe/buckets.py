@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from quire.errors import ConfigError
+
 FAMILIES: dict[str, tuple[float, ...]] = {
     "request_latency": (
         0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
@@ -31,7 +37,36 @@ def tokens_up_to(most: int) -> tuple[float, ...]:
         decade *= 10
 
 
-def buckets(family: str, max_model_len: int) -> tuple[float, ...]:
-    if family == "request_tokens":
+LENGTHS = "request_tokens"  # the family that follows the context length
+
+
+def checked(custom: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Buckets of one's own, by family.
+
+    Raises:
+        ConfigError: no such family, or not a list of increasing numbers.
+    """
+    known = (*FAMILIES, LENGTHS)
+    for family, bounds in custom.items():
+        if family not in known:
+            raise ConfigError(
+                f"custom_histogram_buckets has {family!r}: choose from {', '.join(known)}"
+            )
+        numbers = isinstance(bounds, list | tuple) and all(
+            isinstance(one, int | float) and not isinstance(one, bool) for one in bounds
+        )
+        if not numbers or not bounds or any(low >= high for low, high in pairwise(bounds)):
+            raise ConfigError(
+                f"custom_histogram_buckets: {family} must be a list of increasing numbers"
+            )
+    return {family: tuple(map(float, bounds)) for family, bounds in custom.items()}
+
+
+def buckets(
+    family: str, max_model_len: int, custom: Mapping[str, tuple[float, ...]] | None = None
+) -> tuple[float, ...]:
+    if custom and family in custom:
+        return custom[family]
+    if family == LENGTHS:
         return tokens_up_to(max_model_len)
     return FAMILIES[family]

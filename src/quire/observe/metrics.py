@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from quire.observe.buckets import buckets
+from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
 from quire.protocol.output import EngineStats
@@ -94,6 +94,7 @@ class Metrics:
     Args:
         shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process began: `render` then
             tells of all processes that share it. The engine's own numbers come to each process, so they are told once.
+        custom: buckets of one's own, by family.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class Metrics:
         process: bool = True,
         http: bool = True,
         shared: str | None = None,
+        custom: Mapping[str, Any] | None = None,
     ):
         self.model_name, self.legacy = model_name, legacy
+        self.custom = checked(custom or {})
         process = process and shared is None
         self.registry = self._told = CollectorRegistry()
         self._observed: dict[str, Histogram] = {}
@@ -182,7 +185,7 @@ class Metrics:
                 row.name,
                 row.help,
                 ["model_name", "engine"],
-                buckets=buckets(row.family, max_model_len),
+                buckets=buckets(row.family, max_model_len, self.custom),
                 registry=self.registry,
             )
             self._observed[row.name] = histogram.labels(self.model_name, ENGINE)

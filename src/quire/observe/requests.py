@@ -12,6 +12,20 @@ from typing import Any
 from quire.observe.metrics import Metrics
 
 
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one request, in seconds; None: not known."""
+
+    since_arrival: float
+    """Until now; the others end with the last token."""
+    whole: float
+    queued: float
+    inference: float
+    first_token: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
 @dataclass(slots=True)
 class RequestTimer:
     """Made when a request arrives; told of each output; ended once. Times are of time.monotonic()."""
@@ -42,7 +56,7 @@ class RequestTimer:
         max_tokens: int | None,
         n: int,
         times: Any = None,
-    ) -> None:
+    ) -> Latencies:
         """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
         now = self.last or time.monotonic()
         queued = float(getattr(times, "queued", 0.0) or 0.0)
@@ -52,15 +66,13 @@ class RequestTimer:
             self.first = self.arrived + latency
             self.metrics.observe("vllm:time_to_first_token_seconds", latency)
         total, observe = sum(output_tokens), self.metrics.observe
-        whole = now - self.arrived
-        observe("vllm:e2e_request_latency_seconds", whole)
+        told = self._latencies(now, queued)
+        observe("vllm:e2e_request_latency_seconds", told.whole)
         observe("vllm:request_queue_time_seconds", queued)
-        observe("vllm:request_inference_time_seconds", max(0.0, whole - queued))
-        if self.first is not None:
-            observe(
-                "vllm:request_prefill_time_seconds", max(0.0, self.first - self.arrived - queued)
-            )
-            observe("vllm:request_decode_time_seconds", now - self.first)
+        observe("vllm:request_inference_time_seconds", told.inference)
+        if self.first is not None and told.prefill is not None and told.decode is not None:
+            observe("vllm:request_prefill_time_seconds", told.prefill)
+            observe("vllm:request_decode_time_seconds", told.decode)
             if (longest := max(output_tokens, default=0)) > 1 and now > self.first:
                 observe(
                     "vllm:request_time_per_output_token_seconds", (now - self.first) / (longest - 1)
@@ -73,3 +85,13 @@ class RequestTimer:
             observe("vllm:request_params_max_tokens", max_tokens)
         observe("vllm:request_params_n", n)
         observe("vllm:request_num_preemptions", preemptions)
+        return told
+
+    def _latencies(self, now: float, queued: float) -> Latencies:
+        since, whole = time.monotonic() - self.arrived, now - self.arrived
+        inference = max(0.0, whole - queued)
+        if self.first is None:
+            return Latencies(since, whole, queued, inference)
+        first = self.first - self.arrived
+        prefill = max(0.0, first - queued)
+        return Latencies(since, whole, queued, inference, first, prefill, now - self.first)

@@ -24,7 +24,7 @@ from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
 from quire.server.invocations import invocations
-from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds
+from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds, Traced
 from quire.server.page import routes as page
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
@@ -126,6 +126,8 @@ def build_app(state: ServerState) -> Starlette:
                 allow_credentials=server.allow_credentials,
             )
         )
+    if state.tracer is not None:
+        layers.append(Middleware(Traced))
     if server.enable_request_id_headers:
         layers.append(Middleware(RequestIds))
     if tenants:

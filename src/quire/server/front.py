@@ -23,9 +23,8 @@ from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
-from quire.observe.metrics import Metrics
 from quire.protocol.output import Beat, Died, EngineStats, Open
-from quire.server.launch import Serving, event_loop, model_name
+from quire.server.launch import Serving, event_loop, tracer_of
 from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
 
@@ -48,8 +47,8 @@ class Front(Serving):
     ):
         config = resolved.asked
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
-        metrics = Metrics(model_name(config), shared=shared)
-        super().__init__(config, listener, client, Tenants(config.server), metrics)
+        tenants, tracer = Tenants(config.server), tracer_of(config)
+        super().__init__(config, listener, client, tenants, shared, tracer)
         self.speaker, self.again = speaker, again
         if again:  # whoever connects may wait: the others serve already
             self.opened.clear()

@@ -21,6 +21,7 @@ from quire.frontend.outputs import ERRORS
 from quire.frontend.parsers.engine import CallDelta
 from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
+from quire.observe.trace import Asked
 from quire.protocol.params import SamplingParams
 from quire.server.engine import OutputLike, Prompt, TextEngine
 from quire.server.errors import ApiError, invalid
@@ -251,7 +252,7 @@ class Generation:
                 await close()
             if output is None or not output.finished:
                 await self.engine.abort(name)
-            timer.end(
+            latencies = timer.end(
                 prompt_tokens=count.prompt_tokens,
                 cached=count.cached,
                 output_tokens=count.output_tokens,
@@ -259,6 +260,9 @@ class Generation:
                 n=n,
                 times=getattr(output, "metrics", None),
             )
+            if (tracer := self.state.tracer) is not None:
+                model, made = self.state.model_name, count.output_tokens
+                tracer.request(Asked(name, model, params, count.prompt_tokens, made), latencies)
 
     def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
         most = self.state.config.observe.max_log_len

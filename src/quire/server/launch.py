@@ -28,8 +28,10 @@ from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
+from quire.observe.buckets import checked
 from quire.observe.metrics import Metrics, cache_info
 from quire.observe.stats_log import StatsLog
+from quire.observe.trace import Tracer
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
@@ -71,6 +73,8 @@ def serve(config: EngineConfig) -> int:
         config.server, None
     )  # names that do not exist are refused before the model is loaded
     tenants = Tenants(config.server)
+    checked(config.observe.custom_histogram_buckets)
+    tracer = tracer_of(config)
     listeners = bind_all(config.server, count)
     if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
         log.warning(
@@ -82,10 +86,12 @@ def serve(config: EngineConfig) -> int:
         if count > 1:
             from quire.server.fleet import serve_many
 
-            return serve_many(config, listeners)
+            if tracer is not None:
+                tracer.close()
+            return serve_many(config, listeners)  # each process has a tracer of its own
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            return runner.run(Serving(config, listeners[0], client, tenants).run())
+            return runner.run(Serving(config, listeners[0], client, tenants, tracer=tracer).run())
     finally:
         for listener in listeners:
             listener.close()
@@ -127,13 +133,20 @@ class Serving:
         listener: socket,
         client: ProcessClient | None,
         tenants: Tenants,
-        metrics: Metrics | None = None,
+        shared: str | None = None,
+        tracer: Tracer | None = None,
     ):
         self.config, self.listener, self.tenants = config, listener, tenants
         self.client: EngineClient | ProcessClient | None = client
         self.leads, self.logs_stats = True, not config.observe.disable_log_stats
-        metrics = metrics or Metrics(model_name(config))
-        self.state = ServerState(config, metrics, tenants=tenants)
+        observe = config.observe
+        metrics = Metrics(
+            model_name(config),
+            legacy=observe.legacy_metrics,
+            shared=shared,
+            custom=observe.custom_histogram_buckets,
+        )
+        self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
         self.http = http_server(build_app(self.state), config.server)
@@ -156,6 +169,8 @@ class Serving:
             self.opened.set()
             with suppress(asyncio.CancelledError):
                 await http
+            if self.state.tracer is not None:
+                await asyncio.to_thread(self.state.tracer.close)
             if self.client is not None:
                 await asyncio.to_thread(self.client.close)
         return code
@@ -338,6 +353,12 @@ class Serving:
 async def first_of(*futures: asyncio.Future[Any]) -> None:
     """Until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def tracer_of(config: EngineConfig) -> Tracer | None:
+    """Raises ConfigError: spans are wanted, and what sends them is not installed."""
+    endpoint = config.observe.otlp_traces_endpoint
+    return None if endpoint is None else Tracer(endpoint)
 
 
 def model_name(config: EngineConfig) -> str:

@@ -15,6 +15,7 @@ from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.http import UNKNOWN
+from quire.observe.trace import CARRIED
 from quire.server.errors import ApiError, error_response
 from quire.server.state import ServerState
 from quire.server.tenants import Tenant, Tenants
@@ -26,6 +27,7 @@ OPEN = frozenset(
 ask. Every other path needs it, known or not."""
 
 TENANT = "quire.tenant"
+SPAN_HEADERS = ("traceparent", "tracestate")
 CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -88,6 +90,19 @@ class Counted:
 def content_length(scope: Scope) -> int:
     text = Headers(scope=scope).get("content-length", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+class Traced:
+    """Keeps the names of the caller's own span, for the spans of what it asks for."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            CARRIED.set({name: headers[name] for name in SPAN_HEADERS if name in headers})
+        await self.app(scope, receive, send)
 
 
 class RequestIds:

@@ -15,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
 from quire.frontend.parsers.model import ModelFormats
 from quire.observe.metrics import Metrics
+from quire.observe.trace import Tracer
 from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, unavailable
 from quire.server.tenants import Tenants
@@ -48,6 +49,7 @@ class ServerState:
     """Told twice to stop: nobody is waited for."""
     formats: ModelFormats | None = None
     """How the model writes thoughts and tool calls; `reading.model_formats` chooses."""
+    tracer: Tracer | None = None
     front: int = 0
     """Which of `fronts` HTTP processes this is."""
     fronts: int = 1
