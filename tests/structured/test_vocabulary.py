@@ -78,6 +78,6 @@ def test_ids_with_holes(checkpoint: str):
     found["model"]["vocab"]["far"] = 5000
     vocabulary = Vocabulary(lambda: json.dumps(found), 6000)
     tokenizer = vocabulary.tokenizer
-    assert tokenizer.decode_bytes([5000]) == b"far"
+    assert tokenizer.is_special_token(5000)  # lost to grammars, which spell it with other tokens
     assert vocabulary.accepts not in (5000, *range(259))
     assert tokenizer.is_special_token(vocabulary.accepts)
