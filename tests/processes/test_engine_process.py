@@ -202,3 +202,18 @@ def test_killing_the_parent_leaves_no_orphan(path: str, tmp_path: Path) -> None:
         while Path(f"/proc/{int(pid)}").exists() and time.monotonic() < end:
             time.sleep(0.05)
     assert not Path(f"/proc/{int(pid)}").exists()
+
+
+def test_being_frozen_together_is_no_hang(start: Callable) -> None:
+    """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
+    client = start(Patience(heartbeat=1.5))
+    before = client.host.child.pid
+    ids = submit(client, "r", 2, 200)
+    begun(client, ids)
+    script = f"sleep 5; kill -CONT {before} {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True):
+        os.kill(before, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        got = collect(client, ids)
+    assert {outs[-1].finish for outs in got.values()} == {"length"}
+    assert client.host.child.pid == before

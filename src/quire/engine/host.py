@@ -36,6 +36,7 @@ from quire.protocol.output import Beat, Died, Ready
 log = get_logger(__name__)
 
 CONFIG = "resolved"
+ASLEEP_S = 2.0  # a look takes a tenth of that
 Condition = Literal["starting", "ready", "restarting", "dead", "closed"]
 
 
@@ -135,9 +136,14 @@ class EngineHost:
     def _watch(self, child: subprocess.Popen[bytes], listener: Listener) -> Died | None:
         """Listen until the child is to be given up: why; None: it was us who wanted to stop."""
         clock, patience = time.monotonic, self.patience
-        began = heard = clock()
+        began = heard = looked = clock()
         ready, last_words = False, None
         while not self._closing.is_set():
+            if (
+                clock() - looked > ASLEEP_S
+            ):  # we were stopped ourselves (a frozen container, a closed lid)
+                heard = clock()
+            looked = clock()
             for message in listener.hear(0.2):
                 heard = clock()
                 match message:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
 
 BEAT_EVERY_S = 0.5
+ASLEEP_S = 2.0
 FLOOR_S = 20.0
 FACTOR = 10.0
 FORGET = 0.9  # of the old rate, at each step
@@ -54,6 +55,11 @@ class Pulse:
         rate = seconds / max(tokens, 1)
         self.rate = rate if self.rate is None else max(rate, FORGET * self.rate)
 
+    def slept(self, seconds: float) -> None:
+        """So long ago was the last beat. If that is long, the whole process was stopped: no step is to blame."""
+        if self._since is not None and seconds > ASLEEP_S:
+            self._since = min(self._since + seconds, self.clock())
+
     def beat(self) -> Beat:
         since = self._since
         busy = 0.0 if since is None else self.clock() - since
@@ -65,7 +71,10 @@ class Pulse:
         """A thread that beats until the process ends, or nobody hears it."""
 
         def run() -> None:
+            before = self.clock()
             while True:
+                self.slept(self.clock() - before)
+                before = self.clock()
                 try:
                     send(self.beat())
                 except OSError:

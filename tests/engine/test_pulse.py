@@ -1,0 +1,58 @@
+"""The pulse: the bound follows the work, and time in which the process was stopped is nobody's."""
+
+from __future__ import annotations
+
+from quire.engine.pulse import FACTOR, FLOOR_S, Pulse
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_before_anything_is_known_the_first_bound_holds() -> None:
+    clock = Clock()
+    pulse = Pulse(300.0, clock)
+    assert (pulse.beat().busy, pulse.beat().allowed) == (0.0, 300.0)
+    with pulse.working():
+        clock.now += 7
+        assert pulse.beat().busy == 7
+    assert pulse.beat().busy == 0
+
+
+def test_a_large_prefill_on_a_slow_machine_is_no_hang() -> None:
+    clock = Clock()
+    pulse = Pulse(300.0, clock)
+    for _ in range(5):
+        pulse.stepped(tokens=100, seconds=5.0)  # 50 ms a token
+    pulse.launched(4_000)
+    assert pulse.beat().allowed == FLOOR_S + FACTOR * 0.05 * 4_000
+    pulse.launched(1)
+    assert pulse.beat().allowed < FLOOR_S + 1
+
+
+def test_one_slow_step_is_remembered_for_a_while() -> None:
+    pulse = Pulse(300.0, Clock())
+    pulse.stepped(1, 1.0)
+    pulse.stepped(1, 0.01)
+    pulse.launched(1)
+    assert pulse.beat().allowed > FLOOR_S + FACTOR * 0.8
+    for _ in range(100):
+        pulse.stepped(1, 0.01)
+    assert pulse.beat().allowed < FLOOR_S + FACTOR * 0.02
+
+
+def test_time_in_which_we_were_stopped_does_not_count() -> None:
+    clock = Clock()
+    pulse = Pulse(300.0, clock)
+    with pulse.working():
+        clock.now += 1
+        pulse.slept(0.5)  # as always
+        assert pulse.beat().busy == 1
+        clock.now += 3600
+        pulse.slept(3600.0)
+        assert pulse.beat().busy == 1
+    pulse.slept(3600.0)  # nothing runs: nothing to correct
+    assert pulse.beat().busy == 0
