@@ -93,8 +93,11 @@ class GrammarMasks(Processor):
         self.held.pop(row).gone = True
 
     # -- a step ---------------------------------------------------------------------------------
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def begin_step(self) -> None:
+        """Forget what a step that failed was about to draw."""
         self._drawing = None
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
         helds = [self.held[row] for row in picked.rows.tolist()]
         for at, held in zip(picked.at.tolist(), helds, strict=True):
             if held.job is not None:
@@ -290,6 +293,7 @@ class GrammarHook(Hook):
         self.masks = masks
 
     def before(self, plan: StepPlan, batch: Batch) -> None:
+        self.masks.begin_step()
         if (extra := plan.extras.get(self.name)) is not None:
             for constraint in announced(extra):
                 self.masks.compiler.ask(constraint)
