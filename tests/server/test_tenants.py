@@ -15,6 +15,8 @@ from scripted import ScriptedEngine, make_state
 from quire.config.keys import Key, read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.server.errors import ApiError
+from quire.server.ledger import Ledger, forget
 from quire.server.state import ServerState
 from quire.server.tenants import Bucket, Tenant, Tenants
 from quire.server.text_engine import salted
@@ -208,3 +210,34 @@ def test_a_bucket_never_holds_more_than_a_minutes_worth():
 
 def test_no_limits_no_headers():
     assert Tenant(Key(name="a", key="k")).headers() == {}
+
+
+def test_processes_share_what_a_key_may(tmp_path: Path):
+    """Two of them, each with its own connections; the limits are the key's."""
+    entry = A | {"requests_per_minute": 3, "tokens_per_minute": 100, "max_concurrency": 2}
+    server, clock = ServerConfig(api_key_file=key_file(tmp_path, entry)), Clock()
+    (folder := tmp_path / "keys").mkdir()
+    both = [Tenants(server, clock, Ledger(folder, front, 2)) for front in range(2)]
+    here, there = (tenants.find(b"ka") for tenants in both)
+    assert here is not None
+    assert there is not None
+    with here.asking(40), there.asking(50):
+        assert here.running == there.running == 2
+        with pytest.raises(ApiError, match="run already"), here.asking(1):
+            pass
+    assert here.headers() == there.headers()
+    assert there.headers()["x-ratelimit-remaining-tokens"] == "10"
+    there.tokens.take(20)
+    with pytest.raises(ApiError, match="tokens a minute"), here.asking(1):
+        pass
+    clock.now += 12  # 20 tokens; of requests there was one left
+    with here.asking(1), pytest.raises(ApiError, match="requests a minute"), there.asking(1):
+        pass
+    # Whoever comes later, as one that is started again, finds what was used.
+    assert Tenants(server, clock, Ledger(folder, 1, 2)).find(b"ka").headers() == here.headers()  # type: ignore[union-attr]
+    clock.now += 60
+    there.account.begin()
+    forget(folder, 0, 2)
+    assert here.running == 1
+    forget(folder, 1, 2)  # it died with one under way
+    assert here.running == 0

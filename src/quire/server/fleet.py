@@ -35,8 +35,10 @@ from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import Died, Open
+from quire.server.front import KEYS
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.launch import ABORTED_S, DEATH_TOLD_S, model_names
+from quire.server.ledger import forget
 from quire.server.listen import LAST_ANSWERS_S, address
 
 log = get_logger(__name__)
@@ -75,7 +77,9 @@ class Fleet:
         # The last of the engine's front rooms is this process.
         self.host = EngineHost(self.payload, self.count + 1, self.patience)
         self.counted = self.host.folder / "metrics"
+        self.keys = self.host.folder / KEYS
         self.counted.mkdir()
+        self.keys.mkdir()
         self.client = ProcessClient(resolved, self.host.folder, self.host, self.count)
         self.stats: StatsLog | None = None
         self.ticked = 0.0
@@ -209,6 +213,7 @@ class Fleet:
         """It is started again if that is allowed, and nobody wanted it to end."""
         child.process, child.is_open = None, False
         mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
+        forget(self.keys, child.number, self.count)
         if self.told is not None or self.host.state.condition == "dead":
             self._shut(child)
             return

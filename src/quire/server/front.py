@@ -25,9 +25,11 @@ from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.protocol.output import Beat, Died, EngineStats, Open
 from quire.server.launch import Serving, event_loop, tracer_of
+from quire.server.ledger import Ledger
 from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
 
+KEYS = "keys"  # a folder in the engine's
 BEAT_S = 1.0
 
 
@@ -42,17 +44,17 @@ class Front(Serving):
         listener: socket,
         client: ProcessClient,
         speaker: Speaker,
-        count: int,
+        ledger: Ledger,
         again: bool,
     ):
         config = resolved.asked
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
-        tenants, tracer = Tenants(config.server), tracer_of(config)
+        tenants, tracer = Tenants(config.server, ledger=ledger), tracer_of(config)
         super().__init__(config, listener, client, tenants, shared, tracer)
         self.speaker, self.again = speaker, again
         if again:  # whoever connects may wait: the others serve already
             self.opened.clear()
-        self.state.front, self.state.fronts = client.client, count
+        self.state.front, self.state.fronts = ledger.front, ledger.fronts
         self.leads = client.client == 0
         self.logs_stats = False  # the keeper does
 
@@ -100,7 +102,8 @@ def main(words: list[str]) -> int:
     speaker = Speaker(lifeline)
     client = ProcessClient(resolved, Path(folder), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
-        front = Front(resolved, own, client, speaker, count, bool(again))
+        ledger = Ledger(Path(folder) / KEYS, number, count)
+        front = Front(resolved, own, client, speaker, ledger, bool(again))
         try:
             return runner.run(front.run())
         except EngineDeadError:

@@ -16,28 +16,43 @@ from hashlib import sha256
 from quire.config.keys import Key, read_keys
 from quire.config.server import ServerConfig
 from quire.server.errors import ApiError
+from quire.server.ledger import Account, Ledger
 
 Clock = Callable[[], float]
 
 
 class Bucket:
-    """So many a minute: what was not used is kept, up to a minute's worth. The level may go below 0."""
+    """So many a minute: what was not used is kept, up to a minute's worth. The level may go below 0.
 
-    def __init__(self, per_minute: int | None, clock: Clock):
+    Two numbers of an account, from `place` on: the level, and when it was that; 0 at first.
+    """
+
+    def __init__(
+        self, per_minute: int | None, clock: Clock, account: Account | None = None, place: int = 0
+    ):
         self.per_minute, self.clock = per_minute, clock
-        self._level, self._at = float(per_minute or 0), clock()
+        self.account, self.place = account or Account(), place
+        if not self.account.numbers[place + 1]:
+            self.fill()
+
+    def fill(self) -> None:
+        self._set(float(self.per_minute or 0))
 
     @property
     def level(self) -> float:
         if self.per_minute is None:
             return math.inf
-        now = self.clock()
-        self._level += (now - self._at) * self.per_minute / 60
-        self._level, self._at = min(self._level, float(self.per_minute)), now
-        return self._level
+        level, at = self.account.numbers[self.place], self.account.numbers[self.place + 1]
+        return min(level + (self.clock() - at) * self.per_minute / 60, float(self.per_minute))
 
     def take(self, count: float) -> None:
-        self._level = self.level - count if self.per_minute is not None else 0.0
+        if self.per_minute is not None:
+            with self.account.locked():
+                self._set(self.level - count)
+
+    def _set(self, level: float) -> None:
+        numbers = self.account.numbers
+        numbers[self.place], numbers[self.place + 1] = level, self.clock()
 
     def seconds_until(self, level: float) -> float:
         if self.per_minute is None:
@@ -48,14 +63,18 @@ class Bucket:
 class Tenant:
     """One key and what it has used."""
 
-    def __init__(self, key: Key, clock: Clock = time.monotonic):
+    def __init__(self, key: Key, clock: Clock = time.monotonic, account: Account | None = None):
         self.key, self.clock = key, clock
-        self.running = 0
-        self._fill()
+        self.account = account or Account()
+        self._limit()
 
-    def _fill(self) -> None:
-        self.requests = Bucket(self.key.requests_per_minute, self.clock)
-        self.tokens = Bucket(self.key.tokens_per_minute, self.clock)
+    def _limit(self) -> None:
+        self.requests = Bucket(self.key.requests_per_minute, self.clock, self.account, 0)
+        self.tokens = Bucket(self.key.tokens_per_minute, self.clock, self.account, 2)
+
+    @property
+    def running(self) -> int:
+        return self.account.under_way
 
     @property
     def name(self) -> str:
@@ -66,7 +85,10 @@ class Tenant:
         """The file was read again. What was used stays used, unless the limits changed."""
         before, self.key = self.key, key
         if (before.requests_per_minute, before.tokens_per_minute) != (key.requests_per_minute, key.tokens_per_minute):  # fmt: skip
-            self._fill()
+            self._limit()
+            with self.account.locked():
+                self.requests.fill()
+                self.tokens.fill()
 
     @contextmanager
     def asking(self, prompt_tokens: int) -> Iterator[None]:
@@ -75,6 +97,14 @@ class Tenant:
         Raises:
             ApiError: 429 with Retry-After; nothing was used then.
         """
+        with self.account.locked():
+            self._enter(prompt_tokens)
+        try:
+            yield
+        finally:
+            self.account.begin(-1)
+
+    def _enter(self, prompt_tokens: int) -> None:
         most = self.key.max_concurrency
         if most is not None and self.running >= most:
             raise self._refused(f"{most} requests of this key run already (max_concurrency)", 1.0)
@@ -91,11 +121,7 @@ class Tenant:
             )
         self.requests.take(1)
         self.tokens.take(prompt_tokens)
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
+        self.account.begin()
 
     def _refused(self, why: str, wait: float) -> ApiError:
         retry = str(max(1, math.ceil(wait)))
@@ -113,10 +139,12 @@ class Tenant:
 
 
 class Tenants:
-    """All keys of a server."""
+    """All keys of a server; with a ledger, of one of its processes."""
 
-    def __init__(self, server: ServerConfig, clock: Clock = time.monotonic):
-        self.path, self.clock = server.api_key_file, clock
+    def __init__(
+        self, server: ServerConfig, clock: Clock = time.monotonic, ledger: Ledger | None = None
+    ):
+        self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
         plain = [server.api_key] if isinstance(server.api_key, str) else list(server.api_key or [])
         self._plain = [Tenant(Key(name="", key=key), clock) for key in plain]
         self._named: dict[str, Tenant] = {}
@@ -143,11 +171,15 @@ class Tenants:
                 self._named = before
                 raise
             for key in keys:
-                tenant = before.get(key.name) or Tenant(key, self.clock)
+                tenant = before.get(key.name) or self._tenant(key)
                 tenant.update(key)
                 self._named[key.name] = tenant
         everyone = [*self._plain, *self._named.values()]
         self._digests = [(sha256(one.key.key.encode()).digest(), one) for one in everyone]
+
+    def _tenant(self, key: Key) -> Tenant:
+        account = None if self.ledger is None else self.ledger.account(key.name)
+        return Tenant(key, self.clock, account)
 
     @property
     def weights(self) -> dict[str, float]:

@@ -1,0 +1,81 @@
+"""What a key has used: numbers in memory, or in a file that several HTTP processes share.
+
+Knows numbers and locks. Does not know what they mean, except which of them count what one process has under way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+PLAIN = 4  # numbers before those of which each process has its own
+
+
+class Account:
+    """PLAIN numbers, and one for each process."""
+
+    def __init__(self, front: int = 0, fronts: int = 1):
+        self.numbers: list[float] | memoryview[float] = [0.0] * (PLAIN + fronts)
+        self.own = PLAIN + front
+
+    @property
+    def under_way(self) -> int:
+        """In all processes."""
+        return int(sum(self.numbers[at] for at in range(PLAIN, len(self.numbers))))
+
+    def begin(self, count: int = 1) -> None:
+        self.numbers[self.own] += count
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else changes a number meanwhile. Not to be held across an await."""
+        yield
+
+
+class SharedAccount(Account):
+    """The same in a file; times in it are of the machine's monotonic clock."""
+
+    def __init__(self, path: Path, front: int, fronts: int):
+        super().__init__(front, fronts)
+        size = 8 * (PLAIN + fronts)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._fd, size)
+        self.numbers = memoryview(mmap.mmap(self._fd, size)).cast("d")
+        self._depth = 0
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        if not self._depth:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+class Ledger:
+    """Accounts by name, of one process of several."""
+
+    def __init__(self, folder: Path, front: int, fronts: int):
+        self.folder, self.front, self.fronts = folder, front, fronts
+
+    def account(self, name: str) -> Account:
+        path = self.folder / sha256(name.encode()).hexdigest()
+        return SharedAccount(path, self.front, self.fronts)
+
+
+def forget(folder: Path, front: int, fronts: int) -> None:
+    """A process has died: nothing of it is under way."""
+    for path in folder.iterdir():
+        SharedAccount(path, front, fronts).numbers[PLAIN + front] = 0.0
