@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -65,14 +66,14 @@ def test_a_message_is_answered_as_it_comes_and_the_blocks_change(browser: Chromi
         new MutationObserver(() => {
             for (const box of document.querySelectorAll(".assistant .text")) lengths.add(box.textContent.length);
         }).observe(document.getElementById("talk"), {childList: true, subtree: true, characterData: true});
-        document.getElementById("most").value = "64";
+        document.getElementById("most").value = "150";
         document.getElementById("words").focus();
         0
     """)
     browser.type(MESSAGE)
     browser.enter()
     browser.until("document.querySelector('.assistant .note')?.textContent.includes('tokens')")
-    asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 64}
+    asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 150}
     expected = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
     assert browser.js("document.querySelector('.assistant .text').textContent") == expected
     assert browser.js("lengths.size") > 2  # it grew
@@ -131,9 +132,57 @@ def test_it_fits_a_narrow_screen_and_the_dark(browser: Chromium):
     browser.dark(False)
     assert ground(browser) > 200
     browser.js("document.getElementById('theme').click(); document.getElementById('theme').click()")
-    assert (
-        ground(browser) < 60
-    )  # auto, light, dark: the reader's word counts for more than the system's
+    assert ground(browser) < 60  # auto, light, dark: the reader has the last word
+    browser.sized(1300, 850)
+
+
+STREAM = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"delta": {"reasoning": "hm, <i>so</i>"}}]},
+    {
+        "choices": [
+            {
+                "delta": {
+                    "content": "See <script>document.title='hit'</script>é:\n```html\n<img src=x onerror=hit()>"
+                }
+            }
+        ]
+    },
+    {"choices": [{"delta": {"content": "\n```\ndone"}, "finish_reason": "length"}]},
+    {"choices": [], "usage": {"completion_tokens": 9}},
+]
+
+
+def test_a_stream_is_read_however_it_is_cut_and_never_as_markup(browser: Chromium):
+    """Scripted: the frames come a byte at a time."""
+    text = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in STREAM)
+    frames = ": keep-alive\n\n" + text + "data: [DONE]\n\n"
+    browser.js(f"""
+        window.ours = fetch;
+        window.fetch = (path, options) => {{
+            if (!path.startsWith("v1/chat")) return ours(path, options);
+            const bytes = new TextEncoder().encode({json.dumps(frames)});
+            return Promise.resolve(new Response(new ReadableStream({{start(to) {{
+                for (const byte of bytes) to.enqueue(new Uint8Array([byte]));
+                to.close();
+            }}}})));
+        }};
+        document.getElementById("fresh").click();
+        0
+    """)
+    browser.type("Show me")
+    browser.enter()
+    note = browser.until("document.querySelector('.assistant .note')?.textContent")
+    assert note.startswith("9 tokens")
+    assert note.endswith("cut at the most tokens")
+    box = "document.querySelector('.assistant .text')"
+    assert browser.js(f"{box}.firstChild.textContent") == "See <script>document.title='hit'</script>é:\n"  # fmt: skip
+    assert browser.js(f"{box}.querySelector('pre').textContent") == "<img src=x onerror=hit()>"
+    assert browser.js(f"{box}.lastChild.textContent") == "done"
+    assert browser.js("document.querySelector('.thoughts div').textContent") == "hm, <i>so</i>"
+    assert browser.js("document.querySelectorAll('#talk script, #talk img, #talk i').length") == 0
+    assert browser.js("document.title") == "Quire"
+    browser.js("window.fetch = ours; 0")
 
 
 def test_nothing_went_wrong_and_nothing_was_fetched_from_elsewhere(

@@ -19,12 +19,15 @@ function say(who, text) {
   $("hint")?.remove();
   const said = make("div", "said " + who);
   said.append(make("span", "hidden", who === "user" ? "You: " : "Answer: "));
-  const box = make("div", "text"), note = make("div", "note");
+  const box = make("div", "text"), note = make("div", "note"), thoughts = make("details", "thoughts");
+  thoughts.append(make("summary", "", "Thoughts"), make("div"));
+  thoughts.hidden = true;
   show(box, text);
+  if (who === "assistant") said.append(thoughts);
   said.append(box, note);
   $("talk").append(said);
   $("talk").scrollTop = $("talk").scrollHeight;
-  return {said, box, note};
+  return {said, box, note, thoughts};
 }
 
 // The data of each server-sent event, parsed.
@@ -73,13 +76,17 @@ function cost(began, first, usage, ended) {
 
 async function answerTo(words) {
   const [path, body] = asking(words);
-  const {said, box, note} = say("assistant", "");
+  const {said, box, note, thoughts} = say("assistant", "");
   const began = performance.now();
-  let text = "", first = 0, usage = null, ended = null, due = false;
+  let text = "", thought = "", first = 0, usage = null, ended = null, due = false;
   const draw = () => {
     due = false;
     const talk = $("talk"), atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
     show(box, text);
+    if (thought) {
+      if (thoughts.hidden) { thoughts.hidden = false; thoughts.open = !text; }
+      thoughts.lastChild.textContent = thought;
+    }
     if (atEnd) talk.scrollTop = talk.scrollHeight;
   };
   said.classList.add("busy");
@@ -91,11 +98,14 @@ async function answerTo(words) {
       usage = event.usage ?? usage;
       const choice = event.choices[0];
       if (!choice) continue;
-      const more = choice.delta ? choice.delta.content : choice.text;
-      if (more) {
-        first ||= performance.now();
+      const more = (choice.delta ? choice.delta.content : choice.text) ?? "", aside = choice.delta?.reasoning ?? "";
+      if (more || aside) {
+        if (more && !text) thoughts.open = false;  // it has thought enough, and speaks
         text += more;
-        if (!due) { due = true; setTimeout(draw, 30); }
+        thought += aside;
+        if (!first) draw();  // the first token at once, the others as often as eyes can follow
+        else if (!due) { due = true; setTimeout(draw, 30); }
+        first ||= performance.now();
       }
       ended = choice.finish_reason ?? ended;
     }
@@ -103,7 +113,7 @@ async function answerTo(words) {
   } catch (error) {
     note.textContent = error.name === "AbortError" ? "stopped" : error.message;
     if (error.name !== "AbortError") note.classList.add("bad");
-    if (error instanceof Refused && !text) {  // nothing was said: it can be sent again
+    if (error instanceof Refused && !text && !thought) {  // nothing was said: it can be sent again
       messages.pop();
       if (!$("words").value) $("words").value = words;
     }

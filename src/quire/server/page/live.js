@@ -115,8 +115,8 @@ function lives() {
   const focused = document.activeElement;
   order.forEach((life, at) => {
     const row = rows.get(life.n) ?? newRow(life);
-    update(row, life);
     if ($("lives").children[at] !== row.item) $("lives").insertBefore(row.item, $("lives").children[at] ?? null);
+    update(row, life);  // after it has its place: its lane is drawn as wide as it is
   });
   const here = new Set(order.map(life => life.n));
   for (const [number, row] of rows) {
