@@ -21,6 +21,8 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Ready
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.scheduler.gate import Gate
+from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 
 
@@ -179,3 +181,35 @@ def test_a_broken_pool_is_seen_in_the_step_that_broke_it():
         else:
             with pytest.raises(EngineDeadError, match="block pool"):
                 client.outputs()
+
+
+def test_a_client_that_is_gone_is_not_worked_for() -> None:
+    client = make()
+    gone = [ask(client, f"gone-{number}", 40) for number in range(6)]  # some run, some wait
+    for request in gone:
+        request.client = 1
+    ask(client, "mine", 40)
+    client.outputs()
+    assert client.call("stats")["running"] == 4
+    assert client.call("abort_client", 1) == 6
+    assert client.call("abort_client", 1) == 0
+    [last] = collect(client, {"mine"})["mine"][-1:]
+    assert last.finish == "length"
+    stats = client.call("stats")
+    assert (stats["running"], stats["waiting"], stats["kv_usage"]) == (0, 0, 0)
+    assert stats["finished"] == {"stop": 0, "length": 1, "abort": 6, "error": 0}
+
+
+def test_those_who_wait_for_a_gate_are_told_apart() -> None:
+    class Shut(Gate):
+        def ready(self, request: Request) -> bool:
+            return request.id != "held"
+
+    client = make()
+    client.core.scheduler.gates.append(Shut())
+    for number in range(5):
+        ask(client, f"{number}", 40)
+    ask(client, "held")
+    client.outputs()
+    stats = client.call("stats")
+    assert (stats["running"], stats["waiting"], stats["deferred"]) == (4, 2, 1)

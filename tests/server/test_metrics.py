@@ -8,7 +8,7 @@ import pytest
 from asgi import ask
 from scripted import ScriptedEngine, make_state
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QueueFull
 from quire.frontend.outputs import RequestMetrics
 from quire.observe.metrics import Metrics
 from quire.observe.requests import RequestTimer
@@ -115,3 +115,51 @@ def test_bytes_of_both_bodies_are_counted():
     )
     assert state.metrics.value("http_response_size_bytes_sum") == len(answer.content)
     assert state.metrics.value("quire:http_requests_under_way") == 0
+
+
+def test_completions_that_were_read_for_calls_are_counted():
+    """Hermes' form; one with a call and one without, whole and streamed."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = HI | {"tools": tools, "max_tokens": 99}
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    state = None
+    for text, stream in ((call, False), ("no", False), (call, True), ("no", True), ("no", True)):
+        engine = ScriptedEngine(text)
+        if state is None:
+            state = make_state(engine, tool_call_parser="hermes")
+        state.engine = engine
+        assert ask(None, "POST", CHAT, body | {"stream": stream}, state=state).status_code == 200
+    assert ask(None, "POST", CHAT, HI, state=state).status_code == 200  # it has no tools
+    text = state.metrics.render().decode()
+    found = re.findall(
+        r'vllm:tool_call_parser_invocations_total\{mode="(\w+)",model_name="toy",outcome="(\w+)",'
+        r'request_type="chat_completions"\} (\d)',
+        text,
+    )
+    assert sorted(found) == [
+        ("non_streaming", "no_tool_call", "1"),
+        ("non_streaming", "tool_call", "1"),
+        ("streaming", "no_tool_call", "2"),
+        ("streaming", "tool_call", "1"),
+    ]
+
+
+def test_refusals_name_the_limit_that_was_reached():
+    for words, reason in (
+        ("3 requests wait already (max_num_queued_reqs)", "max_num_queued_reqs"),
+        ("9 prompt tokens wait already (max_num_queued_tokens)", "max_num_queued_tokens"),
+    ):
+        state = make_state(ScriptedEngine(QueueFull(words)))
+        assert ask(None, "POST", CHAT, HI, state=state).status_code == 503
+        line = f'vllm:admission_rejections_total{{model_name="toy",reason="{reason}"}} 1.0'
+        assert line in state.metrics.render().decode()
+
+
+def test_those_who_wait_are_told_apart():
+    metrics = Metrics("toy")
+    metrics.attach(lambda: EngineStats(waiting=5, deferred=2), 10, {})
+    text = metrics.render().decode()
+    for reason, count in (("capacity", 3), ("deferred", 2)):
+        assert f'waiting_by_reason{{engine="0",model_name="toy",reason="{reason}"}} {count}.0' in text  # fmt: skip
+    line = StatsLog(lambda: EngineStats(waiting=5, deferred=2)).tick(1.0)
+    assert "Waiting: 5 reqs, Deferred: 2 reqs, CPU KV" in line

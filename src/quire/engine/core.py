@@ -128,4 +128,5 @@ class EngineCore:
             generation_tokens=scheduler.count.generation_tokens,
             finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
+            deferred=scheduler.deferred,
         )

@@ -19,6 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from quire import __version__
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
@@ -128,6 +129,17 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
+        self.tools = Counter(
+            "vllm:tool_call_parser_invocations",
+            "Completions that were read for tool calls, by whether there were any.",
+            ["model_name", "mode", "outcome", "request_type"],
+            registry=self.registry,
+        )
+        build = Gauge(
+            "quire:build_info", "1 for the version that runs.", ["version"],
+            registry=self.registry, multiprocess_mode="max",
+        )  # fmt: skip
+        build.labels(__version__).set(1)
         self.errors = Counter(
             "quire:request_errors",
             "Requests answered with an error, by status.",
@@ -207,6 +219,11 @@ class Metrics:
     def refused(self, reason: str = "max_num_queued_reqs") -> None:
         """A request was turned away because too many wait."""
         self.rejected.labels(self.model_name, reason).inc()
+
+    def read_for_calls(self, streamed: bool, called: bool, kind: str) -> None:
+        """A completion of a request with tools has ended."""
+        mode, outcome = ("non_streaming", "streaming")[streamed], ("no_tool_call", "tool_call")[called]  # fmt: skip
+        self.tools.labels(self.model_name, mode, outcome, kind).inc()
 
     def by_key(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of this key has ended."""

@@ -54,7 +54,7 @@ SNAPSHOTS: tuple[Snapshot, ...] = (
     Snapshot("vllm:num_requests_waiting", "gauge", "Requests that wait for a row.", lambda s: s.waiting),
     Snapshot(
         "vllm:num_requests_waiting_by_reason", "gauge", "Waiting requests, by what they wait for.",
-        lambda s: {"capacity": s.waiting, "deferred": 0}, label="reason",
+        lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred}, label="reason",
     ),
     Snapshot("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
     Snapshot("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
@@ -71,6 +71,8 @@ SNAPSHOTS: tuple[Snapshot, ...] = (
         label="source",
     ),
     Snapshot("vllm:prompt_tokens_cached", "counter", "Prompt tokens that cost nothing.", lambda s: s.prefix_hits),
+    Snapshot("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that cost nothing, by where their KV was.",
+             lambda s: {"device": s.prefix_hits}, label="source"),
     Snapshot("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
     Snapshot("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
     Snapshot("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",

@@ -36,11 +36,12 @@ class StatsLog:
         self.prompt, self.generation = prompt, generation
         queries = now.prefix_queries
         hits = 100.0 * now.prefix_hits / queries if queries else 0.0
+        deferred = f"Deferred: {now.deferred} reqs, " if now.deferred else ""
         preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
         line = (
             f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generation:.1f} tokens/s, "
-            f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {preemptions}"
+            f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {deferred}{preemptions}"
             f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
         )
         idle = not (prompt or generation or now.running or now.waiting)

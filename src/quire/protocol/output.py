@@ -69,6 +69,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     generation_tokens: int = 0
     finished: dict[str, int] = {}  # by FinishReason
     steps: int = 0
+    deferred: int = 0  # of those who wait: how many are not held up by want of room
 
 
 class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):

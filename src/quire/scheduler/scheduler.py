@@ -21,6 +21,7 @@ tests/engine/test_random_workloads.py catches the removal of each (tests/engine/
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from quire.scheduler.queues import WaitingQueue
 from quire.scheduler.request import NO_ROW, Request
 
 log = get_logger(__name__)
+
+FIRST_IN_LINE = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +209,12 @@ class Scheduler:
         for gate in self.gates:
             n = gate.allow(request, n) if n else 0
         return n
+
+    @property
+    def deferred(self) -> int:
+        """How many of those who wait are held back by a gate, of the first in line."""
+        first = itertools.islice(self.waiting, FIRST_IN_LINE)
+        return sum(not all(gate.ready(one) for gate in self.gates) for one in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:

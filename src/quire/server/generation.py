@@ -34,6 +34,10 @@ from quire.server.tenants import Tenant
 
 log = get_logger(__name__)
 
+REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
+KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
+"""What an id begins with -> what was asked for, as metrics have it."""
+
 MAX_BUFFERED = 256  # outputs of several prompts that wait to be written
 
 
@@ -150,8 +154,8 @@ class Generation:
                     raise ApiError(
                         408, f"the request was not done in {self.timeout:g} s", param="timeout"
                     ) from error
-                except QueueFull:
-                    self.state.metrics.refused()
+                except QueueFull as error:
+                    self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
                     raise
                 yield delta
 
@@ -245,6 +249,7 @@ class Generation:
                 for delta in taken(output, which, n, count):
                     if self.reader is not None:
                         self.reader.read(delta)
+                        self._count_calls(self.reader, delta, params)
                     yield delta
         finally:
             self.state.active.discard(name)
@@ -263,6 +268,13 @@ class Generation:
             if (tracer := self.state.tracer) is not None:
                 model, made = self.state.model_name, count.output_tokens
                 tracer.request(Asked(name, model, params, count.prompt_tokens, made), latencies)
+
+    def _count_calls(self, reader: Reader, delta: Delta, params: SamplingParams) -> None:
+        if delta.finish_reason is not None and reader.reading.tools.parameters:
+            called = bool(reader.outputs[delta.index].parser.calls)
+            kind = next((kind for start, kind in KINDS.items() if self.id.startswith(start)), "other")  # fmt: skip
+            streamed = params.output_kind != FINAL_ONLY
+            self.state.metrics.read_for_calls(streamed, called, kind)
 
     def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
         most = self.state.config.observe.max_log_len

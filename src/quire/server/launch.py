@@ -263,6 +263,11 @@ class Serving:
             self.config.cache,
             num_gpu_blocks=ready.num_blocks,
             block_size=ready.block_size,
+            cache_dtype=self.config.cache.kv_cache_dtype,
+            kv_cache_size_tokens=ready.num_blocks * ready.block_size,
+            kv_cache_max_concurrency=round(
+                ready.num_blocks * ready.block_size / max(1, ready.max_model_len), 2
+            ),
         )
         state.metrics.attach(engine.stats, ready.max_model_len, info)
         state.metrics.rows.set(client.resolved.max_num_seqs)
