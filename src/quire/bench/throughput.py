@@ -15,6 +15,7 @@ from typing import Any
 from quire.bench import datasets
 from quire.bench.words import Given, Own, keep, prompts, read, start, told
 from quire.errors import ConfigError, QuireError
+from quire.frontend.outputs import error_of
 
 OWN = {
     "backend": Own("quire", "quire (vllm means the same)", str),
@@ -55,8 +56,8 @@ def measure(given: Given) -> int:
         began = time.perf_counter()
         outputs = llm.generate(batch, params)
         seconds = time.perf_counter() - began
-    if failed := [output for output in outputs if output.error]:
-        raise QuireError(f"{len(failed)} requests failed, the first one: {failed[0].error}")
+    if failed := [error for output in outputs if (error := error_of(output)) is not None]:
+        raise QuireError(f"{len(failed)} requests failed, the first one: {failed[0]}")
     tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
     tokens_out = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     total = tokens_in + tokens_out

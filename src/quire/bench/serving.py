@@ -1,0 +1,291 @@
+"""`quire bench serving`: what serving costs, from the socket inwards.
+
+A server is started, loaded by 1, 16 and 64 clients that each send the next request when the last one has ended, and
+stopped. Said are tokens a second, TTFT, ITL, start-up, and the CPU time of the process that speaks HTTP: for a request
+(from answers of one token), and for each streamed token beyond it. Other servers can have the same load in the same
+run (`--peer`), in turn within each round. Linux only: CPU times come from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tqdm
+
+from quire.bench import datasets, figures
+from quire.bench.asking import KINDS, Done, Prompt, ask
+from quire.bench.http import HttpFailed, Server
+from quire.bench.load import Arrivals, run
+from quire.engine.resident import family, resident_bytes
+from quire.errors import ConfigError, QuireError, StartupError
+
+START_S = 900.0
+STOP_S = 40.0
+WARM = 4  # requests before anything counts
+TOLD = figures.Told(("ttft", "itl"), (50.0, 99.0))
+QUIRE = (
+    f"quire={shlex.quote(sys.executable)} -m quire serve {{model}} --host 127.0.0.1 --port {{port}}"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench serving", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="quire-tiny", help="what every server is told to serve")
+    add("--clients", nargs="+", type=int, default=[1, 16, 64], metavar="N")
+    add("--requests", type=int, default=4, metavar="N", help="of each client, and no fewer than 16")
+    add("--input-len", type=int, default=32, metavar="TOKENS")
+    add("--output-len", type=int, default=64, metavar="TOKENS")
+    add("--rounds", type=int, default=3, metavar="N", help="medians are told")
+    add(
+        "--flags",
+        default="--max-num-seqs 64",
+        metavar="WORDS",
+        help="more flags for our own server",
+    )
+    add("--peer", action="append", default=[], metavar="NAME=COMMAND",
+        help="another server: a command with {model} and {port} in it")  # fmt: skip
+    add("--out", type=Path, help="folder for the result; unset: print only")
+    given = parser.parse_args(argv)
+    try:
+        servers = [_named(f"{QUIRE} {given.flags}"), *map(_named, given.peer)]
+        rounds = [
+            (name, asyncio.run(_one_server(name, command, given)))
+            for _ in range(given.rounds)
+            for name, command in servers
+        ]
+    except QuireError as why:
+        print(f"quire bench serving: error: {why}", file=sys.stderr)
+        return 2 if isinstance(why, ConfigError) else 1
+    _tell(given, rounds, " ".join(["quire bench serving", *argv]))
+    return 0
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, command = text.partition("=")
+    if not equals or "{port}" not in command:
+        raise ConfigError(f"--peer {text}: NAME=COMMAND with {{port}} in it")
+    return name, command
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that was started here."""
+
+    process: subprocess.Popen[str]
+    server: Server
+    model: str
+    start_seconds: float
+
+    def cpu(self) -> tuple[float, float]:
+        """Seconds of CPU so far: of the process that speaks HTTP, and of all."""
+        pids = family(self.process.pid)
+        return cpu_seconds(pids[:1]), cpu_seconds(pids)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """User and system time; what has ended counts nothing."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def started(name: str, command: str, model: str) -> AsyncIterator[Running]:
+    """The server, once it lists its model.
+
+    Raises:
+        StartupError: it ended or did not answer in time; with the end of what it said.
+    """
+    port = free_port()
+    words = [word.format(model=model, port=port) for word in shlex.split(command)]
+    with tempfile.TemporaryFile("w+") as said:
+        began = time.perf_counter()
+        process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True)
+        try:
+            async with Server(f"http://127.0.0.1:{port}") as server:
+                while True:
+                    try:
+                        listed = await server.json("GET", "/v1/models", timeout=10)
+                        if (await server.ask("GET", "/health", timeout=10)).status == 200:
+                            break
+                    except HttpFailed as why:
+                        if process.poll() is not None or time.perf_counter() - began > START_S:
+                            said.seek(0)
+                            raise StartupError(f"{name} did not start: {why}\n{said.read()[-3000:]}") from why  # fmt: skip
+                    await asyncio.sleep(0.05)
+                seconds = time.perf_counter() - began
+                yield Running(process, server, str(listed["data"][0]["id"]), seconds)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def _one_server(name: str, command: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One round of one server: its start, and each number of clients."""
+    async with started(name, command, given.model) as running:
+        found: dict[str, Any] = {"start_seconds": running.start_seconds, "clients": {}}
+        cutter = await datasets.cutter(running.server, running.model, None, False)
+        counts = {clients: max(clients * given.requests, 16) for clients in given.clients}
+        wanted = datasets.Wanted(
+            "random", WARM + 2 * sum(counts.values()), 1, input_len=given.input_len, output_len=given.output_len
+        )  # fmt: skip
+        # Each is sent once only: a prefix cache must not answer for the model.
+        prompts = iter(await datasets.make(wanted, cutter))
+        await _load(running, list(itertools.islice(prompts, WARM)), WARM, "warm-up", name)
+        for clients, count in counts.items():
+            one = [replace(prompt, output=1) for prompt in itertools.islice(prompts, count)]
+            short = await _load(running, one, clients, "1 token", name)
+            more = list(itertools.islice(prompts, count))
+            long = await _load(running, more, clients, f"{given.output_len} tokens", name)
+            found["clients"][clients] = costs(short, long)
+        found["server_mib"] = resident_bytes(family(running.process.pid)) / 2**20
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one load took."""
+
+    done: list[Done]
+    seconds: float
+    api_cpu: float  # seconds
+    all_cpu: float
+    own_cpu: float  # of the load generator
+
+
+async def _load(
+    running: Running, prompts: list[Prompt], clients: int, what: str, name: str
+) -> Loaded:
+    kind = KINDS["openai"]
+    body = {"model": running.model, "temperature": 0.0}
+    label = f"{name}, {clients} clients, {what}"
+    with tqdm.tqdm(total=len(prompts), desc=label, leave=False) as bar:
+
+        async def one(number: int) -> Done:
+            return await ask(
+                running.server, kind, kind.path, prompts[number], body, ignore_eos=True, clock=time.perf_counter
+            )  # fmt: skip
+
+        def ended(_: Done) -> None:
+            bar.update()
+
+        before, own = running.cpu(), time.process_time()
+        done, seconds = await run(one, len(prompts), Arrivals(most=clients), 0, ended)
+        after, own = running.cpu(), time.process_time() - own
+    if wrong := figures.failures(done):
+        raise HttpFailed(f"{label}: {wrong}")
+    return Loaded(done, seconds, after[0] - before[0], after[1] - before[1], own)
+
+
+def costs(short: Loaded, long: Loaded) -> dict[str, float]:
+    """The figures of one number of clients.
+
+    A request costs what one with an answer of one token does; the other tokens cost the rest.
+    """
+    found = figures.figures(long.done, long.seconds, TOLD)
+    requests, tokens = len(long.done), int(found["total_output_tokens"])
+    request = short.api_cpu / len(short.done)
+    token = (long.api_cpu - request * requests) / max(tokens - requests, 1)
+    kept = ("output_throughput", "request_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")  # fmt: skip
+    return {name: found[name] for name in kept} | {
+        "api_cpu_ms_per_request": 1e3 * request,
+        "api_cpu_us_per_token": 1e6 * max(token, 0.0),
+        "api_cpu_share": long.api_cpu / long.seconds,
+        "all_cpu_share": long.all_cpu / long.seconds,
+        "generator_cpu_share": long.own_cpu / long.seconds,
+    }
+
+
+def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure over rounds of the same form."""
+    found: dict[str, Any] = {}
+    for name, value in rounds[0].items():
+        values = [one[name] for one in rounds]
+        found[name] = medians(values) if isinstance(value, dict) else statistics.median(values)
+    return found
+
+
+COLUMNS = {
+    "tokens/s": "output_throughput",
+    "TTFT p50, ms": "p50_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "ITL p50, ms": "p50_itl_ms",
+    "ITL p99": "p99_itl_ms",
+    "API CPU, µs/token": "api_cpu_us_per_token",
+    "API CPU, ms/request": "api_cpu_ms_per_request",
+    "API cores": "api_cpu_share",
+    "all cores": "all_cpu_share",
+    "load's cores": "generator_cpu_share",
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"| server | clients | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, found in result["servers"].items():
+        for clients, row in found["clients"].items():
+            cells = " | ".join(f"{row[key]:.2f}" for key in COLUMNS.values())
+            lines.append(f"| {name} | {clients} | {cells} |")
+    lines += ["", "| server | ready after, s | resident, MiB |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {found['start_seconds']:.1f} | {found['server_mib']:.0f} |"
+        for name, found in result["servers"].items()
+    ]
+    return "\n".join(lines)
+
+
+def _tell(
+    given: argparse.Namespace, rounds: list[tuple[str, dict[str, Any]]], command: str
+) -> None:
+    servers = {
+        name: medians([found for one, found in rounds if one == name])
+        for name in dict.fromkeys(name for name, _ in rounds)
+    }
+    result: dict[str, Any] = {"command": command, "rounds": given.rounds, "servers": servers}
+    if given.out is None:
+        print(table(result))
+        return
+    from quire.bench import machine, report  # torch: not while anything is measured
+
+    about, today = machine.describe(), datetime.date.today().isoformat()
+    result = {"date": today, "machine": about, **result}
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = report.free_name(given.out, f"{today}-serving-{machine.slug(about)}")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = (
+        f"# What serving {given.model} costs, {today}\n\n"
+        f"Machine: {about['cpu']}, {about['cores']} cores, load {about['load']:.1f} at the end. Medians of {given.rounds}"
+        f" rounds; prompts of {given.input_len} and answers of {given.output_len} tokens, streamed. `{command}`\n\n{table(result)}\n"
+    )
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{text}\nkept in {path}")
