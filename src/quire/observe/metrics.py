@@ -123,69 +123,50 @@ class Metrics:
             ProcessCollector(registry=self.registry)
             PlatformCollector(registry=self.registry)
             GCCollector(registry=self.registry)
-        self.rejected = Counter(
-            "vllm:admission_rejections",
-            "Requests refused because too many wait.",
-            ["model_name", "reason"],
-            registry=self.registry,
+        self.http = HttpMetrics(self.registry) if http else None
+        self._make_counters()
+        self._make_gauges()
+
+    def _make_counters(self) -> None:
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, ["model_name", *labels], registry=self.registry)
+
+        self.rejected = counter(
+            "vllm:admission_rejections", "Requests refused because too many wait.", "reason"
         )
-        self.tools = Counter(
+        self.tools = counter(
             "vllm:tool_call_parser_invocations",
             "Completions that were read for tool calls, by whether there were any.",
-            ["model_name", "mode", "outcome", "request_type"],
-            registry=self.registry,
-        )
-        build = Gauge(
-            "quire:build_info", "1 for the version that runs.", ["version"],
-            registry=self.registry, multiprocess_mode="max",
+            "mode", "outcome", "request_type",
         )  # fmt: skip
-        build.labels(__version__).set(1)
-        self.errors = Counter(
-            "quire:request_errors",
-            "Requests answered with an error, by status.",
-            ["model_name", "status"],
-            registry=self.registry,
+        self.errors = counter(
+            "quire:request_errors", "Requests answered with an error, by status.", "status"
         )
-        self.key_requests = Counter(
-            "quire:key_requests", "Requests by key.", ["model_name", "key"], registry=self.registry
+        self.key_requests = counter("quire:key_requests", "Requests by key.", "key")
+        self.key_tokens = counter(
+            "quire:key_tokens", "Tokens by key: of prompts, and of outputs.", "key", "kind"
         )
-        self.key_tokens = Counter(
-            "quire:key_tokens",
-            "Tokens by key: of prompts, and of outputs.",
-            ["model_name", "key", "kind"],
-            registry=self.registry,
-        )
-        self.key_rejections = Counter(
-            "quire:key_rejections",
-            "Requests refused because their key may not have more now.",
-            ["model_name", "key"],
-            registry=self.registry,
-        )
-        self.http = HttpMetrics(self.registry) if http else None
+        self.key_rejections = counter(
+            "quire:key_rejections", "Requests refused because their key may not have more now.", "key"
+        )  # fmt: skip
+
+    def _make_gauges(self) -> None:
+        def gauge(name: str, help: str, *labels: str, mode: str = "max") -> Gauge:
+            """`mode`: which of several processes' values is told."""
+            return Gauge(name, help, labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
         self.throughput: dict[str, Gauge] = {}
-        if legacy:
-            for kind in ("prompt", "generation"):
-                name = f"vllm:avg_{kind}_throughput_toks_per_s"
-                words = f"Tokens of {kind}s a second, as the log line has it."
-                gauge = Gauge(
-                    name, words, ["model_name", "engine"], registry=self.registry,
-                    multiprocess_mode="mostrecent",
-                )  # fmt: skip
-                self.throughput[kind] = gauge.labels(model_name, ENGINE)
-        self.rows = Gauge(
-            "quire:max_num_seqs",
-            "The most requests that run at once.",
-            ["model_name", "engine"],
-            registry=self.registry,
-            multiprocess_mode="max",
-        ).labels(model_name, ENGINE)
-        self.startup = Gauge(
-            "quire:startup_seconds",
-            "How long each stage of start-up took.",
-            ["stage"],
-            registry=self.registry,
-            multiprocess_mode="max",
-        )
+        for kind in ("prompt", "generation") if self.legacy else ():
+            made = gauge(
+                f"vllm:avg_{kind}_throughput_toks_per_s",
+                f"Tokens of {kind}s a second, as the log line has it.",
+                "model_name", "engine", mode="mostrecent",
+            )  # fmt: skip
+            self.throughput[kind] = made.labels(self.model_name, ENGINE)
+        rows = gauge("quire:max_num_seqs", "The most requests that run at once.", "model_name", "engine")  # fmt: skip
+        self.rows = rows.labels(self.model_name, ENGINE)
+        self.startup = gauge("quire:startup_seconds", "How long each stage of start-up took.", "stage")  # fmt: skip
+        gauge("quire:build_info", "1 for the version that runs.", "version").labels(__version__).set(1)  # fmt: skip
 
     def attach(
         self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
