@@ -9,7 +9,7 @@ import pytest
 from parsed_text import together
 
 from quire.features.structured.check import checked
-from quire.frontend.parsers.constrain import calls_only, forced, strict_calls
+from quire.frontend.parsers.constrain import after_thoughts, calls_only, forced, strict_calls
 from quire.frontend.parsers.engine import Parser
 from quire.frontend.parsers.formats import ANY_CALLS, TOOLS
 from quire.frontend.parsers.reasoning import REASONING
@@ -71,6 +71,38 @@ def test_thoughts_may_come_before_required_calls(name: str, opened: bool | None)
     assert read.calls == [("f", {"count": 3})]
     assert read.reasoning == ("" if opened is False else "hm")
     assert read.content == ""
+
+
+FORMS = {
+    "json": ({"json": SCHEMA}, '{"count": 3}'),
+    "json text": ({"json": '{"type": "integer"}'}, "3"),
+    "json_object": ({"json_object": True}, "{}"),
+    "regex": ({"regex": "[ab]+"}, "ab"),
+    "choice": ({"choice": ["<b>", 'a"']}, "<b>"),
+    "grammar": ({"grammar": 'root ::= "a" | "b"'}, "a"),
+    "structural_tag": (
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}},
+        "x",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "openai_gptoss", "gemma4"])
+def test_an_answer_keeps_its_form_after_thoughts(kind: str, name: str) -> None:
+    form, answer = FORMS[kind]
+    asked = StructuredOutputsParams(**form)
+    made = after_thoughts(asked, REASONING[name], None)
+    assert made.structural_tag is not None
+    checked(made)
+    elements = made.structural_tag["format"]["elements"]  # type: ignore[index]
+    text = "".join(written(part, 1) for part in elements[:-1]) + answer
+    tools = TOOLS["openai"] if name == "openai_gptoss" else None
+    read = together(Parser(compose(tools, REASONING[name])), [text])
+    assert (read.reasoning, read.content, read.reasons) == ("hm", answer, [])
+    # After thoughts that the prompt has ended there is nothing but the answer.
+    ended = after_thoughts(asked, REASONING[name], False)
+    assert (ended == asked) == (name != "openai_gptoss")
 
 
 def test_strict_tools_constrain_calls_and_nothing_else() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
-from quire.frontend.parsers.constrain import calls_only, forced, strict_calls
+from quire.frontend.parsers.constrain import after_thoughts, calls_only, forced, strict_calls
 from quire.frontend.parsers.engine import CallDelta, Parsed, Parser
 from quire.frontend.parsers.model import ModelFormats, Reading
 from quire.frontend.parsers.names import OFF
@@ -80,6 +80,10 @@ def reader_for(
     reading = formats.reading(choice.tools, choice.must, opened)
     if reading is None:
         return None
+    if params.structured_outputs is not None and formats.reasoning is not None and not choice.must:
+        params.structured_outputs = after_thoughts(
+            params.structured_outputs, formats.reasoning, opened
+        )
     if (demand := demanded(body, choice, formats, opened)) is not None:
         if params.structured_outputs is None:
             params.structured_outputs = demand

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from quire.frontend.parsers.formats import ANY_CALLS
 from quire.frontend.parsers.schema import function
 from quire.frontend.parsers.table import Format, Reasoning, Wrap
+from quire.protocol.constraint import KINDS, StructuredOutputsParams
 
 JSON = dict[str, Any]
 
@@ -56,6 +59,36 @@ def strict_calls(format: Format, tools: Sequence[Mapping[str, Any]]) -> JSON | N
         "type": "structural_tag",
         "format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags},
     }
+
+
+def after_thoughts(
+    form: StructuredOutputsParams, reasoning: Reasoning, opened: bool | None
+) -> StructuredOutputsParams:
+    """The same form for the answer alone: the model may think first. A form that cannot be so put stays as it is."""
+    inner = _as_part(form)
+    parts = [*_thoughts(reasoning, opened), *_text(reasoning.answer)]
+    if inner is None or not parts:
+        return form
+    whole = {"type": "sequence", "elements": [*parts, inner]}
+    others = {kind: None for kind in KINDS}
+    tag = {"type": "structural_tag", "format": whole}
+    return replace(form, **{**others, "structural_tag": tag})
+
+
+def _as_part(form: StructuredOutputsParams) -> JSON | None:
+    if form.json is not None:
+        return {"type": "json_schema", "json_schema": form.json}
+    if form.json_object is not None:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if form.regex is not None:
+        return {"type": "regex", "pattern": form.regex}
+    if form.grammar is not None:
+        return {"type": "grammar", "grammar": form.grammar}
+    if form.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in form.choice]
+        return {"type": "or", "elements": texts}
+    tag = form.structural_tag
+    return tag.get("format") if isinstance(tag, dict) else None
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:

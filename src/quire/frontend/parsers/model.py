@@ -46,7 +46,7 @@ class ModelFormats:
 
         `last`: the message that the output continues, if it does.
         """
-        if self.reasoning is None:
+        if self.reasoning is None or self.reasoning.whole:
             return None
         end, spots = prompt.rstrip(), (self.reasoning.starts, self.reasoning.ends)
         if last:

@@ -23,5 +23,11 @@ REASONING: dict[str, Reasoning] = {
     ),
     "olmo3": Reasoning(*THINK, signs=("<think>", "<functions>")),
     "seed_oss": Reasoning(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),
-    "openai_gptoss": Reasoning((), (), signs=("<|channel|>", "<|message|>"), whole="openai"),
+    "openai_gptoss": Reasoning(
+        ("<|channel|>analysis<|message|>",),
+        ("<|end|><|start|>assistant",),
+        answer="<|channel|>final<|message|>",
+        signs=("<|channel|>", "<|message|>"),
+        whole="openai",
+    ),
 }

@@ -126,6 +126,8 @@ class Reasoning:
     ends: tuple[str, ...]
     after: str = ""
     """What models write between the end and the answer."""
+    answer: str = ""
+    """What an answer must begin with."""
     implied: bool = False
     """The output begins with thoughts, whether it says so or not."""
     again: bool = False
