@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,14 +33,14 @@ def event(body: Any) -> bytes:
 class Wire:
     """`async with Wire(reply) as wire:` listens inside, at `wire.url`."""
 
-    def __init__(self, reply: Reply):
-        self.reply = reply
+    def __init__(self, reply: Reply, port: int = 0):
+        self.reply, self.port = reply, port
         self.asked: list[tuple[str, str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.connections = self.now = self.most = 0
 
     async def __aenter__(self) -> Wire:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
@@ -83,7 +84,9 @@ class Wire:
 
 
 def model(method: str, path: str, body: Any) -> Iterable[bytes | float]:
-    """A small server: three tokens for each prompt, the last with an empty text before it."""
+    """A small server: three tokens for each prompt."""
+    if path == "/health":
+        return whole({})
     if path == "/v1/models":
         return whole({"object": "list", "data": [{"id": "m/toy"}]})
     if path == "/v1/completions":
@@ -94,3 +97,12 @@ def model(method: str, path: str, body: Any) -> Iterable[bytes | float]:
         used = {"prompt_tokens": 7, "completion_tokens": 3}
         return [*pieces, chunk(event({"choices": [], "usage": used})), END]
     return whole({"error": {"message": "no such path"}}, "404 Not Found")
+
+
+async def main(port: int) -> None:
+    async with Wire(model, port):
+        await asyncio.sleep(60)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

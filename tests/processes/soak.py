@@ -28,7 +28,7 @@ from serving import Served, children
 
 MODEL = "quire-tiny"
 # A cache that 16 long requests do not fit into at once, so that some give way and come back.
-FLAGS = ("--max-num-seqs", "16", "--kv-cache-memory-bytes", "24M", "--max-model-len", "512")
+FLAGS = ("--max-num-seqs", "16", "--kv-cache-memory-bytes", "6M", "--max-model-len", "512")
 SUBJECTS = ("the sea", "a red door", "numbers", "my uncle's boat", "Tuesday", "x = 3", "été", "why")
 PROMPTS = [f"{'Once upon a time, ' * (number % 5)}tell me about {subject}." for number, subject in enumerate(SUBJECTS)]  # fmt: skip
 LENGTHS = (1, 7, 24, 60)
@@ -81,8 +81,10 @@ class Soak:
             self.did[what] += 1
             try:
                 match what:
-                    case "whole" | "several":
-                        await self.whole(http, path, prompt, length, 2 if what == "several" else 1)
+                    case "whole":
+                        await self.whole(http, path, prompt, length)
+                    case "several":
+                        await self.several(http, length)
                     case "stream":
                         await self.streamed(http, path, prompt, length)
                     case "hang up":
@@ -101,10 +103,15 @@ class Soak:
             at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))  # fmt: skip
             self.wrong.append(f"{path} {prompt!r}: {len(tokens)} tokens for {length}, unlike those given alone from {at} on")  # fmt: skip
 
-    async def whole(self, http: httpx.AsyncClient, path: str, prompt: str, length: int, n: int) -> None:  # fmt: skip
-        answer = await http.post(path, json=asked(path, prompt, length, False) | {"n": n})
-        for choice in answer.json()["choices"]:
-            self.check(path, prompt, length, choice["token_ids"])
+    async def whole(self, http: httpx.AsyncClient, path: str, prompt: str, length: int) -> None:
+        answer = await http.post(path, json=asked(path, prompt, length, False))
+        self.check(path, prompt, length, answer.json()["choices"][0]["token_ids"])
+
+    async def several(self, http: httpx.AsyncClient, length: int) -> None:
+        prompts = self.draw.sample(PROMPTS, 3)
+        answer = await http.post(TEXT, json=asked(TEXT, "", length, False) | {"prompt": prompts})
+        for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
+            self.check(TEXT, prompt, length, choice["token_ids"])
 
     async def streamed(self, http: httpx.AsyncClient, path: str, prompt: str, length: int) -> None:
         tokens: list[int] = []

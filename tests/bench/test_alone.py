@@ -1,0 +1,153 @@
+"""The benchmarks that start something themselves: an engine, a process, a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wire
+from tiny_llama import make_checkpoint
+
+from quire.bench import latency, serving, startup, throughput
+from quire.bench.__main__ import KINDS, main
+from quire.bench.asking import Done
+from quire.errors import ConfigError, QuireError
+
+ENGINE = ["--dtype", "float32", "--kv-cache-memory-bytes", "4M", "--max-num-seqs", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def test_latency_times_each_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "a.json"
+    words = ["--batch_size", "2", "--input-len", "4", "--output-len=3", "--num-iters", "3", "--num-iters-warmup", "1"]  # fmt: skip
+    assert main(["latency", model, *ENGINE, *words, "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert len(result["latencies"]) == 3
+    assert min(result["latencies"]) <= result["avg_latency"] <= max(result["latencies"])
+    assert result["percentiles"]["50"] == pytest.approx(sorted(result["latencies"])[1])
+    printed = capsys.readouterr().out
+    assert f"Avg latency: {result['avg_latency']} seconds" in printed
+    assert "99% percentile latency: " in printed
+
+
+def test_throughput_counts_what_was_generated(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "a.json"
+    words = ["--num-prompts", "5", "--input-len", "6", "--output-len", "3", "--n", "2"]
+    assert main(["throughput", model, *ENGINE, *words, "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert (result["num_requests"], result["total_num_tokens"]) == (5, 5 * 6 + 5 * 2 * 3)
+    assert result["tokens_per_second"] == pytest.approx(60 / result["elapsed_time"])
+    printed = capsys.readouterr().out
+    assert "Total num prompt tokens:  30\nTotal num output tokens:  30" in printed
+    lines = tmp_path / "b.jsonl"
+    lines.write_text('{"prompt": "a b", "output_tokens": 2}\n{"prompt": "c"}\n')
+    words = ["--dataset-name", "custom", "--dataset-path", str(lines), "--num-prompts", "2"]
+    assert main(["throughput", model, *ENGINE, *words, "--output-len", "4"]) == 0
+    assert "Total num output tokens:  8" in capsys.readouterr().out
+
+
+def test_startup_times_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    began = []
+
+    def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
+        began.append((cache, list(Path(cache).iterdir())))
+        (Path(cache) / "compiled").touch()
+        return (9.0, 10.0) if not began[-1][1] else (1.0, 2.0)
+
+    monkeypatch.setattr(startup, "once", once)
+    file = tmp_path / "a.json"
+    words = ["--num-iters-cold", "2", "--num-iters-warm", "3", "--output-json", str(file)]
+    assert startup.main(words) == 0
+    result = json.loads(file.read_text())
+    assert result["cold_startup_times"] == [9.0] * 2
+    assert result["warm_startup_times"] == [1.0] * 3
+    assert (result["avg_cold_first_token_time"], result["avg_warm_first_token_time"]) == (10.0, 2.0)
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path):
+    with pytest.raises(QuireError, match="nowhere"):
+        startup.once({"model": str(tmp_path / "nowhere")}, str(tmp_path))
+
+
+@pytest.mark.parametrize("module", [latency, throughput, startup])
+def test_mistakes_end_with_status_2(module: Any, capsys: pytest.CaptureFixture[str]):
+    for words in (["--num-promts", "3"], ["--num-iters=0"], ["--num-iters-cold=0"], ["a", "b"]):
+        with pytest.raises(SystemExit) as ended:
+            module.main(words)
+        assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_every_word_has_its_module_and_help(capsys: pytest.CaptureFixture[str]):
+    for kind in KINDS:
+        with pytest.raises(SystemExit) as ended:
+            main([kind, "--help"])
+        assert ended.value.code == 0
+        assert f"quire bench {kind}" in capsys.readouterr().out or kind == "offline"
+    assert main(["nothing"]) == 2
+    assert main(["--help"]) == 0
+
+
+# What serving costs
+
+
+def test_costs_of_a_case_worked_by_hand():
+    short = serving.Loaded([Done(5, latency=1, ttft=1, output_tokens=1)] * 4, 1.0, 0.02, 0.5, 0.1)
+    long = serving.Loaded([Done(5, latency=1, ttft=0.5, itls=[0.1, 0.4], output_tokens=11)] * 2, 2.0, 0.03, 1.5, 0.2)  # fmt: skip
+    found = serving.costs(short, long)
+    assert found["api_cpu_ms_per_request"] == pytest.approx(5)
+    assert found["api_cpu_us_per_token"] == pytest.approx(
+        1000
+    )  # 30 - 2 * 5 ms, over 20 more tokens
+    assert found["output_throughput"] == pytest.approx(11)
+    assert found["p50_itl_ms"] == pytest.approx(250)
+    assert (found["api_cpu_share"], found["all_cpu_share"]) == (0.015, 0.75)
+
+
+def test_medians_go_into_the_depth():
+    rounds = [{"a": 1.0, "b": {1: {"c": 5.0}}}, {"a": 9.0, "b": {1: {"c": 4.0}}}, {"a": 2.0, "b": {1: {"c": 9.0}}}]  # fmt: skip
+    assert serving.medians(rounds) == {"a": 2.0, "b": {1: {"c": 5.0}}}
+
+
+def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[str]):
+    command = f"{sys.executable} {wire.__file__} {{port}}"
+    found: dict[str, Any] = {}
+
+    async def look() -> None:
+        async with serving.started("wire", command, "m") as running:
+            found["process"] = running.process
+            assert running.model == "m/toy"
+            assert serving.cpu_seconds([running.process.pid]) > 0
+
+    asyncio.run(look())
+    assert found["process"].returncode is not None
+
+    async def fail() -> None:
+        async with serving.started("no", f"{sys.executable} -c 'print(1/0)' {{port}}", "m"):
+            pass
+
+    with pytest.raises(QuireError, match=r"(?s)no did not start.*ZeroDivision"):
+        asyncio.run(fail())
+    with pytest.raises(ConfigError, match="NAME=COMMAND"):
+        serving._named("vllm serve")
+
+
+def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(serving, "QUIRE", f"ours={sys.executable} {wire.__file__} {{port}}")
+    peer = f"theirs={sys.executable} {wire.__file__} {{port}}"
+    words = ["--clients", "1", "3", "--requests", "2", "--rounds", "1", "--flags", "", "--peer", peer]  # fmt: skip
+    assert serving.main(words) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    rows = [cells for cells in lines if cells[0] in ("| ours", "| theirs") and len(cells) > 5]
+    assert [cells[1] for cells in rows] == ["1", "3", "1", "3"]
+    assert all(float(cells[2]) > 10 for cells in rows)  # tokens a second

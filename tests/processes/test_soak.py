@@ -1,0 +1,32 @@
+"""The soak test itself: a short run finds nothing wrong, and it would see what is."""
+
+from __future__ import annotations
+
+import pytest
+import soak
+from serving import Served
+
+
+@pytest.mark.slow
+def test_a_short_soak():
+    with Served(soak.MODEL, *soak.FLAGS) as server:
+        run, wrong, words = soak.soak(server, seconds=20, clients=16, seed=7)
+    assert not wrong, words
+    for what in soak.KINDS:
+        assert run.did[what] > 0
+
+
+def test_other_tokens_are_seen():
+    run = soak.Soak("http://127.0.0.1:1", {("/", "a"): [1, 2, 3, 4]}, 0, 0)
+    run.check("/", "a", 3, [1, 2, 3])
+    assert not run.wrong
+    run.check("/", "a", 3, [1, 2])
+    run.check("/", "a", 3, [1, 5, 3])
+    assert ["from 2 on" in run.wrong[0], "from 1 on" in run.wrong[1]] == [True, True]
+
+
+def test_leaks_are_seen():
+    before = {"MiB": 400.0, "files": 40.0, "threads": 14.0}
+    assert soak.leaks(before, {"MiB": 420.0, "files": 41.0, "threads": 15.0}) == []
+    found = soak.leaks(before, {"MiB": 500.0, "files": 60.0, "threads": 20.0})
+    assert [line.split()[-3] for line in found] == ["files", "threads", "MiB"]
