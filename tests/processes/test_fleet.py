@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -66,7 +67,8 @@ def told(client: httpx.Client) -> dict[str, float]:
     """/metrics, without what is measured by asking for it."""
     lines = client.get("/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs if "throughput" not in name}
+    moving = ("vllm:avg_", "process_")
+    return {name: float(value) for name, value in pairs if not name.startswith(moving)}
 
 
 def total(metrics: dict[str, float], name: str) -> float:
@@ -124,6 +126,12 @@ def test_both_tell_the_same_and_all_of_it(server: Served, clients: list[httpx.Cl
         assert total(after, name) - total(before, name) == grown, name
     assert total(after, "quire:max_num_seqs") == 32
     assert total(after, "vllm:cache_config_info") == 1
+    resident = re.findall(
+        r'process_resident_memory_bytes\{process="([^"]+)"\} (\S+)',
+        clients[0].get("/metrics").text,
+    )
+    assert sorted(name for name, _ in resident) == ["engine", "server", "server 0", "server 1"]
+    assert all(float(size) > 10e6 for _, size in resident)
     steps = total(after, "quire:engine_steps_total")
     until(lambda: total(told(clients[0]), "vllm:iteration_tokens_total_count") == steps)
     name = "vllm:inter_token_latency_seconds_count"

@@ -22,6 +22,7 @@ from prometheus_client.samples import Sample
 from quire import __version__
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
+from quire.observe.processes import FamilyCollector, Processes
 from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
 from quire.protocol.output import EngineStats
 
@@ -96,6 +97,7 @@ class Metrics:
         shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process began: `render` then
             tells of all processes that share it. The engine's own numbers come to each process, so they are told once.
         custom: buckets of one's own, by family.
+        processes: with `shared`: the server's processes, pid -> name.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Metrics:
         http: bool = True,
         shared: str | None = None,
         custom: Mapping[str, Any] | None = None,
+        processes: Processes | None = None,
     ):
         self.model_name, self.legacy = model_name, legacy
         self.custom = checked(custom or {})
@@ -119,6 +122,8 @@ class Metrics:
             self._told = CollectorRegistry()
             self._told.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
             self._told.register(MergedCollector(shared, legacy))
+            if processes is not None:
+                self._told.register(FamilyCollector(processes))
         if process:
             ProcessCollector(registry=self.registry)
             PlatformCollector(registry=self.registry)

@@ -35,7 +35,7 @@ from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import Died, Open
-from quire.server.front import KEYS
+from quire.server.front import KEYS, MODULE
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.launch import ABORTED_S, DEATH_TOLD_S, model_names
 from quire.server.ledger import forget
@@ -194,7 +194,7 @@ class Fleet:
         listener = child.listener.fileno()
         words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again))  # fmt: skip
         child.process = process = subprocess.Popen(
-            [sys.executable, "-m", "quire.server.front", *map(str, words)],
+            [sys.executable, "-m", MODULE, *map(str, words)],
             stdin=subprocess.PIPE,
             pass_fds=[listener, writing],
             env=env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted)),

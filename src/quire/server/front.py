@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from socket import socket
 
@@ -20,6 +21,7 @@ from quire.config.wire import from_wire
 from quire.engine.lifeline import STOP, Speaker
 from quire.engine.process import die_with
 from quire.engine.remote import ProcessClient
+from quire.engine.resident import family
 from quire.engine.startup import since_process_start
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
@@ -30,6 +32,7 @@ from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
 
 KEYS = "keys"  # a folder in the engine's
+MODULE = "quire.server.front"
 BEAT_S = 1.0
 
 
@@ -50,7 +53,7 @@ class Front(Serving):
         config = resolved.asked
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
         tenants, tracer = Tenants(config.server, ledger=ledger), tracer_of(config)
-        super().__init__(config, listener, client, tenants, shared, tracer)
+        super().__init__(config, listener, client, tenants, shared, processes, tracer)
         self.speaker, self.again = speaker, again
         if again:  # whoever connects may wait: the others serve already
             self.opened.clear()
@@ -86,6 +89,25 @@ class Front(Serving):
     def _report(self, error: Exception) -> None:
         detail = error.detail if isinstance(error, StartupError) else ""
         self.speaker.say(Died(str(error), detail or ""))
+
+
+def processes() -> dict[int, str]:
+    """All of this server, by what they were started as."""
+    found: dict[int, str] = {}
+    for pid in family(os.getppid()):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            found[pid] = name_of(words)
+    return found
+
+
+def name_of(words: list[str]) -> str:
+    """server: their keeper; server 0, server 1, ...; engine; worker."""
+    if MODULE in words:
+        return f"server {words[words.index(MODULE) + 2]}"
+    if "quire.engine.process" in words:
+        return "engine"
+    return "worker" if "quire.executor.worker_process" in words else "server"
 
 
 def main(words: list[str]) -> int:

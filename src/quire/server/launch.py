@@ -30,6 +30,7 @@ from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.metrics import Metrics, cache_info
+from quire.observe.processes import Processes
 from quire.observe.stats_log import StatsLog
 from quire.observe.trace import Tracer
 from quire.server.app import build_app
@@ -134,6 +135,7 @@ class Serving:
         client: ProcessClient | None,
         tenants: Tenants,
         shared: str | None = None,
+        processes: Processes | None = None,
         tracer: Tracer | None = None,
     ):
         self.config, self.listener, self.tenants = config, listener, tenants
@@ -145,6 +147,7 @@ class Serving:
             legacy=observe.legacy_metrics,
             shared=shared,
             custom=observe.custom_histogram_buckets,
+            processes=processes,
         )
         self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
