@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from wire import END, STREAM, Wire, chunk, event, model, whole
 
-from quire.bench import datasets, figures, serve
+from quire.bench import datasets, figures, serve, serve_options
 from quire.bench.asking import KINDS, Done, Prompt, Stream, ask
 from quire.bench.http import HttpFailed, Server
 from quire.bench.load import Arrivals, most_at_once, run
@@ -30,8 +30,8 @@ def bench(reply: Any, *words: str) -> tuple[int, Wire]:
 
     async def both() -> tuple[int, Wire]:
         async with Wire(reply) as wire:
-            given = serve.parser().parse_args(
-                serve.dashed(["--base-url", wire.url, "--disable_tqdm", *words])
+            given = serve_options.parser().parse_args(
+                serve_options.dashed(["--base-url", wire.url, "--disable_tqdm", *words])
             )
             return await serve.Plan(given).run(), wire
 
@@ -270,7 +270,9 @@ def test_nothing_answered_is_no_figure_and_not_zero():
 
 
 def prompts(**wanted: Any) -> list[Prompt]:
-    return asyncio.run(datasets.make(datasets.Wanted(**wanted), datasets.LocalCutter.load("quire-tiny")))
+    return asyncio.run(
+        datasets.make(datasets.Wanted(**wanted), datasets.LocalCutter.load("quire-tiny"))
+    )
 
 
 def test_made_up_prompts_have_their_lengths_and_differ():

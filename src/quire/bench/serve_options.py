@@ -1,0 +1,220 @@
+"""The options of `quire bench serve`: vllm bench serve's names and defaults.
+
+Knows words. Does not know what is done with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench import datasets
+from quire.bench.asking import KINDS
+from quire.errors import ConfigError
+
+ABOUT = """Load a running server and say how fast it answers: any that speaks OpenAI's protocol. Status 0; 1 if no request
+was answered; 2 for a mistake in the options."""
+
+SAMPLING: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="quire bench serve",
+        usage="%(prog)s [options]",
+        description=ABOUT,
+        allow_abbrev=False,
+    )
+    _server_options(found.add_argument_group("server"))
+    _prompt_options(found.add_argument_group("prompts"))
+    _load_options(found.add_argument_group("load"))
+    _result_options(found.add_argument_group("result"))
+    group = found.add_argument_group("sampling", "unset: greedy, and the server's defaults")
+    for name, kind in SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    group.add_argument("--logprobs", type=int, metavar="N", help="ask for N log-probabilities")
+    group.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="more fields")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="answers are exactly as long as asked"
+    )
+    return found
+
+
+def _server_options(group: Any) -> None:
+    add = group.add_argument
+    add("--backend", "--endpoint-type", default="openai", metavar="KIND", help=", ".join(KINDS))
+    add("--base-url", metavar="URL", help="instead of --host and --port")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--endpoint", metavar="PATH", help="unset: that of the backend")
+    add("--model", help="unset: the server's first")
+    add("--served-model-name", metavar="NAME", help="what requests call the model")
+    add(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="adapters, drawn by chance a request",
+    )
+    add("--header", nargs="*", default=[], metavar="NAME=VALUE", help="more headers")
+    add("--api-key", metavar="KEY", help="unset: QUIRE_API_KEY or OPENAI_API_KEY")
+    add("--insecure", action="store_true", help="take any certificate")
+    add(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=600,
+        metavar="S",
+        help="wait for it; 0: do not",
+    )
+
+
+def _prompt_options(group: Any) -> None:
+    add = group.add_argument
+    add("--dataset-name", default="random", metavar="NAME", help=", ".join(datasets.DATASETS))
+    add("--dataset-path", type=Path, metavar="FILE")
+    add("--num-prompts", type=int, default=1000, metavar="N")
+    add("--tokenizer", metavar="NAME", help="unset: the server's, if it lends it")
+    add("--trust-remote-code", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--disable-shuffle", action="store_true", help="keep the order of the file")
+    add("--random-input-len", "--input-len", type=int, default=1024, metavar="TOKENS")
+    add("--random-output-len", "--output-len", type=int, default=128, metavar="TOKENS")
+    add(
+        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths from 1-R to 1+R"
+    )
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="the same before every prompt",
+    )
+    add("--prefix-repetition-prefix-len", type=int, default=256, metavar="TOKENS")
+    add("--prefix-repetition-suffix-len", type=int, default=256, metavar="TOKENS")
+    add("--prefix-repetition-num-prefixes", type=int, default=10, metavar="N")
+    add("--prefix-repetition-output-len", type=int, default=128, metavar="TOKENS")
+    add(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="where the file says none",
+    )
+    add("--sharegpt-output-len", type=int, metavar="TOKENS", help="instead of the file's answers")
+
+
+def _load_options(group: Any) -> None:
+    add = group.add_argument
+    add("--request-rate", type=float, default=math.inf, metavar="RPS", help="inf: all at once")
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="1: Poisson; less: bursts; more: even",
+    )
+    add("--max-concurrency", type=int, metavar="N", help="requests at once; the others wait here")
+    add("--ramp-up-strategy", choices=("linear", "exponential"))
+    add("--ramp-up-start-rps", type=float, default=0.0, metavar="RPS")
+    add("--ramp-up-end-rps", type=float, default=0.0, metavar="RPS")
+    add(
+        "--num-warmups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests before, which do not count",
+    )
+    add("--profile", action="store_true", help="/start_profile before and /stop_profile after")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--request-id-prefix", default="bench-", metavar="TEXT", help="of the header X-Request-Id")
+
+
+def _result_options(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--percentile-metrics",
+        default="ttft,tpot,itl",
+        metavar="NAMES",
+        help="of ttft,tpot,itl,e2el",
+    )
+    add("--metric-percentiles", default="99", metavar="NUMBERS", help="such as 50,90,99")
+    add(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="a request is good within these, such as ttft:200",
+    )
+    add("--save-result", action="store_true", help="write the figures as JSON")
+    add("--save-detailed", action="store_true", help="and those of each request")
+    add(
+        "--append-result",
+        action="store_true",
+        help="add to the file, one object a line, instead of replacing it",
+    )
+    add("--result-dir", type=Path, default=Path(), metavar="FOLDER")
+    add("--result-filename", metavar="NAME")
+    add("--label", metavar="TEXT", help="begins the file's name; unset: the backend")
+    add("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="into the file as they are")
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def dashed(words: Sequence[str]) -> list[str]:
+    """--num_prompts is --num-prompts, as on every command line of ours."""
+    return [word if not word.startswith("--") else _dashed(*word.partition("=")) for word in words]
+
+
+def _dashed(flag: str, equals: str, value: str) -> str:
+    return flag.replace("_", "-") + equals + value
+
+
+def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{flag} {word}: NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def wanted(given: argparse.Namespace) -> datasets.Wanted:
+    """The options of the chosen dataset, under one set of names."""
+    if given.random_input_len < 1 or given.random_output_len < 1:
+        raise ConfigError("--random-input-len and --random-output-len: at least 1")
+    if not 0 <= given.random_range_ratio < 1:
+        raise ConfigError(f"--random-range-ratio {given.random_range_ratio:g}: from 0 to below 1")
+    repeated = given.dataset_name == "prefix_repetition"
+    outputs = {
+        "prefix_repetition": given.prefix_repetition_output_len,
+        "custom": given.custom_output_len,
+    }
+    return datasets.Wanted(
+        given.dataset_name, given.num_prompts, given.seed,
+        path=given.dataset_path,
+        input_len=given.random_input_len,
+        output_len=outputs.get(given.dataset_name, given.random_output_len),
+        range_ratio=given.random_range_ratio,
+        prefix_len=given.prefix_repetition_prefix_len if repeated else given.random_prefix_len,
+        prefixes=given.prefix_repetition_num_prefixes,
+        suffix_len=given.prefix_repetition_suffix_len,
+        fixed_output=given.sharegpt_output_len if given.dataset_name == "sharegpt" else None,
+        shuffle=not given.disable_shuffle,
+    )  # fmt: skip
