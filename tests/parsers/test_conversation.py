@@ -128,6 +128,18 @@ def test_thoughts_come_before_the_answer(state: ServerState):
     talk(state, work)
 
 
+def test_a_form_begins_after_the_thoughts(state: ServerState):
+    sum_ = {"role": "user", "content": "What is 12 + 7?"}
+
+    async def work(ask: Ask) -> None:
+        form = {"regex": r"12 \+ 7 = [0-9]{2}"}
+        message = (await ask(sum_, structured_outputs=form))["message"]
+        assert message["content"] == "12 + 7 = 19"
+        assert message["reasoning"] == (await ask(sum_))["message"]["reasoning"]
+
+    talk(state, work)
+
+
 def test_a_tool_that_must_be_called_keeps_to_its_schema(state: ServerState):
     """Whatever the model would have liked to say."""
     book = tool("book", "Book a room.", nights="integer")
@@ -213,5 +225,22 @@ def test_the_openai_package_understands_it(state: ServerState):
             )  # fmt: skip
             assert second.choices[0].message.content
             assert not second.choices[0].message.tool_calls
+
+    asyncio.run(main())
+
+
+def test_a_pydantic_schema_is_parsed(state: ServerState):
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
+    person = pydantic.create_model("Person", name=(str, ...), age=(int, ...), city=(str, ...))
+    text = "Ada is 30 years old and lives in Rome. Give name, age and city as JSON."
+
+    async def main() -> None:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(state)))
+        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="x", http_client=http) as client:  # fmt: skip
+            found = await client.chat.completions.parse(
+                model="toy", temperature=0, response_format=person,
+                messages=[{"role": "user", "content": text}],
+            )  # fmt: skip
+            assert found.choices[0].message.parsed == person(name="Ada", age=30, city="Rome")
 
     asyncio.run(main())

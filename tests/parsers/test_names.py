@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from quire.frontend.parsers.names import LATER, REASONING_NAMES, TOOL_NAMES, Reg
 from quire.frontend.parsers.plugins import registry
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.table import Marks
+from quire.server.text_engine import response_template
 
 NAMED = """hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_coder qwen3_xml deepseek_v3
 deepseek_v31 deepseek_v32 glm45 glm47 kimi_k2 granite granite4 granite-20b-fc jamba internlm phi4_mini_json openai
@@ -80,6 +82,17 @@ def test_the_embedded_model():
     folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
     found = ModelFormats(None, None, (folder / "chat_template.jinja").read_text())
     assert (found.tool_choice.name, found.reasoning_choice.name) == ("hermes", "qwen3")
+
+
+def test_a_response_template_counts_too(tmp_path):
+    assert response_template(tmp_path) == ""
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"response_template": {"calls": r"<\|tool_call\>(.*)", "thoughts": r"<\|channel\>thought"}}))  # fmt: skip
+    text = response_template(tmp_path)
+    found = ModelFormats(None, None, text)
+    assert (found.tool_choice.name, found.reasoning_choice.name) == ("gemma4", "gemma4")
+    file.write_text("[]")
+    assert response_template(tmp_path) == ""
 
 
 def test_prompts_open_and_close_thoughts():

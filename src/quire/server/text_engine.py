@@ -6,9 +6,11 @@ Knows the front room's parts. Does not know HTTP.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from quire import __version__
@@ -18,6 +20,7 @@ from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
 from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.frontend import chat
+from quire.frontend.front import tokenizer_folder
 from quire.frontend.outputs import RequestOutput, error_of
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineStats
@@ -49,11 +52,14 @@ class AsyncTextEngine:
 
     @property
     def template_text(self) -> str:
-        """The chat templates' own text: it shows how the model writes tool calls and thoughts."""
+        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
         tokenizer = self.front.tokenizer
-        if tokenizer is None or tokenizer.template is None:
+        if tokenizer is None:
             return ""
-        return "\n".join([tokenizer.template.source, *tokenizer.template.named.values()])
+        texts = [response_template(Path(tokenizer_folder(self.client)))]
+        if tokenizer.template is not None:
+            texts += [tokenizer.template.source, *tokenizer.template.named.values()]
+        return "\n".join(texts)
 
     @property
     def special_texts(self) -> list[str]:
@@ -149,6 +155,16 @@ class AsyncTextEngine:
 
     async def call(self, name: str, *args: Any) -> Any:
         return await asyncio.to_thread(self.client.call, name, *args)
+
+
+def response_template(folder: Path) -> str:
+    """What tokenizer_config.json says of the shape of outputs, as text without escapes; "": nothing."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = config.get("response_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
 
 
 def salted(salt: str, tenant: str) -> str:
