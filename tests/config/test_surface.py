@@ -25,14 +25,14 @@ attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_bac
 tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
 api_server_count=2 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
-otlp_traces_endpoint=http://c:4318
+otlp_traces_endpoint=http://c:4318 kv_cache_metrics_sample=0.5
 disable_access_log_for_endpoints=/health,/metrics max_log_len=9 log_level=DEBUG prefix_caching_hash_algo=sha256 h11_max_incomplete_event_size=9
 """
 SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
 enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
-disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics allow_credentials use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
+disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
 LISTS = "served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns"
 OBJECTS = (
@@ -60,7 +60,7 @@ max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc schedu
 max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn stream_interval=4
 mamba_cache_dtype=float32 structured_outputs_config={"backend":"xgrammar"} guided_decoding_backend=outlines
 guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tokenizer_pool_extra_config={"a":1} renderer_num_workers=4
-safetensors_load_strategy=eager kv_cache_metrics enable_mfu_metrics kv_cache_metrics_sample=0.5 show_hidden_metrics_for_version=0.9
+safetensors_load_strategy=eager enable_mfu_metrics show_hidden_metrics_for_version=0.9
 collect_detailed_traces=all enable_per_request_metrics enable_ssl_refresh logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9

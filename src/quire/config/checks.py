@@ -66,6 +66,9 @@ def _ranges(asked: EngineConfig) -> None:
     share = asked.cache.gpu_memory_utilization
     if not 0 < share <= 1:
         raise ConfigError(f"gpu_memory_utilization={share}: a share, above 0 and at most 1")
+    watched = asked.observe.kv_cache_metrics_sample
+    if not 0 < watched <= 1:
+        raise ConfigError(f"kv_cache_metrics_sample={watched}: a share, above 0 and at most 1")
     at_least: dict[str, tuple[int | float | None, float]] = {
         "kv_cache_memory_bytes": (asked.cache.kv_cache_memory_bytes, 1),
         "num_gpu_blocks_override": (asked.cache.num_gpu_blocks_override, 1),

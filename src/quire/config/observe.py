@@ -24,6 +24,10 @@ class ObserveConfig:
     """Tell metrics under their old names too."""
     custom_histogram_buckets: dict[str, Any] = field(default_factory=dict)
     """Buckets of histograms by family, as request_latency or request_tokens: a list of increasing numbers each."""
+    kv_cache_metrics: bool = False
+    """Count how long blocks of KV live, lie idle, and come back into use."""
+    kv_cache_metrics_sample: float = 0.01
+    """The share of blocks that this watches."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OpenTelemetry), as http://host:4318/v1/traces; needs quire[otlp]."""
     fail_on_environ_validation: bool = False

@@ -34,10 +34,12 @@ from quire.kvcache.hashing import Hasher
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
+from quire.kvcache.residency import WatchedPool
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.models import hf
 from quire.models.formats import weight_bytes
+from quire.observe.buckets import buckets, checked
 from quire.platforms.cores import bind_to_cores
 from quire.platforms.facts import facts
 from quire.protocol.output import Ready
@@ -175,7 +177,7 @@ def build_scheduler(
     asked = resolved.asked.scheduler
     caching = resolved.prefix_caching and about.prefix_caching
     kv = KVManager(
-        BlockPool(about.num_blocks + 1, len(cut.groups)),
+        build_pool(resolved, about.num_blocks + 1, len(cut.groups)),
         cut.groups,
         resolved.block_size,
         caching=caching,
@@ -196,6 +198,14 @@ def build_scheduler(
     if (path := resolved.asked.server.api_key_file) is not None:
         waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
     return Scheduler(kv, limits, gates, waiting=waiting)
+
+
+def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:
+    observe = resolved.asked.observe
+    if not observe.kv_cache_metrics:
+        return BlockPool(num_blocks, num_groups)
+    bounds = buckets("kv_cache_residency", 0, checked(observe.custom_histogram_buckets))
+    return WatchedPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
 
 
 # -- the back room --------------------------------------------------------------------------------

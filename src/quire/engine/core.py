@@ -129,4 +129,5 @@ class EngineCore:
             finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
             deferred=scheduler.deferred,
+            residency=kv.pool.told(),
         )

@@ -78,6 +78,10 @@ class BlockPool:
         for table in self.by_hash:
             table.clear()
 
+    def told(self) -> dict[str, list[float]]:
+        """What was seen of blocks' lives, by `residency.py`; nothing here."""
+        return {}
+
     def check(self) -> None:
         """Every block is either free or owned, and both tables of hashes agree."""
         owned = sum(refs > 0 for refs in self.refs)

@@ -22,6 +22,9 @@ FAMILIES: dict[str, tuple[float, ...]] = {
     "iteration_tokens": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     "request_params_n": (1, 2, 5, 10, 20),
     "request_num_preemptions": (1, 2, 3, 4, 5, 10, 20),
+    "kv_cache_residency": (
+        0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+    ),
 }  # fmt: skip
 
 

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from quire import __version__
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.processes import FamilyCollector, Processes
-from quire.observe.rows import ALIASES, OBSERVED, SNAPSHOTS, Snapshot
+from quire.observe.rows import ALIASES, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
 from quire.protocol.output import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,14 +40,30 @@ ENGINE = "0"
 class SnapshotCollector(Collector):
     """Reads the engine's statistics at each scrape."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], legacy: bool):
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        legacy: bool,
+        custom: Mapping[str, tuple[float, ...]],
+    ):
         self.model_name, self.stats = model_name, stats
+        self.bounds = buckets(RESIDENCY, 0, custom)
         self.rows = [row for row in SNAPSHOTS if legacy or not row.legacy]
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats()
         for row in self.rows:
             yield self.metric(row, stats)
+        for key, told in stats.residency.items():
+            yield self.histogram(*STAYS[key], told)
+
+    def histogram(self, name: str, help: str, told: list[float]) -> Metric:
+        metric = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
+        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
+        counts = zip(bounds, accumulate(told[:-1]), strict=True)
+        metric.add_metric([self.model_name, ENGINE], list(counts), told[-1])
+        return metric
 
     def metric(self, row: Snapshot, stats: EngineStats) -> Metric:
         labels = ["model_name", "engine"] + ([row.label] if row.label else [])
@@ -117,10 +140,11 @@ class Metrics:
         self.registry = self._told = CollectorRegistry()
         self._observed: dict[str, Histogram] = {}
         self._latest: Callable[[], EngineStats] = EngineStats
-        self.registry.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
+        snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
+        self.registry.register(snapshots)
         if shared is not None:
             self._told = CollectorRegistry()
-            self._told.register(SnapshotCollector(model_name, lambda: self._latest(), legacy))
+            self._told.register(snapshots)
             self._told.register(MergedCollector(shared, legacy))
             if processes is not None:
                 self._told.register(FamilyCollector(processes))

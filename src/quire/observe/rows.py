@@ -106,6 +106,14 @@ OBSERVED: tuple[Observed, ...] = (
     Observed("vllm:iteration_tokens_total", "iteration_tokens", "Tokens a step, as a mean over a second."),
 )  # fmt: skip
 
+RESIDENCY = "kv_cache_residency"
+STAYS: dict[str, tuple[str, str]] = {
+    "lifetime": ("vllm:kv_block_lifetime_seconds", "From when a block was taken until what it held was forgotten."),
+    "idle": ("vllm:kv_block_idle_before_evict_seconds", "How long nobody had used what was forgotten."),
+    "gap": ("vllm:kv_block_reuse_gap_seconds", "How long nobody had used what was used again."),
+}  # fmt: skip
+"""Histograms that the engine makes itself, by their names in EngineStats.residency."""
+
 ALIASES: dict[str, str] = {
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }

@@ -70,6 +70,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     finished: dict[str, int] = {}  # by FinishReason
     steps: int = 0
     deferred: int = 0  # of those who wait: how many are not held up by want of room
+    residency: dict[str, list[float]] = {}  # lives of blocks: counts by bucket, then the sum
 
 
 class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):

@@ -1,0 +1,98 @@
+"""How long blocks keep what they hold: a BlockPool that watches some of them. Only with --kv-cache-metrics.
+
+Knows blocks and a clock. Does not know metrics: what it has seen are counts by bucket, that never fall.
+
+    taken ---- in use ---- freed ........ idle ........ shared ---- in use ---- freed ...... idle ...... taken again
+      `------------------------------------ lifetime -------------------------------------------------------'
+                             `------ reuse gap ---------'                         `--- idle before evict ---'
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.kvcache.pool import BlockPool
+
+
+class Counted:
+    """Values by bucket."""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def told(self) -> list[float]:
+        return [*map(float, self.counts), self.sum]
+
+
+@dataclass(slots=True)
+class Stay:
+    """A block's content, from when it was taken; `used`: when somebody last held it."""
+
+    taken: float
+    used: float
+
+
+class WatchedPool(BlockPool):
+    """Watches a `share` of all blocks that are taken. Content that nobody could have found again is not counted."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        bounds: Sequence[float],
+        share: float,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+    ):
+        super().__init__(num_blocks, num_groups)
+        self.watch_share, self.clock = share, clock
+        self.draw = random.Random(seed)
+        self.stays: dict[int, Stay] = {}
+        self.lifetime, self.idle, self.gap = (Counted(bounds) for _ in range(3))
+
+    def take(self) -> int:
+        block = super().take()
+        self.stays.pop(block, None)
+        if self.draw.random() < self.watch_share:
+            now = self.clock()
+            self.stays[block] = Stay(now, now)
+        return block
+
+    def share(self, block: int) -> None:
+        if (stay := self.stays.get(block)) is not None and self.refs[block] == 0:
+            now = self.clock()
+            self.gap.add(now - stay.used)
+            stay.used = now
+        super().share(block)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        super().release(blocks)
+        for block in blocks:
+            if (stay := self.stays.get(block)) is not None and self.refs[block] == 0:
+                stay.used = self.clock()
+
+    def forget(self, block: int) -> None:
+        if block in self.hash_of and (stay := self.stays.pop(block, None)) is not None:
+            now = self.clock()
+            self.lifetime.add(now - stay.taken)
+            self.idle.add(now - stay.used)
+        super().forget(block)
+
+    def forget_all(self) -> None:
+        super().forget_all()
+        self.stays.clear()
+
+    def told(self) -> dict[str, list[float]]:
+        return {"lifetime": self.lifetime.told, "idle": self.idle.told, "gap": self.gap.told}
