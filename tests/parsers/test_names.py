@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_known_names():
         assert known.choose_reasoning(name, "").name in REASONING
     assert set(TOOL_NAMES.values()) <= set(TOOLS)
     assert set(REASONING_NAMES.values()) <= set(REASONING)
+
+
+def test_the_page_has_every_format():
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    rows = {flag: re.search(rf"^\| `{flag}` \| (.*?) \| (.*?) \|$", page, re.M) for flag in ("--tool-call-parser", "--reasoning-parser")}  # fmt: skip
+    for row, formats, others in zip(
+        rows.values(), (TOOLS, REASONING), (TOOL_NAMES, REASONING_NAMES), strict=True
+    ):
+        assert row is not None
+        assert row[1].split(", ") == sorted(formats)
+        assert set(row[2].split(", ")) <= set(others)
 
 
 def test_others_are_refused_by_name():
