@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedEngine, make_state
 
+from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
-from quire.server import listen
+from quire.server import launch, listen
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, failure
 
@@ -114,6 +115,51 @@ def test_the_address_that_is_told_can_be_reached(
 
     with Fake() as fake:
         assert listen.address(config, fake) == url
+
+
+def test_each_process_has_a_queue_at_one_address(tmp_path: Path):
+    config = ServerConfig(host="127.0.0.1", port=0)
+    listeners = listen.bind_all(config, 3)
+    try:
+        [name] = {listener.getsockname() for listener in listeners}
+        for listener in listeners:
+            listener.listen(64)
+            listener.setblocking(False)
+        clients = [socket.create_connection(name, 5) for _ in range(60)]
+        counts = [len(accepted(listener)) for listener in listeners]
+        for client in clients:
+            client.close()
+        assert sum(counts) == 60
+        assert min(counts) > 0
+        taken = ServerConfig(host="127.0.0.1", port=name[1])
+        for count in (1, 3):  # another server is not to share it
+            with pytest.raises(ConfigError, match=f"port {name[1]}"):
+                listen.bind_all(taken, count)
+    finally:
+        for listener in listeners:
+            listener.close()
+    one, other = listen.bind_all(ServerConfig(uds=str(tmp_path / "s")), 2)
+    assert one is other
+    one.close()
+
+
+def accepted(listener: socket.socket) -> list[object]:
+    found: list[object] = []
+    try:
+        while True:
+            connection, _ = listener.accept()
+            connection.close()
+            found.append(connection)
+    except BlockingIOError:
+        return found
+
+
+def test_several_processes_need_an_engine_of_its_own():
+    config = EngineConfig.from_keywords(
+        model="quire-tiny", api_server_count=2, disable_frontend_multiprocessing=True
+    )
+    with pytest.raises(ConfigError, match="disable-frontend-multiprocessing"):
+        launch.serve(config)
 
 
 def test_quiet_paths_are_not_in_the_access_log():
