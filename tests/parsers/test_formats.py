@@ -124,6 +124,32 @@ def test_a_malformed_call_is_content_with_a_reason(name: str) -> None:
             assert read.reasons, text
 
 
+BITS = (
+    *"{}[]\"',:()=\\\n -x1", "\\u00", "\n\n", "f", "get_weather", "name", "true", "None", "</", "null", "é☃", "```", '"name"',
+    '"arguments"', '"f"', "count", '"count": 1', '{"name": "f", "arguments": {',
+)  # fmt: skip
+
+
+def test_any_heap_of_marks_is_read_the_same_however_it_is_cut() -> None:
+    """And arguments are an object of JSON wherever nothing went wrong."""
+    rng = random.Random(11)
+    thoughts = [mark for one in REASONING.values() for mark in (*one.starts, *one.ends)]
+    for _ in range(400):
+        name = rng.choice(list(FORMATS))
+        reasoning = "openai_gptoss" if name == "openai" else rng.choice(["", *REASONING])
+        if reasoning == "openai_gptoss" and name != "openai":
+            reasoning = ""
+        marks = [mark for state in FORMATS[name].states.values() for mark in state.on]
+        kinds = [marks, marks, BITS, BITS, thoughts]
+        text = "".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(1, 25)))
+        text += WRITERS[name][0](calls(rng, 1)) if rng.random() < 0.3 else ""
+        opened = rng.choice([None, True, False])
+        whole = together(parser(name, reasoning, opened), [text])
+        assert together(parser(name, reasoning, opened), cuts(rng, text)) == whole, text
+        if not whole.reasons:
+            assert all(isinstance(found, dict) for _, found in whole.calls)
+
+
 def test_every_word_of_a_damaged_output_comes_out_once() -> None:
     """Words that stand between calls, all different."""
     rng = random.Random(5)
