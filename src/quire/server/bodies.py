@@ -95,7 +95,7 @@ def convert(body: dict[str, Any], kind: type[T]) -> T:
     Raises:
         ApiError: 400 that names the field.
     """
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    known = set(kind.__struct_encode_fields__)  # structs.fields evaluates annotations anew: 1 ms
     if unknown := body.keys() - known:
         near = {
             key: close[0]
