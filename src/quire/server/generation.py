@@ -228,7 +228,7 @@ class Generation:
 
     async def _one(self, which: int) -> AsyncGenerator[Delta, None]:
         prompt, count, n = self.prompts[which], self.counts[which], self.params.n
-        name = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # the other processes' clients choose ids too
             name = f"{name}@{self.state.front}"
         if name in self.state.active:  # clients choose ids, and may choose one twice
@@ -239,7 +239,7 @@ class Generation:
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
         self.state.active.add(name)
         if self.state.config.observe.enable_log_requests:
-            self._log(name, prompt, params)
+            self._log(told, prompt, params)
         tenant = self.tenant.name if self.tenant is not None else ""
         outputs = self.engine.generate(prompt, params, name, priority=self.priority, tenant=tenant)
         output: OutputLike | None = None
@@ -267,7 +267,7 @@ class Generation:
             )
             if (tracer := self.state.tracer) is not None:
                 model, made = self.state.model_name, count.output_tokens
-                tracer.request(Asked(name, model, params, count.prompt_tokens, made), latencies)
+                tracer.request(Asked(told, model, params, count.prompt_tokens, made), latencies)
 
     def _count_calls(self, reader: Reader, delta: Delta, params: SamplingParams) -> None:
         if delta.finish_reason is not None and reader.reading.tools.parameters:
