@@ -3,7 +3,7 @@
 #   make serve        install, then serve the embedded model at http://127.0.0.1:8000
 #   make test         every test that needs no accelerator
 #   make check        format, lint, types, architecture (CONTRIBUTING.md)
-#   make bench        offline throughput beside Transformers, into benchmarks/results/
+#   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
 #   make test-long    the slow tests
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv

@@ -1,7 +1,7 @@
 """A server under a random mixture for minutes: `python tests/processes/soak.py --seconds 600` (`make soak`).
 
 The embedded model in float32: streams and whole answers, chats and completions, hang-ups at any moment, half requests,
-odd bodies, several at once. At the end every row and block is free; file descriptors, threads and memory are where they
+odd bodies, broken bytes, several at once. At the end every row and block is free; file descriptors, threads and memory are where they
 were; and every completed answer has the tokens that were given alone (greedy). Prints what it did; exit status 1 if
 anything is not so.
 """
@@ -33,7 +33,7 @@ SUBJECTS = ("the sea", "a red door", "numbers", "my uncle's boat", "Tuesday", "x
 PROMPTS = [f"{'Once upon a time, ' * (number % 5)}tell me about {subject}." for number, subject in enumerate(SUBJECTS)]  # fmt: skip
 LENGTHS = (1, 7, 24, 60)
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-KINDS = {"whole": 4, "stream": 5, "several": 1, "hang up": 3, "half": 1, "odd": 3}
+KINDS = {"whole": 4, "stream": 5, "several": 1, "hang up": 3, "half": 1, "noise": 1, "odd": 3}
 ODD_PATIENCE_S = 5.0
 PATIENCE_S = 240.0
 SETTLED_S = 60.0
@@ -42,6 +42,13 @@ SETTLED_S = 60.0
 def asked(path: str, prompt: str, length: int, stream: bool) -> dict[str, Any]:
     words = {"prompt": prompt} if path == TEXT else {"messages": [{"role": "user", "content": prompt}]}  # fmt: skip
     return words | {"max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": stream, "return_token_ids": True}  # fmt: skip
+
+
+def written(body: dict[str, Any], path: str) -> bytes:
+    """The bytes of a request."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
 
 
 Alone = dict[tuple[str, str], list[int]]
@@ -91,6 +98,8 @@ class Soak:
                         await self.hang_up(http, path, prompt)
                     case "half":
                         await self.half(path, prompt)
+                    case "noise":
+                        await self.noise(path, prompt)
                     case "odd":
                         await self.odd(http)
             except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
@@ -137,16 +146,37 @@ class Soak:
 
     async def half(self, path: str, prompt: str) -> None:
         """A request that breaks off somewhere in its head or body."""
-        body = json.dumps(asked(path, prompt, 9, True)).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        sent = head.encode() + body
-        host, port = self.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        sent = written(asked(path, prompt, 9, True), path)
+        _, writer = await self.connected()
         writer.write(sent[: self.draw.randrange(1, len(sent))])
         await asyncio.sleep(self.draw.random() * 0.1)
         if self.draw.random() < 0.5:
             writer.transport.abort()
         writer.close()
+
+    async def noise(self, path: str, prompt: str) -> None:
+        """Bytes that are a request but for a few of them, perhaps twice on one connection."""
+        sent = bytearray(written(asked(path, prompt, 3, False), path) * self.draw.choice((1, 1, 2)))
+        for _ in range(self.draw.choice((1, 2, 5, 40))):
+            sent[self.draw.randrange(len(sent))] = self.draw.choice((0, 10, 13, 32, 48, 57, 58, 255, self.draw.randrange(256)))  # fmt: skip
+        reader, writer = await self.connected()
+        try:
+            async with asyncio.timeout(ODD_PATIENCE_S):
+                writer.write(sent)
+                answer = (
+                    await reader.readline()
+                )  # an answer, or the end, or nothing while more is awaited
+        except (TimeoutError, ConnectionError):
+            answer = b""
+        finally:
+            writer.transport.abort()
+        if answer.startswith(b"HTTP/1.1 5") and b" 501 " not in answer:
+            self.wrong.append(f"{bytes(sent)[:300]!r} got {answer!r}")
+        self.did["noise answered"] += bool(answer)
+
+    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
 
     async def odd(self, http: httpx.AsyncClient) -> None:
         method, path, headers, raw = odd.request(self.draw)
