@@ -217,3 +217,18 @@ def test_killing_the_parent_leaves_nobody(tmp_path: Path):
         server.process.kill()
         server.wait()
     until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()], 10)
+
+
+def test_one_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_path: Path):
+    limit = {"QUIRE_MAX_ENGINE_RESTARTS": "0"}
+    with Served(make_checkpoint(tmp_path), "--api-server-count", "2", env=limit) as server:
+        first, second = fronts(server)
+        os.kill(first, signal.SIGKILL)
+        server.until("it is not started again")
+        for _ in range(12):  # none of these waits in the queue of the dead one
+            assert httpx.get(server.url + "/health/ready", timeout=10).status_code == 200
+        family = children(server.process.pid)
+        os.kill(second, signal.SIGKILL)
+        assert server.wait() == 1
+        assert "no HTTP process is left" in server.output
+        assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]

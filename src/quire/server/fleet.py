@@ -226,8 +226,8 @@ class Fleet:
         while now - child.deaths[0] > self.patience.window:
             child.deaths.popleft()
         if len(child.deaths) > self.patience.restarts:
-            log.error("%s, %d times in a row: it is not started again", what, len(child.deaths))
             self._shut(child)
+            log.error("%s, %d times in a row: it is not started again", what, len(child.deaths))
         else:
             log.error("%s; it is started again", what)
         child.disowning = threading.Thread(target=self._disown, args=(child.number,), daemon=True)
