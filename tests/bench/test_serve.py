@@ -7,8 +7,12 @@ import itertools
 import json
 import math
 import random
+import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +99,25 @@ def test_errors_name_the_server():
         async with Server("http://127.0.0.1:1") as server:
             with pytest.raises(HttpFailed, match=r"127\.0\.0\.1:1: "):
                 await server.ask("GET", "/")
+
+    go(work)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_tls_checks_the_certificate_unless_told_otherwise(tmp_path: Path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run([*words.split(), "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    async def work() -> None:
+        async with Wire(lambda *_: whole({"a": 1}), tls=context) as wire:
+            async with Server(wire.url, insecure=True) as server:
+                assert await server.json("GET", "/") == {"a": 1}
+            async with Server(wire.url) as server:
+                with pytest.raises(HttpFailed, match="certificate"):
+                    await server.ask("GET", "/")
 
     go(work)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,15 +34,16 @@ def event(body: Any) -> bytes:
 class Wire:
     """`async with Wire(reply) as wire:` listens inside, at `wire.url`."""
 
-    def __init__(self, reply: Reply, port: int = 0):
-        self.reply, self.port = reply, port
+    def __init__(self, reply: Reply, port: int = 0, tls: ssl.SSLContext | None = None):
+        self.reply, self.port, self.tls = reply, port, tls
         self.asked: list[tuple[str, str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.connections = self.now = self.most = 0
 
     async def __aenter__(self) -> Wire:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
+        scheme = "https" if self.tls else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *error: object) -> None:

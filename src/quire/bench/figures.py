@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,15 +109,15 @@ def _summary(
     name: str, seconds: list[float], percentiles: Sequence[float]
 ) -> dict[str, float | None]:
     """None where there is nothing to sum up: 0 ms would be a lie."""
-    values = 1e3 * numpy.asarray(seconds)
-    found: dict[str, Callable[[], Any]] = {
-        f"mean_{name}_ms": values.mean,
-        f"median_{name}_ms": lambda: numpy.median(values),
-        f"std_{name}_ms": values.std,
+    values = 1e3 * numpy.asarray(seconds or [math.nan])
+    found = {
+        f"mean_{name}_ms": values.mean(),
+        f"median_{name}_ms": numpy.median(values),
+        f"std_{name}_ms": values.std(),
     }
     for one in percentiles:
-        found[f"p{_short(one)}_{name}_ms"] = lambda one=one: numpy.percentile(values, one)
-    return {key: float(compute()) if seconds else None for key, compute in found.items()}
+        found[f"p{_short(one)}_{name}_ms"] = numpy.percentile(values, one)
+    return {key: float(value) if seconds else None for key, value in found.items()}
 
 
 def _short(percentile: float) -> str:
