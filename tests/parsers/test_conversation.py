@@ -165,6 +165,27 @@ def test_a_tool_that_must_be_called_keeps_to_its_schema(state: ServerState):
     talk(state, work)
 
 
+def test_a_schema_that_cannot_be_enforced_fails_alone(state: ServerState):
+    odd = tool("odd", "Odd.", a="integer")
+    odd["function"]["parameters"]["properties"]["a"] = {"type": "array", "uniqueItems": True}
+
+    async def main() -> None:
+        async with browser(state) as client:
+            body: Any = {"messages": [QUESTION], "temperature": 0, "tools": [odd], "max_tokens": 50}
+            found, fine = await asyncio.gather(
+                client.post(CHAT, json={**body, "tool_choice": "required"}),
+                client.post(CHAT, json={**body, "tools": [WEATHER]}),
+            )
+            assert found.status_code == 400
+            assert found.json()["error"]["param"] == "tools"
+            assert "uniqueItems" in found.json()["error"]["message"]
+            assert fine.json()["choices"][0]["finish_reason"] == "tool_calls"
+            # What nothing has to enforce is no fault.
+            assert (await client.post(CHAT, json=body)).status_code == 200
+
+    asyncio.run(main())
+
+
 def test_nobody_sees_the_others_constraint(state: ServerState):
     """16 requests at once, of four kinds: each answer is of its own kind."""
 
