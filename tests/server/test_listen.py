@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from pathlib import Path
 
@@ -34,6 +35,19 @@ async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
     server.should_exit = True
     await serving
     return answers
+
+
+def test_a_server_may_have_as_many_connections_as_the_system_allows():
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = min(soft, 512)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        asyncio.run(talk(ServerConfig(host="127.0.0.1", port=0), b"GET /version HTTP/1.0\r\n\r\n"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listen.MOST_FILES, hard), hard)
+        listen.allow_files(low)  # never less than there was
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_head_that_is_too_long_is_refused_while_it_comes():

@@ -23,6 +23,7 @@ from quire.bench.http import HttpFailed, Server
 from quire.bench.load import Arrivals, run
 from quire.bench.serve_options import SAMPLING, dashed, pairs, parser, wanted
 from quire.errors import ConfigError, QuireError
+from quire.server.listen import allow_files
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         plan = Plan(given)
     except ConfigError as why:
         options.error(str(why))
+    allow_files()
     try:
         return asyncio.run(plan.run())
     except QuireError as why:

@@ -27,6 +27,7 @@ from quire.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 BACKLOG = 2048
+MOST_FILES = 1 << 16
 HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
 KEEP_ALIVE_S = 5
 LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
@@ -86,6 +87,26 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        allow_files()
+        await super().serve(sockets)
+
+
+def allow_files(most: int = MOST_FILES) -> None:
+    """Each connection is an open file, and the usual limit of 1,024 is one that this process may raise itself.
+
+    Not above `most`: some systems allow a billion, and some libraries close them all one by one.
+    """
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Quiet(logging.Filter):
