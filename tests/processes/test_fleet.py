@@ -166,7 +166,7 @@ def test_load_is_of_all(server: Served, clients: list[httpx.Client]):
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_dies_or_hangs_is_replaced(server: Served, blow: signal.Signals):
     """Its streams break, the others go on; what it had asked for is not worked for, what it had counted stays."""
-    before = {name: server.metric(name) for name in ("http_requests_total", "vllm:request_success_total")}  # fmt: skip
+    before = {name: server.metric(name) for name in ("http_requests_total", "vllm:request_success_total", "quire:process_restarts_total")}  # fmt: skip
     old = fronts(server)
     streams = [Stream(server.url) for _ in range(16)]
     until(lambda: server.client.get("/load").json() == {"server_load": 16})
@@ -186,6 +186,8 @@ def test_one_that_dies_or_hangs_is_replaced(server: Served, blow: signal.Signals
     # Those that broke were ended in the engine, and were never counted as answered.
     assert server.metric("vllm:request_success_total") == before["vllm:request_success_total"] + 32
     assert server.metric("http_requests_total") == before["http_requests_total"] + len(whole)
+    name = "quire:process_restarts_total"
+    until(lambda: server.metric(name) == before[name] + 1)
     for _ in range(8):
         answer = httpx.post(server.url + TEXT, json=GREEDY, timeout=30)
         assert answer.status_code == 200

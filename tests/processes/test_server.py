@@ -158,6 +158,7 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     """While 32 streams run: each ends in full or with an error, soon; and the server serves again by itself."""
     body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": True}
     begun, ends = threading.Barrier(33), dict[int, str]()
+    before = server.metric("quire:process_restarts_total")
 
     def run(at: int) -> None:
         with httpx.stream("POST", server.url + TEXT, json=body, timeout=30) as answer:
@@ -186,6 +187,7 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     until(lambda: server.client.get("/health/ready").status_code == 200, 60)
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
     until(lambda: server.metric("vllm:num_requests_running") == 0)
+    until(lambda: server.metric("quire:process_restarts_total") == before + 1)
 
 
 def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):

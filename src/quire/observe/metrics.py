@@ -171,6 +171,11 @@ class Metrics:
         self.errors = counter(
             "quire:request_errors", "Requests answered with an error, by status.", "status"
         )
+        self.restarts = counter(
+            "quire:process_restarts", "Processes that were replaced: engine or http.", "process"
+        )
+        for process in ("engine", "http"):
+            self.restarts.labels(self.model_name, process)
         self.key_requests = counter("quire:key_requests", "Requests by key.", "key")
         self.key_tokens = counter(
             "quire:key_tokens", "Tokens by key: of prompts, and of outputs.", "key", "kind"
@@ -234,6 +239,10 @@ class Metrics:
         """A completion of a request with tools has ended."""
         mode, outcome = ("non_streaming", "streaming")[streamed], ("no_tool_call", "tool_call")[called]  # fmt: skip
         self.tools.labels(self.model_name, mode, outcome, kind).inc()
+
+    def replaced(self, process: str, count: int = 1) -> None:
+        """A process died or hung, and another has its place."""
+        self.restarts.labels(self.model_name, process).inc(count)
 
     def by_key(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of this key has ended."""

@@ -80,7 +80,9 @@ class Front(Serving):
             self.client.stats = EngineStats(**await engine.call("stats"))
 
     def _greet(self, engine: AsyncTextEngine) -> None:
-        if not self.again:
+        if self.again:
+            self.state.metrics.replaced("http")
+        else:
             seconds = since_process_start(os.getppid())
             self.state.metrics.startup.labels("all").set(seconds)
         self.opened.set()

@@ -301,6 +301,7 @@ class Serving:
         every = observe.log_stats_interval
         before, latest = time.monotonic(), engine.stats()
         steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
+        generation = generation_of(self.client)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -312,6 +313,9 @@ class Serving:
                 if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
                     return
                 await self.stopping.wait()
+            if (new := generation_of(self.client)) > generation and self.leads:
+                state.metrics.replaced("engine", new - generation)
+            generation = new
             now, latest = time.monotonic(), engine.stats()
             made = latest.prompt_tokens + latest.generation_tokens
             for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
@@ -356,6 +360,11 @@ class Serving:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("what was asked of the engine failed: %s", error)
+
+
+def generation_of(client: EngineClient) -> int:
+    """Which engine process it is, from 1; 0: it is no process of its own."""
+    return client.generation if isinstance(client, ProcessClient) else 0
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
