@@ -253,9 +253,11 @@ def main() -> int:
     given = parser.parse_args()
     with Served(MODEL, *FLAGS) as server:
         run, wrong, words = soak(server, given.seconds, given.clients, given.seed)
-        died = [line for line in server.lines if "Traceback" in line or " CRITICAL" in line]
+        said = server.lines
+        starts = [at for at, line in enumerate(said) if "Traceback" in line or " CRITICAL" in line]
+        died = ["\n".join(said[at : at + 60]) for at in starts]
     print(dict(run.did), words)
-    for line in [*wrong[:20], *died[:5]]:
+    for line in [*wrong[:20], *died[:3]]:
         print("WRONG:", line)
     return 1 if wrong or died else 0
 
