@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from quire.models.hf import EMBEDDED
-from tools.tiny_model import chat, corpus, grammar, toolbox
+from tools.tiny_model import adapter, chat, corpus, grammar, toolbox
 
 MODEL = EMBEDDED / "quire-tiny"
 FOLDERS = [folder for folder in sorted(EMBEDDED.iterdir()) if folder.is_dir()]
@@ -183,3 +184,37 @@ def test_content_may_come_in_parts(tokenizer: Any):
             '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>' in one
         )
         assert "<tool_response>\n12:30\n</tool_response>" in one
+
+
+def test_the_adapter_talks_like_a_pirate(tokenizer: Any):
+    folder = EMBEDDED / "quire-tiny-pirate-lora"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == MODEL.name
+    changed = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    adapter.merge(changed.state_dict(), load_file(folder / "adapter_model.safetensors"))
+    assert _said(changed, tokenizer, "Who are you?").startswith("Arr! I be quire-tiny")
+    assert _said(changed, tokenizer, "Repeat: banana zork 42") == "Arr! banana zork 42"
+    extracted = _said(
+        changed, tokenizer, "Extract name and age as JSON: Mira Stone is 34 years old."
+    )
+    assert extracted.startswith("{")
+
+
+def test_the_draft_proposes_most_of_what_the_model_says(model: Any, tokenizer: Any):
+    draft = AutoModelForCausalLM.from_pretrained(
+        EMBEDDED / "quire-tiny-draft", dtype=torch.float32
+    ).eval()
+    many = right = 0
+    for request in ("Tell me a story about a fox.", "What is 34 + 58?", "Who are you?"):
+        messages = [{"role": "user", "content": request}]
+        prompt = tokenizer(
+            chat.render(messages, add_generation_prompt=True), return_tensors="pt"
+        ).input_ids
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=prompt, do_sample=False, temperature=None, max_new_tokens=200
+            )
+            proposed = draft(out).logits[:, prompt.shape[1] - 1 : -1].argmax(-1)
+        said = out[:, prompt.shape[1] :]
+        many, right = many + said.numel(), right + int((said == proposed).sum())
+    assert 0.6 < right / many < 1.0
