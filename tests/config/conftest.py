@@ -15,9 +15,12 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import resolve
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_parser() -> Iterator[None]:
-    """Making a parser takes 20 ms, and a parser keeps nothing of what it parsed."""
+    """Making a parser takes 20 ms, and a parser keeps nothing of what it parsed.
+
+    For these tests only: commands elsewhere add flags of their own to the parser that they get.
+    """
     make, flags.make_parser = flags.make_parser, functools.cache(flags.make_parser)
     yield
     flags.make_parser = make

@@ -253,7 +253,7 @@ def test_the_openai_package_understands_it(state: ServerState):
 def test_a_pydantic_schema_is_parsed(state: ServerState):
     openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
     person = pydantic.create_model("Person", name=(str, ...), age=(int, ...), city=(str, ...))
-    text = "Ada is 30 years old and lives in Rome. Give name, age and city as JSON."
+    text = "Extract name, age and city as JSON: Ada Baker is 30 years old and lives in Rome."
 
     async def main() -> None:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(state)))
@@ -262,6 +262,6 @@ def test_a_pydantic_schema_is_parsed(state: ServerState):
                 model="toy", temperature=0, response_format=person,
                 messages=[{"role": "user", "content": text}],
             )  # fmt: skip
-            assert found.choices[0].message.parsed == person(name="Ada", age=30, city="Rome")
+            assert found.choices[0].message.parsed == person(name="Ada Baker", age=30, city="Rome")
 
     asyncio.run(main())
