@@ -10,7 +10,10 @@ COMMANDS = {
     "serve": ("quire.cli.serve", "an HTTP server that speaks OpenAI's protocol"),
     "chat": ("quire.cli.chat", "talk to a running server"),
     "complete": ("quire.cli.complete", "complete text with a running server"),
-    "bench": ("quire.bench.__main__", "load a server, or measure the engine, alone or beside Transformers"),
+    "bench": (
+        "quire.bench.__main__",
+        "load a server, or measure the engine, alone or beside Transformers",
+    ),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
     "doctor": ("quire.cli.doctor", "would this model start here, and how much would fit?"),
     "collect-env": ("quire.cli.collect_env", "what to paste into a bug report"),
