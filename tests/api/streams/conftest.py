@@ -1,0 +1,38 @@
+"""AsyncLLM over a scripted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pagemodel
+import pytest
+from streaming import executor
+
+from quire.api.async_llm import AsyncLLM
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Callable[..., AsyncLLM]]:
+    made: list[AsyncLLM] = []
+
+    def one(**keywords: Any) -> AsyncLLM:
+        made.append(AsyncLLM.from_client(pagemodel.make(folder, **keywords)))
+        return made[-1]
+
+    yield one
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture
+def llm(make: Callable[..., AsyncLLM]) -> AsyncLLM:
+    return make()
+
+
+@pytest.fixture
+def slow(llm: AsyncLLM) -> AsyncLLM:
+    """One that is still at it when a test gives up."""
+    executor(llm).pause = 0.004
+    return llm

@@ -1,0 +1,114 @@
+"""Whole runs of `quire bench serve` against a scripted server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_serve import bench
+from wire import END, STREAM, chunk, event, model, whole
+
+from quire.bench import serve
+
+
+def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
+    status, wire = bench(
+        model, "--num_prompts", "6", "--random-input-len=4", "--max-concurrency", "2", "--save-result", "--save-detailed",
+        "--result-dir", str(tmp_path), "--metadata", "commit=abc", "--header", "X-A=b", "--api-key", "k", "--ignore-eos",
+        "--top-p", "0.5", "--extra-body", '{"priority": 3}', "--goodput", "ttft:60000", "--num-warmups", "1",
+    )  # fmt: skip
+    assert status == 0
+    posts = [body for _, path, body in wire.asked if path == "/v1/completions"]
+    assert len(posts) == 7
+    assert wire.most <= 2
+    assert posts[0].pop("prompt") == posts[1].pop("prompt")  # the warm-up is the first prompt
+    assert posts[0] == posts[1] == {
+        "model": "m/toy", "max_tokens": 128, "temperature": 0.0, "top_p": 0.5, "priority": 3, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    assert wire.headers[-1]["authorization"] == "bearer k"
+    assert wire.headers[-1]["x-a"] == "b"
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("openai-infqps-concurrency2-toy-")
+    kept = json.loads(path.read_text())
+    assert (kept["completed"], kept["total_input_tokens"], kept["total_output_tokens"]) == (
+        6,
+        42,
+        18,
+    )
+    assert (kept["commit"], kept["request_rate"], kept["model_id"]) == ("abc", "inf", "m/toy")
+    assert kept["request_goodput"] == kept["request_throughput"]
+    assert kept["generated_texts"] == ["one two three"] * 6
+    assert all(len(gaps) == 2 and min(gaps) > 0.004 for gaps in kept["itls"])
+    assert 5 <= kept["mean_ttft_ms"] < 2000
+    # What CI jobs read.
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        for of in ("mean", "median", "std", "p99"):
+            assert kept[f"{of}_{name}_ms"] > 0 or of == "std"
+    for name in ("duration", "request_throughput", "output_throughput", "total_token_throughput"):
+        assert kept[name] > 0
+    printed = capsys.readouterr().out
+    for words in ("Successful requests:                     6", "P99 ITL (ms):", "Total generated tokens:                  18"):  # fmt: skip
+        assert words in printed
+    assert "E2EL" not in printed
+
+
+def test_failures_are_counted_and_told(capsys):
+    number = iter(range(100))
+
+    def flaky(method: str, path: str, body: Any) -> Any:
+        if path != "/v1/completions":
+            return model(method, path, body)
+        match next(number) % 3:
+            case 0:
+                return model(method, path, body)
+            case 1:
+                return whole({"error": {"message": "full"}}, "503 Service Unavailable")
+        return [STREAM, chunk(event({"choices": [{"text": "a"}]})), b""]
+
+    status, _ = bench(flaky, "--num-prompts", "9", "--random-input-len", "4", "--max-concurrency", "1")  # fmt: skip
+    told = capsys.readouterr()
+    assert status == 0
+    assert "Failed requests:                         6" in told.out
+    assert "failed 3 times: 503: full" in told.err
+    assert "failed 3 times: the connection was closed" in told.err
+
+
+def test_nothing_answered_is_status_1(capsys):
+    def refuse(method: str, path: str, body: Any) -> Any:
+        return model(method, "/v1/models" if path == "/v1/models" else "/", body)
+
+    status, _ = bench(refuse, "--num-prompts", "2", "--random-input-len", "4")
+    assert status == 1
+    assert "no such path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--backend", "grpc"], ["--goodput", "itl:3"], ["--request-rate", "0"], ["--metadata", "x"], ["--metric-percentiles", "a"],
+     ["--percentile-metrics", "ttfb"], ["--random-range-ratio", "1"], ["--dataset-nam", "random"], ["--extra-body", "[]"]],
+)  # fmt: skip
+def test_mistakes_end_with_status_2(words: list[str], capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(words)
+    assert ended.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_status_1(capsys):
+    assert serve.main(["--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_chat_ends_with_its_text():
+    def chat(method: str, path: str, body: Any) -> Any:
+        if path == "/v1/models":
+            return model(method, path, body)
+        assert body["messages"] == [{"role": "user", "content": body["messages"][0]["content"]}]
+        said = [{"role": "assistant", "content": ""}, {"content": "Hi"}]
+        return [STREAM, *(chunk(event({"choices": [{"delta": one}]})) for one in said), END]
+
+    status, wire = bench(chat, "--backend", "openai-chat", "--num-prompts", "1", "--random-input-len", "3")  # fmt: skip
+    assert status == 0
+    assert wire.asked[-1][1] == "/v1/chat/completions"

@@ -1,0 +1,161 @@
+"""Whose code runs a checkpoint, where it lies, and which part of it is the text model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.engine.assemble import resolve_config
+from quire.errors import ConfigError, ModelNotFound
+from quire.models import hf, registry
+from quire.models.load import build_model
+from quire.models.qwen3 import Qwen3
+from quire.models.transformers import TransformersModel
+from quire.platforms.cpu import CpuPlatform
+from tests.models.cases import edit_config
+from tests.models.test_load import rewrite, same, weights
+from tests.models.test_native import build
+
+# ------------------------------------------------------------------------------------ wrappers
+
+
+PREFIXES = {
+    "new": ("model.language_model.", "lm_head."),
+    "old": ("language_model.model.", "language_model.lm_head."),
+    "thinker": ("thinker.model.", "thinker.lm_head."),
+}
+
+
+@pytest.mark.parametrize("names", PREFIXES)
+def test_the_text_model_in_a_wrapper_runs_alone(original, copy: Path, names: str, caplog) -> None:
+    inner = json.loads((copy / "config.json").read_text())
+    inner.update(model_type="qwen3_vl_text", architectures=None)
+    outer = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": inner,
+        "vision_config": {"hidden_size": 8},
+        "tie_word_embeddings": False,
+    }
+    (copy / "config.json").write_text(json.dumps(outer))
+    body, head = PREFIXES[names]
+    found = {
+        re.sub(r"^lm_head\.", head, re.sub(r"^model\.", body, name)): tensor
+        for name, tensor in weights(copy).items()
+    }
+    found["model.visual.blocks.0.attn.qkv.weight"] = torch.ones(3, 3)
+    found["vision_tower.layers.0.mlp.fc1.weight"] = torch.ones(3, 3)
+    rewrite(copy, found)
+    with caplog.at_level(logging.INFO):
+        model = build(copy)
+    assert isinstance(model, Qwen3)
+    assert "2 tensors of the checkpoint are not used" in caplog.text
+    assert same(model, build(original[0]))
+
+
+# ------------------------------------------------------------------------------------ whose code
+
+
+def test_the_log_says_whose_code_runs(original, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(build(original[0]), Qwen3)
+        assert isinstance(build(original[0], model_impl="transformers"), TransformersModel)
+    assert "Qwen3ForCausalLM runs as native" in caplog.text
+    assert "runs as transformers: asked for by model_impl" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ],
+)
+def test_what_is_not_native_is_left_to_transformers(config: dict[str, Any], said: str) -> None:
+    impl, reason = registry.choose_impl("Qwen3ForCausalLM", config)
+    assert impl == "transformers"
+    assert said in reason
+    with pytest.raises(ConfigError, match="leave it at auto"):
+        registry.choose_impl("Qwen3ForCausalLM", config, "quire")
+
+
+def test_a_registered_model_is_used(original, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    registry.register("Qwen3ForCausalLM", "tests.models.test_load_which:Mine")
+    assert type(build(original[0])).__name__ == "Mine"
+    registry.register("Qwen3ForCausalLM", "tests.models.test_load:Nobody")
+    with pytest.raises(ConfigError, match=r"test_load:Nobody cannot be loaded"):
+        build(original[0])
+    with pytest.raises(ConfigError, match="module:Class"):
+        registry.register("Qwen3ForCausalLM", "Mine")
+
+
+class Mine(Qwen3):
+    pass
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        hf.locate(ModelConfig(model="some/where"), LoadConfig(download_dir=str(tmp_path)))
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "'some/where'" in said
+    assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{}/nowhere/at/all", "there is no directory"),
+        ("./nowhere", "there is no directory"),
+        ("{}", "has no config.json"),
+        ("{}/file", "is a file"),
+        (" ", "there is no directory"),
+    ],
+)
+def test_a_directory_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelNotFound, match=said):
+        hf.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
+
+
+def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -> None:
+    """The hub client's own layout of its cache."""
+    root = tmp_path / "models--some--where"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("abc")
+    shutil.copytree(original[0], root / "snapshots" / "abc")
+    load = LoadConfig(download_dir=str(tmp_path))
+    found = hf.locate(ModelConfig(model="some/where"), load)
+    assert Path(found) == root / "snapshots" / "abc"
+    assert hf.read_config(found)["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "cannot be read"), ("[]", "a list, not an object")]
+)
+def test_a_config_that_is_none_is_named(copy: Path, text: str, said: str) -> None:
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        hf.read_config(str(copy))
+
+
+def test_a_field_that_is_needed_is_named(copy: Path) -> None:
+    edit_config(copy, intermediate_size=None)
+    config = EngineConfig.from_keywords(model=str(copy), dtype="float32")
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        build_model(resolve_config(config), CpuPlatform())
