@@ -201,3 +201,23 @@ def test_tokens_are_kept_in_rows():
     text = follow(worker.model, [5, 6], 3)
     assert worker.rows.token_ids_RL[0, :5].tolist() == [5, 6, *text]
     assert worker.rows.token_ids_RL.dtype == torch.int32
+
+
+def test_a_number_of_any_size_hurts_nobody_else():
+    """As it may come over a wire: the worker goes on, and so does the neighbour."""
+    worker = make_worker()
+    odd = SamplingParams(temperature=1.0, seed=1)
+    odd.top_k = 1 << 63
+    entered = [enter(1, [4, 5], odd), enter(2, [6, 7], GREEDY)]
+    result = Driver(worker)([Work(1, 2), Work(2, 2)], entered)
+    assert result.tokens[1] == follow(worker.model, [6, 7], 1)
+    assert set(result.errors) <= {0}
+
+
+def test_parameters_that_cannot_be_used_fail_their_request(monkeypatch):
+    worker = make_worker()
+    monkeypatch.setattr(worker.sink.pipeline, "enter", lambda new: 1 / 0 if new.row == 1 else None)
+    entered = [enter(1, [4, 5], GREEDY), enter(2, [6, 7], GREEDY)]
+    result = Driver(worker)([Work(1, 2), Work(2, 2)], entered)
+    assert "cannot be used" in result.errors[0]
+    assert result.tokens[1] == follow(worker.model, [6, 7], 1)

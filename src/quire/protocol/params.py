@@ -161,8 +161,8 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
         if self.best_of is not None:
             self.best_of = read.whole("best_of", self.best_of, self.n, most, f"at least n {limit}")
         self.top_k = read.whole("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
-        if self.top_k < 0:
-            self.top_k = 0
+        # -1 is all; and so is more than any vocabulary has, which need not fit a machine word.
+        self.top_k = 0 if self.top_k < 0 else min(self.top_k, (1 << 31) - 1)
         if self.seed is not None:
             self.seed = read.whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
             if self.seed == -1:

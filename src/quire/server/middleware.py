@@ -58,7 +58,11 @@ class Counted:
                 status = message["status"]
             if message["type"] == "http.response.start" and message["status"] >= 400 and not probe:
                 self.state.metrics.failed(message["status"])
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if "handler is closed" not in str(error):
+                    raise  # uvloop's word for a client that is gone: nobody is there to be told
 
         probe = get_route_path(scope) in OPEN  # these answer 503 when that is the answer
 

@@ -35,6 +35,7 @@ from quire.worker.sample.rules import rules
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
 
+MOST = (1 << 31) - 1
 PROMPT_PIECE = 128  # prompt positions whose logits exist at a time
 
 
@@ -80,7 +81,13 @@ class SampleSink:
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> None:
-        """Take in a request's parameters; what is wrong with them fails its first step."""
+        """Take in a request's parameters; what is wrong with them fails its first step, and nobody else."""
+        try:
+            self._take_in(new)
+        except Exception as error:
+            self.broken[new.row] = f"its parameters cannot be used: {type(error).__name__}: {error}"
+
+    def _take_in(self, new: Entered) -> None:
         row, params = new.row, new.params
         if (wrong := self._out_of_vocabulary(new)) is not None:
             self.broken[row] = wrong
@@ -89,7 +96,7 @@ class SampleSink:
         self.greedy[row] = params.greedy
         self.temperature[row] = 1.0 if params.greedy else params.temperature
         limits = self.limits
-        limits.top_k[row] = max(params.top_k, 0)
+        limits.top_k[row] = min(max(params.top_k, 0), MOST)  # more than any vocabulary is all of it
         limits.top_p[row], limits.min_p[row] = params.top_p, params.min_p
         self.limited[row] = not params.greedy and (
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0
