@@ -36,3 +36,11 @@ def test_fused_layers_give_the_same_tokens(
             told = [layer.fused.told is not None for layer in layers]
             assert all(told) if fused else not any(told)
     assert found[0] == found[1]
+
+
+def test_int8_runs_in_every_format(tmp_path: Path) -> None:
+    """float32 has no kernel for it: then the definition runs."""
+    path = make_checkpoint("qwen3", tmp_path, intermediate_size=128, head_dim=32)
+    with engine(path, dtype="float32", quantization="int8") as one:
+        alone = [one.tokens([prompt], greedy(12))[0] for prompt in prompts(3)]
+        assert one.tokens(prompts(3), greedy(12)) == alone

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.errors import Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.weights import set_parameter
@@ -26,25 +25,21 @@ MOST = 127
 
 
 def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [O, I], float32 scale [O])."""
+    """(int8 [O, I], float32 scale [O]); of activations [T, I] in the same way, a scale a token."""
     rows_OI = weight_OI.float()
     top_O = rows_OI.abs().amax(1)
     factor_O = torch.where(top_O > 0, MOST / top_O, torch.zeros_like(top_O))
     return (rows_OI * factor_O[:, None]).round_().to(torch.int8), top_O / MOST
 
 
-def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of activations, as the kernels do it."""
-    return quantize(x_TI)
-
-
 class Int8Weight:
-    """One weight: by the kernels where they run, else in plain torch with the same integers."""
+    """One weight: by the kernels where they run and it is bf16, else in plain torch with the same integers."""
 
     def __init__(self, weight_OI: Tensor, gated: bool, kernels: Kernels | None):
         self.outs, self.ins = weight_OI.shape
         self.gated = gated
-        self.kernels = kernels if self.fits(kernels) else None
+        bf16 = weight_OI.dtype == torch.bfloat16
+        self.kernels = kernels if bf16 and self.fits(kernels) else None
         q_OI, scale_O = quantize(weight_OI)
         if self.kernels is None:
             self.q_OI, self.scale_O = q_OI, scale_O
@@ -65,7 +60,7 @@ class Int8Weight:
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """y_TO; silu(first half) * second half of it, if gated."""
-        if self.kernels is None or x_TI.dtype != torch.bfloat16:
+        if self.kernels is None:
             return self.plainly(x_TI, bias_O)
         if x_TI.dim() != 2 or x_TI.stride(-1) != 1:
             x_TI = x_TI.reshape(-1, self.ins).contiguous()
@@ -81,11 +76,7 @@ class Int8Weight:
 
     def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition. Integers up to 127 * 127 * I are exact in float64."""
-        if self.kernels is not None:
-            raise Unsupported(
-                f"int8 linears on {x_TI.dtype} where the kernels run", "use --dtype bfloat16"
-            )
-        x_q, scale_T = quantize_tokens(x_TI)
+        x_q, scale_T = quantize(x_TI)
         sums = (x_q.double() @ self.q_OI.double().T).float()
         y = sums * (scale_T[:, None] * self.scale_O)
         y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
