@@ -34,7 +34,7 @@ enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_for
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
 disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
-LISTS = "served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns"
+LISTS = "served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
     " custom_histogram_buckets"
@@ -48,7 +48,7 @@ speculative_max_model_len=9 speculative_disable_by_batch_size=3 limit_mm_per_pro
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 enable_sleep_mode profiler_config={"profiler":"torch"}
 pooler_config={"a":1} convert=embed io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
-enable_eplb enable_dbo headless grpc middleware=a.b scheduler_cls=a.b worker_cls=a.b
+enable_eplb enable_dbo headless grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_rank=1 data_parallel_hybrid_lb tokens_only enable_scale_out
 """
 # Nothing to tune here: taken, with a warning that says why

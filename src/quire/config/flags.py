@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from quire.config import compat, help
 from quire.config.engine import EngineConfig
 from quire.config.old_names import OLD, SHORT
-from quire.config.options import Kind, options
+from quire.config.options import REPEATED, Kind, options
 from quire.errors import ConfigError, QuireError
 from quire.logging import get_logger
 
@@ -78,7 +78,8 @@ def _add(
             f"--no-{dashed}", dest=name, action="store_false", default=argparse.SUPPRESS
         )
     elif kind == "list":
-        parser.add_argument(*names, dest=name, nargs="*", default=argparse.SUPPRESS)
+        action = "extend" if name in REPEATED else "store"
+        parser.add_argument(*names, dest=name, nargs="*", action=action, default=argparse.SUPPRESS)
     elif kind == "maybe":
         parser.add_argument(*names, dest=name, nargs="?", const=True, default=argparse.SUPPRESS)
     else:
@@ -157,7 +158,7 @@ def normalise(
             _put(dotted.setdefault(action.dest, {}), path.split("."), value)
             continue
         if action is not None:
-            twice += [flag] if action.dest in seen else []
+            twice += [flag] if action.dest in seen - REPEATED else []
             seen.add(action.dest)
         if equals and isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
             words.append(_boolean(flag, value))

@@ -140,7 +140,7 @@ _rows("W", "spans have all latencies that there are", "collect_detailed_traces*"
 _rows("E", "profiling: use py-spy on the engine's process, or QUIRE_LOGGING_LEVEL=DEBUG", "profiler_config=")
 _rows("E", "marks of thoughts by hand: name a format with reasoning_parser", "reasoning_config=")
 _rows("E", "plugins for this: register one by an entry point of the group quire.general_plugins", """
-    middleware* scheduler_cls= worker_cls=auto worker_extension_cls='' tool_server= hf_config_path=
+    scheduler_cls= worker_cls=auto worker_extension_cls='' tool_server= hf_config_path=
     quantization_param_path= quantization_config= """)
 _rows("E", "gRPC, rendering servers and scale-out: use the HTTP server", "grpc omni tokens_only enable_scale_out")
 

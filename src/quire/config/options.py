@@ -69,6 +69,9 @@ CHOICES = {
 }
 """Values that a field may have. Names of backends and formats are not here: plugins add to them."""
 
+REPEATED = frozenset({"middleware"})
+"""Lists whose flag may be given again, to add to them; of others the last one counts."""
+
 WORDS = {"max_model_len": ("auto",)}
 """Words beside a number."""
 

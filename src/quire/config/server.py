@@ -40,6 +40,8 @@ class ServerConfig:
     """CORS: headers."""
     allow_credentials: bool = False
     """CORS: credentials."""
+    middleware: list[str] = field(default_factory=list)
+    """ASGI middleware of yours around every request, as package.module.Class or an async function(request, call_next)."""
     api_server_count: int = 1
     """HTTP processes in front of the engine."""
     disable_frontend_multiprocessing: bool = False

@@ -1,6 +1,6 @@
 """The HTTP application: routes as a list, what stands before them, and how errors are answered.
 
-    connection -> Counted -> CORS -> RequestIds -> Guard -> router -> endpoint
+    connection -> Counted -> --middleware -> CORS -> RequestIds -> Guard -> router -> endpoint
 
 Knows every endpoint by name. Does not know how the process is started (`launch.py`).
 """
@@ -24,6 +24,7 @@ from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
 from quire.server.invocations import invocations
+from quire.server.layers import own_layers
 from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds, Traced
 from quire.server.page import routes as page
 from quire.server.sse import EventStream
@@ -116,6 +117,7 @@ def build_app(state: ServerState) -> Starlette:
     if not server.disable_fastapi_docs:
         rows = rows + docs.routes(rows, bool(tenants))
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
+    layers += own_layers(server.middleware)
     if server.allowed_origins:
         layers.append(
             Middleware(

@@ -101,10 +101,10 @@ class EventStream:
             await asyncio.wait(
                 {self._first, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
             )
+            if gone.done():  # heard once: a server need not say it again
+                raise ClientDisconnect
             if self._first.done():
                 self._first.result()
-            elif gone.done():
-                raise ClientDisconnect
         except BaseException:
             await self.close()
             raise
