@@ -65,7 +65,8 @@ def _found(path: str) -> Any:
 
 def _layer(path: str, found: Any) -> Middleware:
     if inspect.isclass(found):
-        return Middleware(found)
+        layer: Any = found
+        return Middleware(layer)
     if inspect.iscoroutinefunction(found):
         return Middleware(BaseHTTPMiddleware, dispatch=found)
     raise ConfigError(
