@@ -29,7 +29,7 @@ def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], ga
     x[0, 3] = 40  # an outlier
     weight = torch.randn(outs, ins, generator=rng).bfloat16()
     bias = torch.randn(outs, generator=rng).bfloat16()
-    mine, plain = Int8Weight(weight, gated, kernels), Int8Weight(weight, gated, None)
+    mine, plain = Int8Weight.of(weight, gated, kernels), Int8Weight.of(weight, gated, None)
     assert mine.kernels is kernels
     got, want = mine.multiply(x, bias), plain.multiply(x, bias)
     off = (got.float() - want.float()).abs()
@@ -46,7 +46,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
     for kernels in (None, *(library.load(name) for name in BUILDS[:1])):
-        y = Int8Weight(weight, False, kernels).multiply(x)
+        y = Int8Weight.of(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert y[1, 5] == 0
 
@@ -54,7 +54,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
 def test_the_definition_is_near_the_product() -> None:
     rng = torch.Generator().manual_seed(1)
     x, weight = torch.randn(50, 512, generator=rng), torch.randn(64, 512, generator=rng)
-    y = Int8Weight(weight, False, None).multiply(x)
+    y = Int8Weight.of(weight, False, None).multiply(x)
     want = F.linear(x, weight)
     assert float((y - want).norm() / want.norm()) < 0.02
 

@@ -37,8 +37,7 @@ from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
-from quire.quantization.int8 import quantize_model
-from quire.quantization.packed import pack_model
+from quire.quantization.registry import ONLINE, pack_model, quantize_model
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -70,9 +69,9 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     )
     log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
     if impl == "transformers":
-        if resolved.asked.model.quantization == "int8":
+        if resolved.asked.model.quantization in ONLINE:
             raise Unsupported(
-                f"quantization=int8 of {resolved.architecture}, which runs through Transformers",
+                f"quantization={resolved.asked.model.quantization} of {resolved.architecture}, which runs through Transformers",
                 "serve it without --quantization",
             )
         from quire.models.transformers import TransformersModel
@@ -103,10 +102,8 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
     model.to(platform.device)  # buffers; the weights are there
     model.eval()
-    if resolved.asked.model.quantization == "int8":
-        log.info(
-            "made %d weights int8: one scale a row, activations by token", quantize_model(model)
-        )
+    if (name := resolved.asked.model.quantization) in ONLINE:
+        log.info("made %d weights %s", quantize_model(model, str(name)), name)
     if "native" in platform.kernels:
         pack_model(model)
         fuse_model(model)

@@ -22,8 +22,7 @@ from quire.layers.blocks import GatedMLP, PreNormLayer, SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.rotary import Angles
 from quire.ops.cpu.library import Kernels, best
-from quire.quantization.int8 import Int8Linear
-from quire.quantization.packed import PackedLinear
+from quire.quantization.base import PANEL, Made
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -84,18 +83,12 @@ def fits(layer: PreNormLayer) -> bool:
 
 
 def _weight(linear: Linear) -> _Weight | None:
-    """Where its packed weight lies; None if it is stored in another way, or has a panel that is not full."""
+    """Where its weight lies; None if the kernels do not multiply it, or it has a panel that is not full."""
     scheme, outs, ins = linear.scheme, linear.num_out, linear.num_in
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    if outs % 32:
+    if outs % PANEL or not isinstance(scheme, Made) or scheme.weight.kernels is None:
         return None
-    if isinstance(scheme, PackedLinear):
-        return _Weight(scheme.packed.address, None, None, bias, outs, ins)
-    if isinstance(scheme, Int8Linear) and scheme.weight.kernels is not None:
-        made = scheme.weight
-        parts = (made.data, made.scale_O, made.sum_O)
-        return _Weight(*(part.data_ptr() for part in parts), bias, outs, ins)
-    return None
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Weight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
 
 
 class FusedLayer:

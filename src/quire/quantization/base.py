@@ -1,0 +1,96 @@
+"""What every kind of weight has in common: how it is called, and how a linear or the head gets it.
+
+Knows linears, heads and tables that are filled. Does not know checkpoints, or any one kind's arithmetic.
+
+Shape suffixes: T tokens, I inputs, O outputs, W what comes out: O, or half of it if gated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.layers.linear import Linear, Plain
+from quire.layers.weights import set_parameter
+from quire.ops.cpu.library import Kernels
+
+PANEL = 32
+
+
+class Weight:
+    """One weight [O, I] in the form in which it is multiplied: in panels of the kernels, or plainly without them.
+
+    A kind says how it is laid out, what the kernels are told (`told`, `run`), and what it means (`plainly`).
+    With `gated`, what comes out is silu(first half of the outputs) * second half.
+    """
+
+    def __init__(self, outs: int, ins: int, gated: bool, kernels: Kernels | None):
+        self.outs, self.ins, self.gated, self.kernels = outs, ins, gated, kernels
+        self.padded = -(-outs // PANEL) * PANEL  # whole panels
+
+    @staticmethod
+    def fits(outs: int, ins: int, gated: bool, step: int) -> bool:
+        """Whether the kernels can multiply a weight of this shape; `step`: inputs that they take at once."""
+        return ins % step == 0 and (outs % (2 * PANEL) == 0 or not gated)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x times the weight transposed, plus bias."""
+        if self.kernels is None:
+            return self.plainly(x_TI, bias_O)
+        if x_TI.dim() != 2 or x_TI.stride(-1) != 1:
+            x_TI = x_TI.reshape(-1, self.ins).contiguous()
+        width = self.padded // 2 if self.gated else self.padded
+        y_TW = torch.empty((len(x_TI), width), dtype=torch.bfloat16)
+        bias_O = self.whole(bias_O)
+        self.run(self.kernels, x_TI, None if bias_O is None else bias_O.data_ptr(), y_TW)
+        return y_TW if self.gated or self.padded == self.outs else y_TW[:, : self.outs]
+
+    def whole(self, bias_O: Tensor | None) -> Tensor | None:
+        """The bias, as long as the panels are."""
+        if bias_O is None or self.kernels is None or len(bias_O) == self.padded:
+            return bias_O
+        return F.pad(bias_O, (0, self.padded - len(bias_O)))
+
+    def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
+        """By the kernels; `bias`: its address."""
+        raise NotImplementedError
+
+    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The definition."""
+        raise NotImplementedError
+
+    def told(self) -> dict[str, Any]:
+        """Fields of `Weight` in kernels/layer.cpp, but for the bias and the shape."""
+        raise NotImplementedError
+
+
+class Made(Plain):
+    """The scheme of a linear that has a `Weight`."""
+
+    def __init__(self, weight: Weight):
+        self.weight = weight
+
+    def apply(self, layer: Linear, x_TI: Tensor) -> Tensor:
+        return self.weight.multiply(x_TI, layer.bias)
+
+    silu_gated = apply
+
+
+def settle(layer: Linear, weight: Weight) -> None:
+    """From now on the linear multiplies by `weight`; what it held before is let go."""
+    layer.scheme = Made(weight)
+    bias = weight.whole(layer.bias)
+    if bias is not None and bias is not layer.bias:
+        set_parameter(layer, "bias", bias)
+    for name in [n for n in layer._parameters if n not in ("bias", "weight")]:
+        delattr(layer, name)
+    let_go(layer, weight.outs, weight.ins)
+
+
+def let_go(layer: nn.Module, outs: int, ins: int) -> None:
+    """The layer's own weight becomes a shape without memory."""
+    dtype = getattr(layer, "dtype", None) or layer.get_parameter("weight").dtype
+    set_parameter(layer, "weight", torch.empty(outs, ins, dtype=dtype, device="meta"))
