@@ -32,6 +32,8 @@ class ServerConfig:
     """TLS: 0 clients need no certificate, 1 optional, 2 required (the numbers of Python's ssl)."""
     ssl_ciphers: str | None = None
     """TLS: ciphers, in OpenSSL's notation."""
+    enable_ssl_refresh: bool = False
+    """TLS: read the files again when they change."""
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
     """CORS: origins."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])

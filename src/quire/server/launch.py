@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from socket import socket
 from typing import Any
 
@@ -33,8 +34,10 @@ from quire.observe.metrics import Metrics, cache_info
 from quire.observe.processes import Processes
 from quire.observe.stats_log import StatsLog
 from quire.observe.trace import Tracer
+from quire.server import certificates
 from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
+from quire.server.layers import own_layers
 from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
 from quire.server.reading import formats_of, model_formats
 from quire.server.state import Phase, ServerState
@@ -70,9 +73,10 @@ def serve(config: EngineConfig) -> int:
             " --disable-frontend-multiprocessing"
         )
     config = bounded(config)
-    formats_of(
-        config.server, None
-    )  # names that do not exist are refused before the model is loaded
+    # What does not exist is refused before the model is loaded.
+    formats_of(config.server, None)
+    own_layers(config.server.middleware)
+    certificates.check(config.server)
     tenants = Tenants(config.server)
     checked(config.observe.custom_histogram_buckets)
     tracer = tracer_of(config)
@@ -180,6 +184,9 @@ class Serving:
 
     async def _answer(self) -> None:
         await self.opened.wait()
+        if self.config.server.enable_ssl_refresh:
+            context = partial(getattr, self.http.config, "ssl", None)
+            self._soon(certificates.keep_fresh(context, self.config.server))
         await self.http.serve(sockets=[self.listener])
 
     def stop(self, number: int) -> None:

@@ -1,0 +1,87 @@
+"""TLS: certificates are tried before anything is loaded, and taken again when their files change.
+
+Knows files and Python's ssl. Does not know HTTP, nor who is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import Callable
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+from quire.logging import get_logger
+
+log = get_logger(__name__)
+
+LOOK_EVERY_S = 5.0
+
+
+def check(server: ServerConfig) -> None:
+    """Raises ConfigError: a file of TLS cannot be used, or one is named without the other."""
+    if server.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(server, name) is not None:
+                raise ConfigError(f"{name} without ssl_certfile: TLS needs the certificate too")
+        return
+    try:
+        load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"the TLS files cannot be used: {why} (ssl_certfile={server.ssl_certfile!r},"
+                          f" ssl_keyfile={server.ssl_keyfile!r}, ssl_ca_certs={server.ssl_ca_certs!r})") from why  # fmt: skip
+
+
+def load(context: ssl.SSLContext, server: ServerConfig) -> None:
+    """The files' content into a context; connections that are made after this see it.
+
+    Raises:
+        OSError: a file is missing, or is not what it should be (ssl.SSLError).
+    """
+    if server.ssl_certfile is None:
+        return
+    context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, _no_password)
+    if server.ssl_ca_certs is not None:
+        context.load_verify_locations(server.ssl_ca_certs)
+    if server.ssl_ciphers is not None:
+        context.set_ciphers(server.ssl_ciphers)
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is locked by a password, and nobody is there to be asked")
+
+
+async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerConfig) -> None:
+    """Without end: load the files again once they have changed. What cannot be used leaves the old ones in place."""
+    before = stamps(server)
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        now, context = stamps(server), find()
+        if now == before or context is None:
+            continue
+        before = now
+        try:
+            load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)  # whole, or not at all
+            load(context, server)
+        except (OSError, ValueError) as why:
+            log.error("the new TLS files cannot be used, the old ones stay: %s", why)
+        else:
+            log.info("TLS files read again from %s", server.ssl_certfile)
+
+
+def stamps(server: ServerConfig) -> list[tuple[int, int, int] | None]:
+    """What changes when a file does; None: it is not there."""
+    return [
+        _stamp(path)
+        for path in (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
+        if path is not None
+    ]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
