@@ -56,7 +56,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage (comes with pipelines)."),
         Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds an engine process may take to start."),
         Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds a step may take before its worker counts as hung."),
-        Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, or none (plain torch)."),
+        Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, avx512vnni, avx512, avx2, portable, or none (plain torch)."),
         Variable("HEARTBEAT_TIMEOUT_S", float, 8.0, "Seconds without a sign of life after which an engine process is replaced; 0: never."),
         Variable("MAX_ENGINE_RESTARTS", int, 3, "How often within ten minutes a dead or hung engine process is replaced."),
         Variable("FLIGHT_RECORDER", bool, True, "0: the engine process does not write down its last steps."),

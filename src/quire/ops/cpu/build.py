@@ -28,6 +28,7 @@ FLAGS = (
     "-fopenmp",
     "-fvisibility=hidden",
     "-fno-math-errno",
+    "-ffp-contract=off",
 )
 PATIENCE_S = 120
 

@@ -6,19 +6,11 @@ Knows /proc/cpuinfo and compiler flags. Asks the machine that runs, never the on
 from __future__ import annotations
 
 import functools
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-_BASE = (
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mavx512vnni",
-    "-mfma",
-)
-_WORDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma")
+X86 = ("x86_64", "amd64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +20,31 @@ class Isa:
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
+    machines: tuple[str, ...] = X86
 
 
-ISAS: tuple[Isa, ...] = (
-    Isa(
-        "amx",
-        frozenset((*_WORDS, "amx_tile", "amx_bf16", "amx_int8")),
-        (*_BASE, "-DQUIRE_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-    ),
-    Isa("avx512bf16", frozenset(_WORDS), _BASE),
-)
-"""Best first."""
+def _isas() -> tuple[Isa, ...]:
+    wide = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+    made: list[Isa] = []
+    for name, words in {
+        "amx": (*wide, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+        "avx512bf16": (*wide, "avx512_bf16", "avx512_vnni"),
+        "avx512vnni": (*wide, "avx512_vnni"),
+        "avx512": wide,
+        "avx2": ("avx2", "fma"),
+    }.items():
+        flags = (f"-m{_flag(word)}" for word in words)
+        made.append(Isa(name, frozenset(words), (*flags, *(["-DQUIRE_AMX"] * (name == "amx")))))
+    return (*made, Isa("portable", frozenset(), (), ()))
+
+
+def _flag(word: str) -> str:
+    """The compiler's word for the kernel's: avx512_bf16 -> avx512bf16, amx_tile -> amx-tile."""
+    return word.replace("amx_", "amx-").replace("_", "")
+
+
+ISAS: tuple[Isa, ...] = _isas()
+"""Best first. The last runs everywhere: SSE2 on x86, NEON on ARM."""
 
 
 @functools.cache
@@ -48,9 +54,11 @@ def words() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    first = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(first.split())
 
 
 def usable() -> list[Isa]:
     """The builds that this machine can run, best first."""
-    return [isa for isa in ISAS if isa.needs <= words()]
+    machine = platform.machine().lower()
+    return [isa for isa in ISAS if machine in (isa.machines or (machine,)) and isa.needs <= words()]

@@ -51,17 +51,11 @@ inline void pack_keys(const bf16* from, long D, long half, bf16* to) {
 
 // 16 values of E -> rows r..r+7 (pairs of tokens) of each panel of 32 columns; tokens from `count` on are zeros.
 inline void pack_values(const bf16* from, long E, long r, long count, bf16* to, long panel_step) {
-  alignas(64) static const uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                               8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i first = _mm512_load_si512(low), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
   for (long pair = 0; pair < 8; pair++)
     for (long e = 0; e < E / 32; e++) {
       const bf16* at = from + 2 * pair * E + e * 32;
-      const __m512i a = 2 * pair < count ? _mm512_loadu_si512(at) : _mm512_setzero_si512();
-      const __m512i b = 2 * pair + 1 < count ? _mm512_loadu_si512(at + E) : _mm512_setzero_si512();
       bf16* line = to + e * panel_step + (r + pair) * 32;
-      _mm512_store_si512(line, _mm512_permutex2var_epi16(a, first, b));
-      _mm512_store_si512(line + HALF, _mm512_permutex2var_epi16(a, second, b));
+      interleave(2 * pair < count ? at : nullptr, 2 * pair + 1 < count ? at + E : nullptr, line, line + HALF);
     }
 }
 
@@ -83,33 +77,27 @@ struct State {  // of one query
 
 // Scores of keys [from, to) of the tile -> weights in bf16; the state moves on. Others get weight 0, up to `width`.
 inline void soften(const Call& call, float* scores, bf16* weights, long from, long to, long width, State s) {
-  const auto seen = [&](long t) {
-    __mmask16 mask = to - t < 16 ? (__mmask16)((1 << (to - t)) - 1) : 0xffff;
-    return t < from ? (__mmask16)(mask & (0xffff << (from - t))) : mask;
-  };
-  __m512 most = _mm512_set1_ps(LOWEST);
-  const float factor = call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E;
+  Floats most = floats(LOWEST);
+  const Floats factor = floats(call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E);
   for (long t = from / 16 * 16; t < to; t += 16) {
-    __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(factor));
-    if (call.softcap > 0) x = _mm512_mul_ps(tanh_of(x), _mm512_set1_ps(call.softcap * LOG2E));
-    _mm512_store_ps(scores + t, x);
-    most = _mm512_mask_max_ps(most, seen(t), most, x);
+    Floats x = load(scores + t) * factor;
+    if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
+    store(scores + t, x);
+    most = select(span(from - t, to - t), max(most, x), most);
   }
-  const float top = std::max(*s.top, _mm512_reduce_max_ps(most)), shrink = exp2f(*s.top - top);
-  __m512 total = _mm512_setzero_ps();
+  const float top = std::max(*s.top, max_of(most)), shrink = exp2f(*s.top - top);
+  Floats total = floats(0.f);
   for (long t = 0; t < width; t += 16) {
-    __m512 x = _mm512_setzero_ps();
+    Floats x = floats(0.f);
     if (t + 16 > from && t < to) {
-      x = exp2_of(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(top)));
-      x = _mm512_maskz_mov_ps(seen(t), x);
-      total = _mm512_add_ps(total, x);
+      x = keep(span(from - t, to - t), exp2_of(load(scores + t) - floats(top)));
+      total = total + x;
     }
     store(weights + t, x);
   }
-  *s.total = *s.total * shrink + _mm512_reduce_add_ps(total);
+  *s.total = fmaf(*s.total, shrink, sum_of(total));
   if (shrink != 1.f)
-    for (long e = 0; e < call.E; e += 16)
-      _mm512_store_ps(s.sums + e, _mm512_mul_ps(_mm512_set1_ps(shrink), _mm512_load_ps(s.sums + e)));
+    for (long e = 0; e < call.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
   *s.top = top;
 }
 
@@ -175,8 +163,8 @@ void run_item(const Call& call, const Item& item, Memory& m) {
   for (long i = 0; i < item.count; i++) {
     const long query = item.first + i, token = call.starts[item.row] + query / shared, head = item.head * shared + query % shared;
     bf16* o = call.o + (token * call.heads + head) * call.E;
-    const __m512 part = _mm512_set1_ps(1.f / m.total.data[i]);
-    for (long e = 0; e < call.E; e += 16) store(o + e, _mm512_mul_ps(part, _mm512_load_ps(m.sums.data + i * call.E + e)));
+    const Floats part = floats(1.f / m.total.data[i]);
+    for (long e = 0; e < call.E; e += 16) store(o + e, part * load(m.sums.data + i * call.E + e));
   }
 }
 

@@ -1,6 +1,8 @@
 // Says whether this build runs here, and asks the kernel of the operating system for what it needs.
+#ifdef QUIRE_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include "exports.h"
 #include "product.h"

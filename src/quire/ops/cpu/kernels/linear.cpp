@@ -28,27 +28,23 @@ struct Job {
   long steps() const { return ins / F::K; }
 };
 
-inline __m512 value(const Job<Bf16>&, long, long, const float* sums) { return _mm512_load_ps(sums); }
-inline __m512 value(const Job<Int8>& job, long row, long out, const int32_t* sums) {
-  const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums), _mm512_loadu_si512(job.w_sum + out));
-  const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(job.x_scale[row]), _mm512_loadu_ps(job.w_scale + out));
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
+inline Floats value(const Job<Bf16>&, long, long, const float* sums, Floats bias) { return load(sums) + bias; }
+inline Floats value(const Job<Int8>& job, long row, long out, const int32_t* sums, Floats bias) {
+  const Floats exact = to_floats(load(sums) - load(job.w_sum + out));
+  return fma(exact, floats(job.x_scale[row]) * load(job.w_scale + out), bias);
 }
 
 // What becomes of a row's 32 sums.
 template <Kind KIND, class F>
 inline void finish(const Job<F>& job, long row, long panel, const typename F::Sum* sums) {
   const long out = panel * (KIND == GATED ? 16 : 32), other = out + (KIND == GATED ? job.outs / 2 : 16);
-  __m512 left = value(job, row, out, sums), right = value(job, row, other, sums + 16);
-  if (job.bias) {
-    left = _mm512_add_ps(left, widen(job.bias + out));
-    right = _mm512_add_ps(right, widen(job.bias + other));
-  }
+  const auto bias = [&](long at) { return job.bias ? widen(job.bias + at) : floats(0.f); };
+  const Floats left = value(job, row, out, sums, bias(out)), right = value(job, row, other, sums + 16, bias(other));
   bf16* y = job.y + row * job.y_row + out;
   if (KIND == GATED)
-    store(y, _mm512_mul_ps(rounded(silu_of(rounded(left))), rounded(right)));
+    store(y, rounded(silu_of(rounded(left))) * rounded(right));
   else
-    _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+    store(y, left, right);
 }
 
 template <Kind KIND, class F>
@@ -81,8 +77,10 @@ inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
     char* line = (char*)to + (r / 16) * HALF_BYTES + (r % 16) * 64;
     const char* from = (const char*)(job.x + (first + r) * job.x_row);
     for (long k = 0; k < job.steps(); k++)
-      _mm512_store_si512(line + k * STEP_BYTES,
-                         first + r < job.rows ? _mm512_loadu_si512(from + k * 64) : _mm512_setzero_si512());
+      if (first + r < job.rows)
+        memcpy(line + k * STEP_BYTES, from + k * 64, 64);
+      else
+        memset(line + k * STEP_BYTES, 0, 64);
   }
 }
 
@@ -195,14 +193,11 @@ void pack(const typename F::Weight* w, typename F::Weight* packed, long outs, lo
 
 // A row of x as bytes around 128; its largest value is 127 away. Returns the scale.
 inline float to_bytes(const bf16* x, uint8_t* to, long ins) {
-  __m512 most = _mm512_setzero_ps();
-  for (long k = 0; k < ins; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(widen(x + k)));
-  const float top = _mm512_reduce_max_ps(most);
-  const __m512 factor = _mm512_set1_ps(top > 0 ? 127.f / top : 0.f);
-  for (long k = 0; k < ins; k += 16) {
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(widen(x + k), factor));
-    _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(rounded, _mm512_set1_epi32(128))));
-  }
+  Floats most = floats(0.f);
+  for (long k = 0; k < ins; k += 16) most = max(most, magnitude(widen(x + k)));
+  const float top = max_of(most);
+  const Floats factor = floats(top > 0 ? 127.f / top : 0.f);
+  for (long k = 0; k < ins; k += 16) store_bytes(to + k, to_ints(widen(x + k) * factor) + 128);
   return top / 127.f;
 }
 

@@ -6,10 +6,10 @@
 //   Bf16   a step is 32 values of k, a word 2 of them; float sums
 //   Int8   a step is 64 values of k, a word 4 of them; A unsigned, B signed; exact integer sums
 //
-// Both instruction sets read the same packing:
+// All builds read the same packing. ROWS is how many rows of A are taken at once:
 //
-//   AMX       tiles of 16 x 16 sums, four at a time: ROWS = 32
-//   AVX-512   12 rows x 2 registers of 16 sums: ROWS = 12
+//   AMX     tiles of 16 x 16 sums, four at a time
+//   else    as many rows x 16 or 32 sums as the registers hold
 //
 // Sums run along k in one order, so a row's result does not depend on the rows beside it.
 #pragma once
@@ -47,7 +47,7 @@ struct Ahead {
   const char* from;
   int lines;
   void fetch() {
-    for (int i = 0; i < lines; i++) _mm_prefetch(from + i * LINE, _MM_HINT_T1);
+    for (int i = 0; i < lines; i++) quire::fetch(from + i * LINE);
     from += lines * LINE;
   }
 };
@@ -156,53 +156,147 @@ inline void product_of_rows(int rows, const typename F::Value* a, long a_row, co
 
 #else
 
-constexpr int ROWS = 12;
-
 inline int touched(int rows) { return rows; }
 inline void begin_products() {}
 inline void end_products() {}
 
-// 16 sums; words of A are broadcast to all of them.
-inline __m512 add_words(Bf16, __m512 sums, __m512i a, __m512i b) {
-  return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+inline Floats zeros(Bf16) { return floats(0.f); }
+inline Ints zeros(Int8) { return ints(0); }
+
+inline int32_t word_at(const void* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return word;
 }
-inline __m512i add_words(Int8, __m512i sums, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sums, a, b); }
-inline __m512 zeros(Bf16) { return _mm512_setzero_ps(); }
-inline __m512i zeros(Int8) { return _mm512_setzero_si512(); }
-inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512i load(const int32_t* p) { return _mm512_loadu_si512(p); }
-inline void save(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
-inline void save(int32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
+
+// How a word of A meets a line of 16 words of B. Line: what is made of a line, once for all rows. Words: what is made of a
+// step of A, once for all columns. Where one instruction multiplies words, nothing is made; else words are split in two.
+template <class F>
+struct Meeting;
+
+#if defined(__AVX512BF16__)
+template <>
+struct Meeting<Bf16> {
+  using Line = Ints;
+  struct Words {};
+  static void split(const bf16*, Words&) {}
+  static Line line(const bf16* b) { return load((const int32_t*)b); }
+  static Floats add(Floats sums, const bf16* a, const Words&, int word, Line b) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)ints(word_at(a + word * 2)), (__m512bh)b);
+  }
+};
+#else
+// The earlier value of a word is a float when it is shifted up, the later one when the earlier is cleared.
+template <>
+struct Meeting<Bf16> {
+  struct Line {
+    Floats early, late;
+  };
+  struct alignas(64) Words {
+    float early[16], late[16];
+  };
+  static Line line(const bf16* b) {
+    const Ints words = load((const int32_t*)b);
+    return {as_floats(words << 16), as_floats(words & (int32_t)0xffff0000)};
+  }
+  static void split(const bf16* a, Words& to) {
+    const Line both = line(a);
+    store(to.early, both.early);
+    store(to.late, both.late);
+  }
+  static Floats add(Floats sums, const bf16*, const Words& a, int word, const Line& b) {
+    return fma(floats(a.late[word]), b.late, fma(floats(a.early[word]), b.early, sums));
+  }
+};
+#endif
+
+#if defined(__AVX512VNNI__)
+template <>
+struct Meeting<Int8> {
+  using Line = Ints;
+  struct Words {};
+  static void split(const uint8_t*, Words&) {}
+  static Line line(const int8_t* b) { return load((const int32_t*)b); }
+  static Ints add(Ints sums, const uint8_t* a, const Words&, int word, Line b) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)ints(word_at(a + word * 4)), (__m512i)b);
+  }
+};
+#else
+// Bytes become 16 bits, which hold their products' sums exactly; the instruction that multiplies bytes saturates instead.
+template <>
+struct Meeting<Int8> {
+  struct Line {
+    Ints even, odd;
+  };
+  struct alignas(64) Words {
+    int32_t even[16], odd[16];
+  };
+  static Line line(const int8_t* b) {
+    const Ints words = load((const int32_t*)b);
+    return {low_bytes(words), high_bytes(words)};
+  }
+  static void split(const uint8_t* a, Words& to) {
+    const Ints words = load((const int32_t*)a);
+    store(to.even, words & 0x00ff00ff);
+    store(to.odd, logical_right(words, 8) & 0x00ff00ff);
+  }
+  static Ints add(Ints sums, const uint8_t*, const Words& a, int word, const Line& b) {
+    return sums + multiply_shorts(ints(a.even[word]), b.even) + multiply_shorts(ints(a.odd[word]), b.odd);
+  }
+};
+#endif
+
+// Registers that hold sums: rows x tiles x leaves of 16 lanes. More rows than fit beside both tiles take one after the other.
+#if defined(__AVX512F__)
+constexpr int ROWS = 12, SUMS = 24;
+#elif defined(__aarch64__)
+constexpr int ROWS = 6, SUMS = 24;
+#elif defined(__AVX2__)
+constexpr int ROWS = 6, SUMS = 12;
+#else
+constexpr int ROWS = 3, SUMS = 12;
+#endif
+
+template <class F, int N, int TILES, bool ADD>
+__attribute__((noinline)) void product_of_tiles(const typename F::Value* a, long a_row, const typename F::Weight* b, long b_next, long steps,
+                             typename F::Sum* c, long c_row, Ahead ahead) {
+  using Meet = Meeting<F>;
+  constexpr long LINE_OF_B = 64 / sizeof(typename F::Weight);
+  decltype(zeros(F{})) sums[N][TILES];
+#pragma GCC unroll 16
+  for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+    for (int t = 0; t < TILES; t++) sums[m][t] = ADD ? load(c + m * c_row + t * 16) : zeros(F{});
+  for (long k = 0; k < steps; k++, a += F::K, b += b_next) {
+    ahead.fetch();
+    typename Meet::Words words[N];
+#pragma GCC unroll 16
+    for (int m = 0; m < N; m++) Meet::split(a + m * a_row, words[m]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 16; r++) {
+      typename Meet::Line line[TILES];
+#pragma GCC unroll 2
+      for (int t = 0; t < TILES; t++) line[t] = Meet::line(b + t * HALF_OF<F> + r * LINE_OF_B);
+#pragma GCC unroll 16
+      for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++) sums[m][t] = Meet::add(sums[m][t], a + m * a_row, words[m], r, line[t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+    for (int t = 0; t < TILES; t++) store(c + m * c_row + t * 16, sums[m][t]);
+}
 
 template <class F, int N, bool ADD>
 inline void product(const typename F::Value* a, long a_row, const typename F::Weight* b, long b_next, long steps,
                     typename F::Sum* c, long c_row, Ahead ahead) {
-  constexpr long WORD = 4 / sizeof(typename F::Value), LINE_OF_B = 64 / sizeof(typename F::Weight);
-  decltype(zeros(F{})) left[N], right[N];
-#pragma GCC unroll 16
-  for (int m = 0; m < N; m++) {
-    left[m] = ADD ? load(c + m * c_row) : zeros(F{});
-    right[m] = ADD ? load(c + m * c_row + 16) : zeros(F{});
-  }
-  for (long k = 0; k < steps; k++, a += F::K, b += b_next) {
-    ahead.fetch();
-#pragma GCC unroll 4
-    for (int r = 0; r < 16; r++) {
-      const __m512i b0 = _mm512_load_si512(b + r * LINE_OF_B), b1 = _mm512_load_si512(b + HALF_OF<F> + r * LINE_OF_B);
-#pragma GCC unroll 16
-      for (int m = 0; m < N; m++) {
-        int word;
-        memcpy(&word, a + m * a_row + r * WORD, 4);
-        const __m512i value = _mm512_set1_epi32(word);
-        left[m] = add_words(F{}, left[m], value, b0);
-        right[m] = add_words(F{}, right[m], value, b1);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < N; m++) {
-    save(c + m * c_row, left[m]);
-    save(c + m * c_row + 16, right[m]);
+  if constexpr (N * 2 * (16 / LEAF) <= SUMS) {
+    product_of_tiles<F, N, 2, ADD>(a, a_row, b, b_next, steps, c, c_row, ahead);
+  } else {
+    product_of_tiles<F, N, 1, ADD>(a, a_row, b, b_next, steps, c, c_row, ahead);
+    product_of_tiles<F, N, 1, ADD>(a, a_row, b + HALF_OF<F>, b_next, steps, c + 16, c_row, {nullptr, 0});
   }
 }
 
@@ -212,7 +306,13 @@ inline void product_of_rows(int rows, const typename F::Value* a, long a_row, co
   switch (rows) {
 #define CASE(n) \
   case n: return product<F, n, ADD>(a, a_row, b, b_next, steps, c, c_row, ahead);
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    CASE(1) CASE(2) CASE(3)
+#if !defined(__x86_64__) || defined(__AVX2__)
+    CASE(4) CASE(5) CASE(6)
+#endif
+#if defined(__AVX512F__)
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
 #undef CASE
   }
 }

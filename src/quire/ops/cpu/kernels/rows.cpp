@@ -11,18 +11,15 @@ constexpr long FEW = 16;  // rows that one thread does sooner than a team begins
 
 // y = x / rms(x) * w. D is a multiple of 16.
 inline void norm(const bf16* x, const bf16* w, bf16* y, long D, float eps, bool plus_one) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = floats(0.f);
   for (long d = 0; d < D; d += 16) {
-    const __m512 v = widen(x + d);
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const Floats v = widen(x + d);
+    squares = fma(v, v, squares);
   }
-  const __m512 factor = _mm512_set1_ps(1.f / sqrtf(_mm512_reduce_add_ps(squares) / (float)D + eps));
+  const Floats factor = floats(1.f / sqrtf(sum_of(squares) / (float)D + eps));
   for (long d = 0; d < D; d += 16) {
-    const __m512 v = _mm512_mul_ps(widen(x + d), factor);
-    if (plus_one)
-      store(y + d, _mm512_mul_ps(v, _mm512_add_ps(_mm512_set1_ps(1.f), widen(w + d))));
-    else
-      store(y + d, _mm512_mul_ps(rounded(v), widen(w + d)));
+    const Floats v = widen(x + d) * factor;
+    store(y + d, plus_one ? v * (floats(1.f) + widen(w + d)) : rounded(v) * widen(w + d));
   }
 }
 
@@ -43,7 +40,7 @@ EXPORT void quire_add_rms_norm(bf16* x, bf16* residual, const bf16* w, long rows
 #pragma omp parallel for if (rows >= FEW) schedule(static)
   for (long r = 0; r < rows; r++) {
     bf16 *a = x + r * D, *b = residual + r * D;
-    for (long d = 0; d < D; d += 16) store(b + d, _mm512_add_ps(widen(a + d), widen(b + d)));
+    for (long d = 0; d < D; d += 16) store(b + d, widen(a + d) + widen(b + d));
     norm(b, w, a, D, eps, plus_one);
   }
 }
@@ -57,10 +54,9 @@ EXPORT void quire_rotate(const bf16* x, long step, const float* cos, const float
       const bf16* from = x + r * step + h * D;
       bf16* to = y + r * y_step + h * D;
       for (long i = 0; i < P; i += 16) {
-        const __m512 a = widen(from + i), b = widen(from + P + i);
-        const __m512 c = _mm512_loadu_ps(cos + r * P + i), s = _mm512_loadu_ps(sin + r * P + i);
-        store(to + i, _mm512_sub_ps(_mm512_mul_ps(a, c), _mm512_mul_ps(b, s)));
-        store(to + P + i, _mm512_add_ps(_mm512_mul_ps(b, c), _mm512_mul_ps(a, s)));
+        const Floats a = widen(from + i), b = widen(from + P + i), c = load(cos + r * P + i), s = load(sin + r * P + i);
+        store(to + i, fnma(b, s, a * c));
+        store(to + P + i, fma(b, c, a * s));
       }
       if (to != from) memcpy(to + 2 * P, from + 2 * P, (D - 2 * P) * sizeof(bf16));
     }
@@ -71,7 +67,7 @@ EXPORT void quire_silu_and_mul(const bf16* x, bf16* y, long rows, long I) {
 #pragma omp parallel for if (rows >= FEW) schedule(static)
   for (long r = 0; r < rows; r++)
     for (long i = 0; i < I; i += 16) {
-      const __m512 gate = rounded(silu_of(widen(x + r * 2 * I + i)));
-      store(y + r * I + i, _mm512_mul_ps(gate, widen(x + r * 2 * I + I + i)));
+      const Floats gate = rounded(silu_of(widen(x + r * 2 * I + i)));
+      store(y + r * I + i, gate * widen(x + r * 2 * I + I + i));
     }
 }
