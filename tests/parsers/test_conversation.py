@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from asgi import browser, frames
-from scripted import make_state
 
-from quire.config.engine import EngineConfig
-from quire.engine.assemble import make_client
 from quire.server.app import build_app
-from quire.server.state import Phase, ServerState
-from quire.server.text_engine import AsyncTextEngine
+from quire.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
 Ask = Callable[..., Awaitable[Any]]
@@ -38,18 +34,6 @@ def tool(name: str, says: str, **types: str) -> dict[str, Any]:
 
 WEATHER = tool("get_weather", "Get the weather of a city.", city="string")
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[ServerState]:
-    config = EngineConfig.from_keywords(
-        model="quire-tiny", max_model_len=1024, max_num_seqs=32, kv_cache_memory_bytes=64 << 20
-    )
-    client = make_client(config)
-    made = make_state(None)
-    made.engine, made.phase = AsyncTextEngine.over(client, config), Phase.READY
-    yield made
-    made.engine.llm.shutdown()
 
 
 def talk(state: ServerState, work: Callable[[Ask], Awaitable[Any]]) -> Any:

@@ -51,7 +51,7 @@ class ScriptedEngine:
     def token_text(self, token: int) -> str:
         return chr(token)
 
-    def render(self, messages: list[dict[str, Any]], options: Any) -> str:
+    async def render(self, messages: list[dict[str, Any]], options: Any) -> str:
         if any(message["role"] == "alien" for message in messages):
             raise ValidationError("the template knows no aliens", parameter="messages")
         lines = [f"{message['role'][0]}:{message.get('content') or ''}" for message in messages]

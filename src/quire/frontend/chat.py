@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, Unsupported, ValidationError
-from quire.frontend.template import ChatTemplate, compiled, plain
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.sandbox import SECONDS, compiled
+from quire.frontend.template import ChatTemplate, plain
+
+if TYPE_CHECKING:
+    from quire.frontend.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 MEDIA_PARTS = ("image", "video", "audio", "file")  # image_url, input_audio ... contain these
@@ -32,6 +35,8 @@ class ChatOptions:
     documents: Sequence[Any] | None = None
     content_format: str = "auto"
     """string: parts are joined into one text; openai: they reach the template; auto: as it reads them."""
+    seconds: float = SECONDS
+    """How long the template may take."""
 
 
 def render(
@@ -41,15 +46,12 @@ def render(
 
     Raises:
         ValidationError: no tokenizer, no template, messages that the template does not take; or the template given does not parse, or is not there.
+        TooSlow: the template takes longer than `options.seconds`.
         Unsupported: pictures, sound, video.
         ConfigError: the checkpoint's own template does not parse.
     """
     options = options or ChatOptions()
-    if tokenizer is None:
-        raise ValidationError(
-            "chat needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids to generate",
-            parameter="messages",
-        )
+    tokenizer = having_tokenizer(tokenizer)
     template = tokenizer.template
     if options.template is not None:
         template = _own(options.template, options.template_may_be_path)
@@ -59,6 +61,23 @@ def render(
             " with a prompt of your own",
             parameter="chat_template",
         )  # fmt: skip
+    return rendered(template, messages, options, tokenizer.special_tokens_map)
+
+
+def having_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises ValidationError: there is none."""
+    if tokenizer is None:
+        raise ValidationError(
+            "chat needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids to generate",
+            parameter="messages",
+        )
+    return tokenizer
+
+
+def rendered(
+    template: ChatTemplate, messages: Sequence[Any], options: ChatOptions, specials: Mapping[str, Any]
+) -> str:  # fmt: skip
+    """By this template, whatever `options.template` says. `specials`: special tokens by name."""
     form = options.content_format
     wrap = form == "openai"
     if form == "auto":
@@ -70,7 +89,8 @@ def render(
         documents=options.documents,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
-        variables={**tokenizer.special_tokens_map, **options.template_kwargs},
+        variables={**specials, **options.template_kwargs},
+        seconds=options.seconds,
     )
 
 

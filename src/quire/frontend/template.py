@@ -1,7 +1,7 @@
 """Chat templates: a conversation -> the text that the model was trained on.
 
-Renders what transformers' apply_chat_template renders (a test compares), in Jinja's sandbox: a template comes
-with a checkpoint, and may not reach Python. Knows Jinja and the shape of a message. Does not know tokens.
+Renders what transformers' apply_chat_template renders (a test compares). Knows the shape of a message and where
+checkpoints keep their templates. Does not know Jinja (`sandbox` does), nor tokens.
 """
 
 from __future__ import annotations
@@ -10,81 +10,24 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
 from quire.errors import ConfigError, ValidationError
+from quire.frontend.sandbox import SECONDS, run
 
 ContentFormat = Literal["string", "openai"]
 
 # Stands at the end of a message that is to be continued. Its last space shows whether the template trims.
 MARK = "⁂continue⁂ "
 PROBE = "⁂probe⁂"
+PROBE_SECONDS = 1.0
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, newest last
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 SETTINGS = (
     "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "tokenizer_kwargs", "return_assistant_tokens_mask", "conversation",
 )  # fmt: skip
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant said, for training: here, plain text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that lead into Python."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-        super().__setitem__(name, value)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-    sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """Plain JSON: Jinja's own filter would escape what HTML treats specially."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@functools.lru_cache(maxsize=32)
-def compiled(source: str) -> jinja2.Template:
-    """Raises ConfigError: the template does not parse."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = _Namespace
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template does not parse: {error} (line {error.lineno})"
-        ) from error
 
 
 def plain(value: Any) -> Any:
@@ -161,11 +104,13 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        seconds: float = SECONDS,
     ) -> str:
         """The prompt's text. `variables`: special tokens by name, and the request's own.
 
         Raises:
             ValidationError: the conversation does not suit the template (its own words), or is empty.
+            TooSlow: it takes longer than `seconds`.
             ConfigError: the template does not parse.
         """
         if not messages:
@@ -182,31 +127,13 @@ class ChatTemplate:
             k: v for k, v in plain(dict(variables or {})).items() if k not in RESERVED + SETTINGS
         }
         source = self.named.get("tool_use", self.source) if tools else self.source
-        template = compiled(source)
-        try:
-            text = template.render(
-                messages=chat,
-                tools=None if tools is None else [_tool(tool) for tool in tools],
-                documents=plain(documents),
-                add_generation_prompt=add_generation_prompt,
-                **extra,
-            )
-        except jinja2.TemplateError as error:
-            raise ValidationError(
-                f"the chat template refuses the conversation: {error}", parameter="messages"
-            ) from error
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            OverflowError,
-        ) as error:
-            raise ValidationError(
-                f"the chat template fails on this conversation ({type(error).__name__}: {error})",
-                parameter="messages",
-            ) from error
+        known = {
+            "messages": chat,
+            "tools": None if tools is None else [_tool(tool) for tool in tools],
+            "documents": plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = run(source, known | extra, seconds)
         return _cut_at_mark(text) if continue_final_message else text
 
     @functools.cached_property
@@ -225,11 +152,12 @@ class ChatTemplate:
         return PROBE in self._probe("user", PROBE)
 
     def _probe(self, role: str, content: Any) -> str:
+        variables = {
+            "messages": [{"role": role, "content": content}], "tools": None, "documents": None,
+            "add_generation_prompt": False, "bos_token": "", "eos_token": "",
+        }  # fmt: skip
         try:
-            return compiled(self.source).render(
-                messages=[{"role": role, "content": content}], tools=None, documents=None,
-                add_generation_prompt=False, bos_token="", eos_token="",
-            )  # fmt: skip
+            return run(self.source, variables, PROBE_SECONDS)
         except Exception:  # whatever it is, the template does not take this
             return ""
 

@@ -62,12 +62,20 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Cha
     )
 
 
+async def chat_text(
+    body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: TextEngine,
+    state: ServerState,
+) -> str:  # fmt: skip
+    """The one way from messages to a text, for every protocol."""
+    check_messages(messages)
+    return await engine.render(with_calls_read(messages), chat_options(body, state))
+
+
 async def chat_prompt(
     body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
 ) -> Prompt:
     """The conversation as the model reads it. `check`: that it fits."""
-    check_messages(body.messages)
-    text = engine.render(with_calls_read(body.messages), chat_options(body, state))
+    text = await chat_text(body, body.messages, engine, state)
     tokens = await encode(engine, text, special=body.add_special_tokens)
     tokens = truncated(tokens, body, engine)
     if check:

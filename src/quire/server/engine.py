@@ -81,8 +81,8 @@ class TextEngine(Protocol):
     def token_text(self, token: int) -> str:
         """A token as it is named in logprobs."""
 
-    def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-        """Messages -> the prompt's text.
+    async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        """Messages -> the prompt's text; others are served meanwhile.
 
         Raises:
             ValidationError: messages that the template cannot take.

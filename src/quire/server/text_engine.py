@@ -6,9 +6,11 @@ Knows the front room's parts. Does not know HTTP.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,14 @@ from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.frontend import chat
 from quire.frontend.front import tokenizer_folder
 from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.sandbox import SECONDS, TooSlow
+from quire.frontend.strangers import Strangers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineStats
 from quire.protocol.params import SamplingParams
 from quire.server.engine import ChatOptions, Prompt
+
+AT_ONCE_S = 0.05  # what a template may take of the event loop; nearly all take less than a tenth
 
 
 class AsyncTextEngine:
@@ -88,19 +94,34 @@ class AsyncTextEngine:
     def token_text(self, token: int) -> str:
         return "" if self.front.tokenizer is None else self.front.tokenizer.piece(token)
 
-    def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-        return self.front.render(
-            messages,
-            chat.ChatOptions(
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                template=options.template,
-                template_may_be_path=False,
-                template_kwargs=options.template_kwargs,
-                tools=options.tools,
-                documents=options.documents,
-            ),
+    @functools.cached_property
+    def strangers(self) -> Strangers:
+        """For templates that come with requests."""
+        return Strangers()
+
+    async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        """In the loop if it is quick, else in a thread; by a template of the request's own in another process."""
+        asked = chat.ChatOptions(
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            template=options.template,
+            template_kwargs=options.template_kwargs,
+            tools=options.tools,
+            documents=options.documents,
+            content_format=self.front.content_format,
+            seconds=AT_ONCE_S,
         )
+        if options.template is not None:
+            loop, strangers = asyncio.get_running_loop(), self.strangers
+            specials = self.tokenizer.special_tokens_map
+            return await loop.run_in_executor(
+                strangers.threads, strangers.render, messages, asked, specials
+            )
+        try:
+            return self.front.render(messages, asked)
+        except TooSlow:
+            slower = replace(asked, seconds=SECONDS)
+            return await asyncio.to_thread(self.front.render, messages, slower)
 
     # -- requests -------------------------------------------------------------------------------
     def generate(

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.bodies import json_response, read
-from quire.server.chat import chat_options
+from quire.server.chat import chat_text
 from quire.server.errors import invalid
 from quire.server.health import state_of
-from quire.server.prompts import check_messages, encode
+from quire.server.prompts import encode
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 
 
@@ -30,8 +30,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = await encode(engine, body.prompt, special=True if special is None else special)
     else:
-        check_messages(body.messages or [])
-        text = engine.render(body.messages or [], chat_options(body, state))
+        text = await chat_text(body, body.messages or [], engine, state)
         tokens = await encode(engine, text, special=bool(special))
     answer: dict[str, Any] = {
         "count": len(tokens),

@@ -1,0 +1,228 @@
+"""Jinja, held back: a template may not reach Python, nor take more than its time and its share of memory.
+
+Every loop, call and macro of a template looks at the clock; texts that it puts together are counted. What stays
+possible is one long operation of Python itself (a huge sort, a padded text): templates of strangers are therefore
+rendered in a process that can be ended (`strangers`). Knows Jinja. Does not know conversations.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+import jinja2.visitor
+
+from quire.errors import ConfigError, ValidationError
+
+SECONDS = 10.0
+MOST_TEXT = 32 << 20  # characters: more than the longest context holds
+MOST_BITS = 1 << 16  # of a number that `*` or `**` makes
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
+
+
+class TooSlow(ValidationError):
+    """A template took longer than it may."""
+
+
+class TooMuch(Exception):
+    """A template put together more than it may."""
+
+
+def tick() -> None:
+    if time.monotonic() > _deadline.get():
+        raise TimeoutError
+
+
+def bounded(size: int) -> None:
+    if size > MOST_TEXT:
+        raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+
+
+def concat(pieces: Iterable[str]) -> str:
+    """As "".join, for what macros and blocks make; and with the clock in view."""
+    found, size = [], 0
+    for piece in pieces:
+        tick()
+        size += len(piece)
+        bounded(size)
+        found.append(piece)
+    return "".join(found)
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """What is rendered within ends by then, at the next loop, call or macro; an earlier deadline stays."""
+    token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant said, for training: here, plain text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, without names that lead into Python."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+        super().__setitem__(name, value)
+
+
+# A filter that is given the context is not computed when the template is compiled.
+@jinja2.pass_context
+def _ticked(_: jinja2.runtime.Context, value: Any) -> Any:
+    tick()
+    return value
+
+
+@jinja2.pass_context
+def _joined(_: jinja2.runtime.Context, parts: list[Any]) -> str:
+    return concat(map(str, parts))
+
+
+class _Watched(jinja2.visitor.NodeTransformer):
+    """Puts the clock into loops, and the count into `~`."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
+        self.generic_visit(node)
+        line = node.lineno
+        look = _filter("_ticked", jinja2.nodes.Const(True, lineno=line))
+        node.body.insert(0, jinja2.nodes.ExprStmt(look, lineno=line))
+        if node.test is not None:
+            node.test = jinja2.nodes.And(look, node.test, lineno=line)
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Filter:
+        self.generic_visit(node)
+        return _filter("_joined", jinja2.nodes.List(node.nodes, lineno=node.lineno))
+
+
+def _filter(name: str, value: jinja2.nodes.Expr) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**"))
+    concat = staticmethod(concat)
+
+    def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        tick()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if operator == "+":
+            if isinstance(left, (str, list)) and isinstance(right, (str, list)):
+                bounded(len(left) + len(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            many = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()  # fmt: skip
+            if many > MOST_BITS:
+                raise TooMuch(f"it makes a number of more than {MOST_BITS} bits")
+        elif operator == "*":
+            count, value = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(count, int) and isinstance(value, (str, list, tuple)):
+                bounded(len(value) * count)
+        return super().call_binop(context, operator, left, right)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """Plain JSON: Jinja's own filter would escape what HTML treats specially."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@functools.cache
+def _environment() -> _Environment:
+    made = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters |= {"tojson": _to_json, "_ticked": _ticked, "_joined": _joined}
+    made.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": _Namespace,
+    }
+    return made
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(source: str) -> jinja2.Template:
+    """Raises ConfigError: the template does not parse."""
+    environment = _environment()
+    try:
+        return environment.from_string(_Watched().visit(environment.parse(source)))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template does not parse: {error} (line {error.lineno})"
+        ) from error
+    except (RecursionError, MemoryError, SyntaxError) as error:  # Python's own limits of nesting
+        raise ConfigError("the chat template does not parse: it is nested too deeply") from error
+
+
+def run(source: str, variables: Mapping[str, Any], seconds: float = SECONDS) -> str:
+    """A template's text.
+
+    Raises:
+        ConfigError: it does not parse.
+        TooSlow: it takes longer than `seconds`.
+        ValidationError: it refuses its variables, fails on them, or makes too much of them.
+    """
+    template = compiled(source)
+    try:
+        with deadline(seconds):
+            return template.render(variables)
+    except TimeoutError:
+        raise TooSlow(
+            f"the chat template takes longer than {seconds:g} s on this conversation",
+            parameter="chat_template",
+        ) from None
+    except (TooMuch, RecursionError, MemoryError) as error:
+        why = str(error) or type(error).__name__
+        if isinstance(error, RecursionError):
+            why = "it calls itself without end"
+        raise ValidationError(
+            f"the chat template is stopped on this conversation: {why}", parameter="chat_template"
+        ) from error
+    except jinja2.TemplateError as error:
+        raise ValidationError(
+            f"the chat template refuses the conversation: {error}", parameter="messages"
+        ) from error
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValidationError(
+            f"the chat template fails on this conversation ({type(error).__name__}: {error})",
+            parameter="messages",
+        ) from error

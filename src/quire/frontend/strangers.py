@@ -1,0 +1,164 @@
+"""Templates of strangers, rendered in processes of their own, which have little memory and can be ended.
+
+A request may bring a template (`--trust-request-chat-template`). What `sandbox` cannot hold back from within - one
+long operation of Python - ends with its process here. Knows processes and their limits. Does not know HTTP.
+
+    we -> process: {"template": ..., "messages": ..., "options": ..., "specials": ...}
+    process -> we: {"text": ...}, or {"error": ..., "parameter": ...}         each as its length and JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any, BinaryIO
+
+import msgspec
+
+from quire.errors import QuireError, ValidationError
+from quire.frontend.chat import ChatOptions, rendered
+from quire.frontend.sandbox import MOST_TEXT, deadline
+from quire.frontend.template import ChatTemplate, plain
+
+SECONDS = 5.0
+MOST_MEMORY = 512 << 20
+MOST_ANSWER = 8 * MOST_TEXT  # bytes; a character takes six at most
+GRACE_S = 2.0  # beyond the time that the template has: the process may have to start
+AT_ONCE = 2
+NO_ANSWER = (
+    "the template of this request takes more than its {} or needs more than its {} MiB of memory"
+)
+
+
+class Strangers:
+    """Renders with at most AT_ONCE processes, which stay for the next template as long as they behave."""
+
+    def __init__(self, seconds: float = SECONDS):
+        self.seconds = seconds
+        self.threads = ThreadPoolExecutor(AT_ONCE, "strangers")
+        """Jobs run here, so that as many processes are busy as there are threads."""
+        self.idle: list[subprocess.Popen[bytes]] = []
+        self.close = weakref.finalize(self, _close, self.threads, self.idle)
+        """Called at the latest when nobody needs us any more."""
+
+    def render(
+        self, messages: Sequence[Any], options: ChatOptions, specials: Mapping[str, Any]
+    ) -> str:
+        """The prompt's text, by `options.template`, which is no path. Blocks: run it in `threads`.
+
+        Raises:
+            ValidationError: the template does not do, or does not end.
+        """
+        given = replace(options, template=None, seconds=self.seconds)
+        job = {
+            "template": options.template, "messages": plain(list(messages)),
+            "options": plain(asdict(given)), "specials": plain(dict(specials)),
+        }  # fmt: skip
+        process = self.idle.pop() if self.idle else start()
+        answer = None
+        try:
+            answer = asked(process, job, time.monotonic() + self.seconds + GRACE_S)
+        finally:
+            if answer is None:
+                end(process)
+            else:
+                self.idle.append(process)
+        if answer is None:
+            why = NO_ANSWER.format(f"{self.seconds:g} s", MOST_MEMORY >> 20)
+            raise ValidationError(why, parameter="chat_template")
+        if "text" in answer:
+            return str(answer["text"])
+        raise ValidationError(answer["error"], parameter=answer["parameter"])
+
+
+def _close(threads: ThreadPoolExecutor, idle: list[subprocess.Popen[bytes]]) -> None:
+    threads.shutdown(wait=False, cancel_futures=True)
+    while idle:
+        end(idle.pop())
+
+
+def start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+def asked(process: subprocess.Popen[bytes], job: Any, until: float) -> dict[str, Any] | None:
+    """Its answer; None: it gave none in time, or ended."""
+    if process.stdin is None or process.stdout is None:
+        return None
+    try:
+        write(process.stdin, job)
+        size = int.from_bytes(read(process.stdout, 4, until))
+        found = msgspec.json.decode(read(process.stdout, size, until)) if size < MOST_ANSWER else None  # fmt: skip
+    except (OSError, EOFError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write(pipe: BinaryIO | Any, message: Any) -> None:
+    data = msgspec.json.encode(message)
+    pipe.write(len(data).to_bytes(4) + data)
+    pipe.flush()
+
+
+def read(pipe: Any, size: int, until: float) -> bytes:
+    """Raises EOFError: nothing more comes, or not by then."""
+    found = bytearray()
+    while len(found) < size:
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            raise EOFError
+        piece = pipe.read1(min(size - len(found), 1 << 20))
+        if not piece:
+            raise EOFError
+        found += piece
+    return bytes(found)
+
+
+# -- in the process -------------------------------------------------------------------------------
+def serve() -> None:
+    """Answer until nobody asks any more, or the system ends us for what we took."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while len(head := sys.stdin.buffer.read(4)) == 4:
+        job = msgspec.json.decode(sys.stdin.buffer.read(int.from_bytes(head)))
+        options = ChatOptions(**job["options"])
+        signal.alarm(
+            int(options.seconds + GRACE_S) + 1
+        )  # ends us, also when nobody is left to do it
+        write(sys.stdout.buffer, answered(job, options))
+        signal.alarm(0)
+
+
+def answered(job: dict[str, Any], options: ChatOptions) -> dict[str, Any]:
+    try:
+        template = ChatTemplate(job["template"])
+        with deadline(options.seconds):
+            return {"text": rendered(template, job["messages"], options, job["specials"])}
+    except QuireError as error:
+        parameter = getattr(error, "parameter", "chat_template")
+        return {"error": str(error), "parameter": parameter}
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,96 @@
+"""Templates that take too long, over HTTP: each protocol answers 400 in time, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asgi import browser
+
+from quire.frontend.strangers import Strangers
+from quire.frontend.template import ChatTemplate
+from quire.server import text_engine
+from quire.server.state import ServerState
+
+HI = [{"role": "user", "content": "hi"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+# Two lists of themselves, forty deep: Python compares them for years, and asks nobody.
+HOSTILE = (
+    "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+)
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/tokenize": {"messages": HI},
+}
+
+
+@pytest.fixture
+def trusting(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
+    """The server takes templates from requests, and gives none more than a third of a second."""
+    monkeypatch.setattr(text_engine, "SECONDS", 0.3)
+    monkeypatch.setattr("quire.frontend.strangers.GRACE_S", 0.4)
+    server = state.config.server
+    object.__setattr__(server, "trust_request_chat_template", True)
+    strangers = state.engine.strangers = Strangers(0.3)
+    yield strangers
+    object.__setattr__(server, "trust_request_chat_template", False)
+    strangers.close()
+    del state.engine.strangers
+
+
+async def longest_wait(until: asyncio.Future[Any]) -> float:
+    """Seconds for which the event loop did nothing else."""
+    worst, last = 0.0, time.monotonic()
+    while not until.done():
+        await asyncio.sleep(0.005)
+        worst, last = max(worst, time.monotonic() - last), time.monotonic()
+    return worst
+
+
+async def refused(state: ServerState, path: str, body: dict[str, Any]) -> tuple[str, float]:
+    async with browser(state) as client:
+        asked = asyncio.ensure_future(client.post(path, json=body))
+        wait = await longest_wait(asked)
+        answer = asked.result()
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"], wait
+
+
+def test_no_protocol_waits_for_the_checkpoints_template(
+    state: ServerState, trusting: Strangers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("quire.frontend.template.PROBE_SECONDS", 0.05)
+    template = ChatTemplate(ENDLESS)
+    assert template.content_format == "string"
+    monkeypatch.setattr(state.engine.front.tokenizer, "template", template)
+    for path, body in PATHS.items():
+        says, wait = asyncio.run(refused(state, path, body))
+        assert "takes longer than 0.3 s" in says
+        assert wait < 0.25, path
+
+
+def test_a_template_of_a_request_holds_up_nobody(state: ServerState, trusting: Strangers):
+    async def main() -> None:
+        async with browser(state) as client:
+            slow = [
+                asyncio.ensure_future(refused(state, path, {**PATHS[path], "chat_template": HOSTILE}))
+                for path in ("/v1/chat/completions", "/tokenize")
+            ]  # fmt: skip
+            body = {"messages": HI, "max_tokens": 3, "temperature": 0}
+            plain = await client.post("/v1/chat/completions", json=body)
+            assert plain.status_code == 200
+            assert not any(one.done() for one in slow)
+            for says, _ in await asyncio.gather(*slow):
+                assert "template of this request takes more than its 0.3 s" in says
+            own = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
+            told = await client.post("/tokenize", json=own)
+            assert told.json()["tokens"] == state.engine.encode("hi", special=False)
+
+    asyncio.run(main())
