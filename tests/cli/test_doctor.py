@@ -115,7 +115,7 @@ Memory
   used at most       9.00 GiB (90%)
   weights            2.30 GiB
   activations        410.50 MiB for steps of 2048 tokens
-  KV cache           6.30 GiB = 3223 blocks of 64
+  KV cache           6.30 GiB = 3223 blocks of 64, in bfloat16
   tokens that fit    206,272
   requests that fit  25 of max_model_len=8192 (max_num_seqs=256)
 
@@ -142,8 +142,17 @@ def test_the_sums_are_right(ask):
     """KV of a token: keys and values of 8 heads of 64 in 16 layers, in two bytes each."""
     token = 2 * 8 * 64 * 16 * 2
     _, text = ask("--max-model-len", "8K", "--kv-cache-memory-bytes", str(token * 64 * 1001))
-    assert f"{token * 64 * 1001 / GIB:.2f} GiB = 1000 blocks of 64" in text
+    assert f"{token * 64 * 1001 / GIB:.2f} GiB = 1000 blocks of 64, in " in text
     assert "8192 tokens  7 requests at once" in text  # 1000 // 128
+
+
+def test_codes_of_8_bits_take_their_scales_along(ask):
+    token = 2 * 8 * (64 + 4) * 16
+    room = ("--max-model-len", "8K", "--kv-cache-memory-bytes", str(token * 64 * 1001))
+    _, text = ask(*room, "--kv-cache-dtype", "int8_per_token_head")
+    assert f"{token * 64 * 1001 / GIB:.2f} GiB = 1000 blocks of 64, in int8" in text
+    _, text = ask(*room, "--kv-cache-dtype", "fp8")
+    assert "1000 blocks of 64, in fp8_e4m3" in text
 
 
 # What would go wrong

@@ -32,7 +32,7 @@ class Device(ToyDevice):
 
 
 def make(device: type[ToyDevice] = Device) -> InlineClient:
-    groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
+    groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     toy = device(groups, 101, 4, 0, random.Random(1))
     limits = Limits(max_rows=4, max_step_tokens=16, max_length=60)
     core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)

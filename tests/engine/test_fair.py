@@ -22,7 +22,7 @@ class House:
     """A core on the toy device whose steps are counted."""
 
     def __init__(self, waiting: WaitingQueue, rows: int = 4, depth: int = 1):
-        groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
+        groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
         self.device = ToyDevice(groups, 401, 4, 0, random.Random(1))
         limits = Limits(max_rows=rows, max_step_tokens=64, max_length=200, depth=depth)
         kv = KVManager(BlockPool(401), groups, 4)

@@ -12,8 +12,8 @@ from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 
-FULL = CacheSpec(2, 8, 8, 2)  # 64 bytes a token
-NARROW = WindowSpec(2, 8, 8, 2, window=32)
+FULL = CacheSpec(2, 8, 8, "bfloat16")  # 64 bytes a token
+NARROW = WindowSpec(2, 8, 8, "bfloat16", window=32)
 CONFIG = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -63,7 +63,7 @@ def test_kinds_are_cut_into_groups_of_equal_size() -> None:
 
 
 def test_layers_of_other_sizes_have_storage_of_their_own() -> None:
-    wide = CacheSpec(2, 16, 16, 2)
+    wide = CacheSpec(2, 16, 16, "bfloat16")
     cut = layout([wide, NARROW, NARROW, wide, NARROW, NARROW], 16, 4096)
     assert [len(group.layers) for group in cut.groups] == [2, 2, 2]
     assert cut.bytes_per_block == 16 * (2 * 128 + 2 * 64)

@@ -157,8 +157,8 @@ class Setting:
 
 
 def draw_groups(rng: random.Random) -> list[CacheGroup]:
-    full = CacheSpec(1, 1, 1, 1)
-    windows = [WindowSpec(1, 1, 1, 1, window=rng.choice([1, 3, 8, 20])) for _ in range(2)]
+    full = CacheSpec(1, 1, 1, "int8")
+    windows = [WindowSpec(1, 1, 1, "int8", window=rng.choice([1, 3, 8, 20])) for _ in range(2)]
     kinds = rng.choice([[full], [full], [full, windows[0]], [windows[0]], [full, *windows]])
     return [CacheGroup(spec, (i,)) for i, spec in enumerate(kinds)]
 

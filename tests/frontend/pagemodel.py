@@ -165,7 +165,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         save_byte_level(folder)
     asked = engine_config({"model": str(folder), "disable_log_stats": True, **keywords})
     length = int(asked.model.max_model_len or MAX_LEN)
-    groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
+    groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     limits = Limits(
         max_rows=4, max_step_tokens=32, max_length=length,
         by_priority=asked.scheduler.scheduling_policy == "priority",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend
+from quire.attention.codes import Part
 from quire.attention.reference import ReferenceAttention
 from quire.batch import Batch, running
 
@@ -54,6 +56,12 @@ def make_batch(
     )
 
 
+def spoiled(part: Part) -> Tensor:
+    """A cache that nobody wrote to: every byte 255, which is NaN in every float format."""
+    size = prod(part.shape) * part.dtype.itemsize
+    return torch.full((size,), 255, dtype=torch.uint8).view(part.dtype).view(part.shape)
+
+
 class Runner:
     """A model, its caches, and rows whose blocks are drawn at random from a pool full of NaN."""
 
@@ -78,10 +86,9 @@ class Runner:
         backend = backend or ReferenceAttention()
         for layer in model.attention_layers():
             layer.backend, layer.group = backend, 0
-            shapes = backend.cache_shape(
-                layer.cache_spec(dtype.itemsize), self.num_blocks, block_size
-            )
-            layer.cache = tuple(torch.full(s, torch.nan, dtype=dtype) for s in shapes)
+            spec = layer.cache_spec(str(dtype).removeprefix("torch."))
+            parts = backend.cache_parts(spec, self.num_blocks, block_size)
+            layer.cache = tuple(spoiled(part) for part in parts)
 
     def add(self, row: int, tokens: Iterable[int]) -> None:
         self.tables[row], self.tokens[row], self.computed[row] = [], list(tokens), 0

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from models.harness import make_batch
+from models.harness import make_batch, spoiled
 
 from quire.attention import fused
 from quire.attention.reference import ReferenceAttention
@@ -69,7 +69,7 @@ KINDS = [
 class Rows:
     """Requests with random q, k, v, run in any chunks against one cache that starts full of NaN."""
 
-    def __init__(self, layer, lengths, block_size, tile, seed=0, dtype=torch.float32):
+    def __init__(self, layer, lengths, block_size, tile, seed=0, dtype=torch.float32, kept=None):
         torch.manual_seed(11)
         self.layer, self.block_size = layer, block_size
         self.q = [torch.randn(n, layer.num_heads, layer.head_dim, dtype=dtype) for n in lengths]
@@ -82,8 +82,9 @@ class Rows:
         random.Random(seed).shuffle(blocks)
         self.tables = [[blocks.pop() for _ in range(n)] for n in need]
         layer.backend = ReferenceAttention(tile=tile)
-        shapes = layer.backend.cache_shape(layer.cache_spec(4), sum(need) + 3, block_size)
-        layer.cache = tuple(torch.full(s, torch.nan, dtype=dtype) for s in shapes)
+        spec = layer.cache_spec(kept or str(dtype).removeprefix("torch."))
+        parts = layer.backend.cache_parts(spec, sum(need) + 3, block_size)
+        layer.cache = tuple(spoiled(part) for part in parts)
         self.done = [0] * len(lengths)
 
     def step(self, work: list[tuple[int, int]]) -> list[torch.Tensor]:

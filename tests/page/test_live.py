@@ -32,7 +32,7 @@ class Clock:
 
 def make(num_blocks: int = 40, depth: int = 1, max_rows: int = 2) -> tuple[EngineCore, Live, Clock]:
     clock = Clock()
-    groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
+    groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     device = ToyDevice(groups, num_blocks + 1, 4, 0, random.Random(1))
     kv = KVManager(BlockPool(num_blocks + 1), groups, 4)
     limits = Limits(max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from quire.attention.codes import plain
 from quire.attention.reference import ReferenceAttention
 from quire.errors import Unsupported
 from quire.kvcache.layout import layout
@@ -14,17 +16,15 @@ from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.worker.cache import allocate_cache
 
 BLOCKS, SIZE = 8, 4
-FULL, NARROW = CacheSpec(2, 8, 8, 4), WindowSpec(2, 8, 8, 4, window=6)
-LARGE, UNLIKE = CacheSpec(1, 32, 32, 4), CacheSpec(2, 8, 6, 4)
+FULL, NARROW = CacheSpec(2, 8, 8, "float32"), WindowSpec(2, 8, 8, "float32", window=6)
+LARGE, UNLIKE = CacheSpec(1, 32, 32, "float32"), CacheSpec(2, 8, 6, "float32")
 
 
 def allocated(specs, backend=None):
     layers = [SimpleNamespace() for _ in specs]
     model = SimpleNamespace(attention_layers=lambda: layers)
     cut = layout(specs, SIZE, 100)
-    storages = allocate_cache(
-        model, cut.groups, BLOCKS, SIZE, torch.float32, backend or ReferenceAttention()
-    )
+    storages = allocate_cache(model, cut.groups, BLOCKS, SIZE, backend or ReferenceAttention())
     return layers, cut, storages
 
 
@@ -36,6 +36,8 @@ def allocated(specs, backend=None):
         [FULL, NARROW, NARROW, NARROW, NARROW, NARROW],
         [FULL, LARGE, FULL, UNLIKE],
         [NARROW, LARGE, NARROW, NARROW, LARGE, NARROW, FULL],
+        [replace(spec, dtype="int8") for spec in (FULL, NARROW, UNLIKE, NARROW)],
+        [replace(spec, dtype="fp8_e5m2") for spec in (LARGE, FULL)],
     ],
 )
 def test_layers_of_a_group_share_nothing_and_the_bytes_are_as_planned(specs):
@@ -44,26 +46,26 @@ def test_layers_of_a_group_share_nothing_and_the_bytes_are_as_planned(specs):
     assert sum(part.nbytes for parts in storages for part in parts) == planned
     backend = ReferenceAttention()
     for spec, layer in zip(specs, layers, strict=True):
-        shapes = backend.cache_shape(spec, BLOCKS, SIZE)
-        assert tuple(tuple(part.shape) for part in layer.cache) == shapes
+        wanted = backend.cache_parts(spec, BLOCKS, SIZE)
+        assert tuple((tuple(part.shape), part.dtype) for part in layer.cache) == wanted
         assert isinstance(layer.backend, ReferenceAttention)
     # Give every group blocks of its own and let each layer write there: all must be read again.
     blocks = {number: number % BLOCKS for number in range(len(cut.groups))}
     assert len(cut.groups) <= BLOCKS
     for number, layer in enumerate(layers):
         for part in layer.cache:
-            part[blocks[layer.group]] = number + 1
+            plain(part)[blocks[layer.group]] = number + 1
     for number, layer in enumerate(layers):
         assert number in cut.groups[layer.group].layers
         for part in layer.cache:
-            assert (part[blocks[layer.group]] == number + 1).all()
+            assert (plain(part)[blocks[layer.group]] == number + 1).all()
 
 
 def test_a_backend_that_cannot_share_blocks_is_refused():
     class Odd(ReferenceAttention):
-        def cache_shape(self, spec, num_blocks, block_size):
+        def cache_parts(self, spec, num_blocks, block_size):
             width = 2 if isinstance(spec, WindowSpec) else 1
-            return ((num_blocks, block_size * width, 16),)
+            return (((num_blocks, block_size * width, 16), torch.float32),)
 
     with pytest.raises(Unsupported, match="choose another attention_backend"):
         allocated([FULL, NARROW], Odd())

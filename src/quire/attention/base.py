@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from quire.attention.codes import Part
 from quire.batch import Batch
 from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec
@@ -109,10 +110,8 @@ class AttentionBackend(Protocol):
 
     can: Capabilities
 
-    def cache_shape(
-        self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors a layer's cache consists of: here keys, then values."""
+    def cache_parts(self, spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
+        """The tensors that a layer's cache consists of: keys, then values, then what stands beside them."""
         ...
 
     def plan(self, batch: Batch, group: int) -> Any:

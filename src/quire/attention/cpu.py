@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.attention import codes
 from quire.attention.base import Capabilities
 from quire.batch import Batch
 from quire.kvcache.specs import CacheSpec
@@ -59,11 +60,10 @@ class NativeAttention:
             raise ImportError("no native kernels run here")
         self.kernels = found
 
-    def cache_shape(
+    def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = (num_blocks, spec.num_kv_heads, block_size)
-        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+    ) -> tuple[codes.Part, ...]:
+        return codes.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         return Plan(

@@ -53,7 +53,7 @@ Scratch = list[Tensor]
 
 def serves(layer: Attention, q_THD: Tensor) -> bool:
     """Can this layer go this way?"""
-    keys, values = layer.cache
+    keys, values = layer.cache[:2]
     return (
         q_THD.device.type == "cpu"
         and q_THD.dtype in (torch.bfloat16, torch.float16)

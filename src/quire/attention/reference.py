@@ -7,7 +7,7 @@ tiles that start at multiples of the tile's size, one tile after the other with 
 a query meets the same products in the same order however it came here; a tile it does not see changes
 nothing, to the bit; and no product has fewer than MIN_ROWS rows, because matrix libraries sum in another
 order below that (measured with MKL: from 16 rows on, a row's bits do not depend on the number of rows).
-Sums are in float32 whatever the dtype. On the CPU, plain layers in 16 bits go another way (`fused.py`): their
+Sums are in float32 whatever the dtype. A cache of codes (`codes.py`) is read back to float32 tile by tile. On the CPU, plain layers in 16 bits go another way (`fused.py`): their
 linear layers do not keep bits apart anyway.
 
     unit     rows with equally many new tokens, longest context first
@@ -18,7 +18,7 @@ E), B rows of a unit, N blocks of a row, Q new tokens of a row (padded in produc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.attention import fused
+from quire.attention import codes, fused
 from quire.attention.base import Capabilities
 from quire.batch import Batch
 from quire.kvcache.specs import CacheSpec
@@ -75,12 +75,12 @@ class Plan:
 
 
 class ReferenceAttention:
-    """See the module. Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E]."""
+    """See the module. Cache: as `codes.parts` says."""
 
     can = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        kv_dtypes=frozenset({"auto", "float32", "bfloat16", "float16"}),
+        kv_dtypes=frozenset({"auto", *codes.DTYPES}),
         differing_values=True,
         windows=True,
         softcap=True,
@@ -90,11 +90,10 @@ class ReferenceAttention:
     def __init__(self, tile: int = TILE):
         self.tile = tile
 
-    def cache_shape(
+    def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = (num_blocks, spec.num_kv_heads, block_size)
-        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+    ) -> tuple[codes.Part, ...]:
+        return codes.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         """Cut the step into units."""
@@ -121,22 +120,25 @@ class ReferenceAttention:
         self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype; padding tokens come out as zeros."""
-        keys, values = layer.cache
-        _write(keys, k_TKD, meta.slots_T)
-        _write(values, v_TKE, meta.slots_T)
         o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
         attend = self._attend_fused if fused.serves(layer, q_THD) else self._attend_tiles
+        if codes.held(layer.cache):
+            codes.write(layer.cache, k_TKD, v_TKE, meta.slots_T)
+            q_THD = codes.query(q_THD, layer.cache[0].dtype)
+        else:
+            _write(layer.cache[0], k_TKD, meta.slots_T)
+            _write(layer.cache[1], v_TKE, meta.slots_T)
         for unit in meta.units:
-            o_THE[unit.tokens] = attend(layer, unit, q_THD[unit.tokens], meta)
+            o_THE[unit.tokens] = attend(layer, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
         return o_THE
 
     def _attend_tiles(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
         spans = unit.spans.get(layer.window)
         if spans is None:
-            _, num_kv_heads, block_size, _ = layer.cache[0].shape
+            num_kv_heads, block_size = layer.cache[0].shape[1:3]
             spans = list(_spans(unit, layer.window, num_kv_heads, block_size, self.tile))
             unit.spans[layer.window] = spans
-        return _attend_unit(layer, unit, spans, q).to(q.dtype)
+        return _attend_unit(layer, unit, spans, q)
 
     def _attend_fused(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
         found = unit.pieces.get(layer.window)
@@ -213,7 +215,7 @@ def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> 
         total += 1
     out = q_BKQGD.new_zeros(B, K, rows, G, E)
     for span in spans:
-        k_BKSD, v_BKSE = (_gather(cache, span) for cache in layer.cache)
+        k_BKSD, v_BKSE = (_gather(layer.cache[i::2], span) for i in (0, 1))
         if span.unseen_BS is not None:  # 0 times what was never written may be NaN
             v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
         for queries, hidden_BQS in span.tiles:
@@ -223,11 +225,18 @@ def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> 
     return (out / total)[:, :, :Q].permute(0, 2, 1, 3, 4).reshape(B * Q, layer.num_heads, E)
 
 
-def _gather(cache: Tensor, span: Span) -> Tensor:
-    """Blocks of cache [blocks, K, block_size, D] -> [B, K, S, D] in float32, a copy."""
-    num_rows, (_, K, block_size, D) = span.rows.stop - span.rows.start, cache.shape
-    found = cache.view(-1, block_size * D).index_select(0, span.lines)
-    return found.view(num_rows, K, -1, D).float()
+def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
+    """Blocks of keys, or of values, [blocks, K, block_size, D] -> [B, K, S, D] in float32, a copy.
+
+    cache: the numbers, and of codes the scales too.
+    """
+    shape = (span.rows.stop - span.rows.start, cache[0].shape[1], -1)
+    numbers, *scales = (
+        codes.plain(part).flatten(0, 1).flatten(1).index_select(0, span.lines).view(part.dtype)
+        for part in cache
+    )
+    found = numbers.view(*shape, cache[0].shape[3]).float()
+    return found if not scales else found * scales[0].view(*shape, 1)
 
 
 def _tile(

@@ -51,7 +51,7 @@ class StepCost:
 def make_scheduler(rows: int, steps: int, depth: int, block_size: int) -> Scheduler:
     """A scheduler with `rows` requests in it that will decode for at least `steps` steps."""
     length = PROMPT + steps + 3 * block_size
-    group = CacheGroup(CacheSpec(8, 128, 128, 2), (0,))
+    group = CacheGroup(CacheSpec(8, 128, 128, "bfloat16"), (0,))
     pool = BlockPool(1 + rows * -(-length // block_size))
     limits = Limits(
         max_rows=rows, max_step_tokens=rows * (PROMPT + block_size), max_length=length, depth=depth

@@ -19,7 +19,6 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
 from quire.config.resolve import resolve
 from quire.config.stored import stored_dtype
-from quire.engine.assemble import kv_dtype
 from quire.engine.memory import MemoryPlan, make_plan, size, specs_of
 from quire.engine.startup import table
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
@@ -119,7 +118,7 @@ def _weights(report: Report, path: str) -> int:
 
 def _plan(report: Report, resolved: Resolved) -> MemoryPlan:
     """The memory plan; where it does not work out, the one with the longest context that does."""
-    about, specs = report.facts, specs_of(resolved.hf_config, kv_dtype(resolved))
+    about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
     try:
         return make_plan(resolved, report.weights, about.total_bytes, about.available_bytes, specs)
     except NotEnoughMemory as why:

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KV_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "int8_per_token_head": "int8",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
+"""What kv_cache_dtype may say besides auto -> the element's own name (kvcache/specs.py)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
@@ -18,7 +31,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, whatever memory says (for testing preemption)."""
     kv_cache_dtype: str = "auto"
-    """auto (the model's), float32, bfloat16, float16; fp8 and int8 forms come with their kernels."""
+    """auto (the model's), float32, bfloat16, float16; int8, fp8 (fp8_e4m3) or fp8_e5m2 with a scale for each token and head."""
     enable_prefix_caching: bool | None = None
     """Share the KV of equal prefixes; unset: on where the model allows it."""
     prefix_caching_hash_algo: str = "blake2b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
 from quire.errors import ConfigError, Unsupported
@@ -26,8 +27,6 @@ LATER_FORMATS = (
     "mistral",
     "modelexpress",
 )
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 QUANTIZATIONS = ("int8",)
 """Made while loading, from weights of 16 or 32 bits."""
 
@@ -128,8 +127,8 @@ def _formats(asked: EngineConfig) -> None:
     if name not in LOAD_FORMATS:
         raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
     kv = asked.cache.kv_cache_dtype
-    if kv not in KV_DTYPES:
-        raise Unsupported(f"kv_cache_dtype={kv}", f"choose from {', '.join(KV_DTYPES)}")
+    if kv not in ("auto", *KV_DTYPES):
+        raise Unsupported(f"kv_cache_dtype={kv}", f"choose from auto, {', '.join(KV_DTYPES)}")
 
 
 def _quantization(asked: EngineConfig) -> None:

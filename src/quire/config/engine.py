@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.config.cache import CacheConfig
+from quire.config.cache import KV_DTYPES, CacheConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observe import ObserveConfig
@@ -75,3 +75,9 @@ class Resolved:
     """uni or mp."""
     attention_backend: str | None = None
     """The name asked for, aliases settled (`attention/base.py` looks it up); None: the platform's first that fits."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """Format of the cached keys and values, by its own name (kvcache/specs.py)."""
+        asked = self.asked.cache.kv_cache_dtype
+        return KV_DTYPES.get(asked, asked) if asked != "auto" else self.dtype

@@ -24,9 +24,10 @@ from quire.engine import admin, live
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
-from quire.engine.memory import ITEMSIZE, MemoryPlan, make_plan, specs_of
+from quire.engine.memory import MemoryPlan, make_plan, specs_of
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import Stages, table
+from quire.errors import Unsupported
 from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -58,7 +59,7 @@ log = get_logger(__name__)
 class WorkerFacts(msgspec.Struct):
     """What a built worker says of itself: all that the core needs to know of it."""
 
-    specs: list[tuple[int, int, int, int, int]]  # of each layer: fields of a spec; window 0: none
+    specs: list[tuple[int, int, int, str, int]]  # of each layer: fields of a spec; window 0: none
     num_blocks: int
     max_model_len: int
     model_impl: str
@@ -181,7 +182,7 @@ def build_scheduler(
         cut.groups,
         resolved.block_size,
         caching=caching,
-        hasher=Hasher(resolved.block_size),
+        hasher=Hasher(resolved.block_size, kept=resolved.kv_dtype),
     )
     limits = Limits(
         max_rows=resolved.max_num_seqs,
@@ -281,7 +282,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     """Before anything is loaded: from what config.json and the weights' headers forecast."""
     about = facts()
     weights = weight_bytes(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
-    specs = specs_of(resolved.hf_config, kv_dtype(resolved))
+    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
     return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
 
 
@@ -290,22 +291,24 @@ def replan(resolved: Resolved, forecast: MemoryPlan, specs: list[CacheSpec]) -> 
     return make_plan(resolved, forecast.weights, forecast.total, forecast.available, specs)
 
 
-def kv_dtype(resolved: Resolved) -> str:
-    asked = resolved.asked.cache.kv_cache_dtype
-    return resolved.dtype if asked == "auto" else asked
-
-
 def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
-    """What each layer keeps; of a model that keeps its own cache, the forecast stands."""
-    dtype = kv_dtype(resolved)
-    specs = [layer.cache_spec(ITEMSIZE[dtype]) for layer in model.attention_layers()]
+    """What each layer keeps; of a model that keeps its own cache, the forecast stands.
+
+    Raises:
+        Unsupported: such a model, asked to keep it in another format.
+    """
+    dtype = resolved.kv_dtype
+    specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]
+    if not specs and dtype != resolved.dtype:
+        raise Unsupported(
+            f"kv_cache_dtype={dtype} for {resolved.architecture}, which keeps its cache itself",
+            "leave kv_cache_dtype=auto",
+        )
     return specs or specs_of(resolved.hf_config, dtype)
 
 
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> None:
     """Choose a backend that serves every layer, and give each its part of the cache."""
-    import torch
-
     from quire.attention.base import Needs, choose
     from quire.worker.cache import allocate_cache
 
@@ -316,17 +319,14 @@ def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPl
         layers,
         device=resolved.device,
         dtype=resolved.dtype,
-        kv_dtype=resolved.asked.cache.kv_cache_dtype,
+        kv_dtype=resolved.kv_dtype,
         block_size=resolved.block_size,
     )
     _, backend = choose(resolved.attention_backend, platform.attention, needs)
-    dtype = getattr(torch, kv_dtype(resolved))
     groups = plan.layout.groups
-    allocate_cache(
-        model, groups, plan.num_blocks + 1, resolved.block_size, dtype, backend, platform
-    )
+    allocate_cache(model, groups, plan.num_blocks + 1, resolved.block_size, backend, platform)
 
 
-def _flat(spec: CacheSpec) -> tuple[int, int, int, int, int]:
+def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:
     window = spec.window if isinstance(spec, WindowSpec) else 0
-    return spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.itemsize, window
+    return spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype, window

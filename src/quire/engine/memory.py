@@ -55,7 +55,11 @@ class MemoryPlan:
             ("used at most", f"{size(int(self.available * self.share))} ({self.share:.0%})"),
             ("weights", size(self.weights)),
             ("activations", f"{size(self.activations)} for steps of {self.max_step_tokens} tokens"),
-            ("KV cache", f"{size(self.kv)} = {self.num_blocks} blocks of {self.layout.block_size}"),
+            (
+                "KV cache",
+                f"{size(self.kv)} = {self.num_blocks} blocks of {self.layout.block_size},"
+                f" in {self.layout.groups[0].spec.dtype}",
+            ),
             ("tokens that fit", f"{self.num_tokens:,}"),
             (
                 "requests that fit",
@@ -74,7 +78,10 @@ def size(num_bytes: int) -> str:
 
 
 def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
-    """What the layers of a config.json will ask for: a forecast, checked again when they are built."""
+    """What the layers of a config.json will ask for: a forecast, checked again when they are built.
+
+    dtype: name of the cached elements (kvcache/specs.py).
+    """
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or heads
     layers = (
@@ -86,12 +93,12 @@ def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
         dim, kv_heads = max(_many(dim)), max(_many(kv_heads))
     key_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or dim
     value_dim = config.get("v_head_dim") or dim
-    full = CacheSpec(kv_heads, key_dim, value_dim, ITEMSIZE[dtype])
+    full = CacheSpec(kv_heads, key_dim, value_dim, dtype)
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if not window or not kinds:
         return [full] * layers
-    narrow = WindowSpec(kv_heads, key_dim, value_dim, ITEMSIZE[dtype], window)
+    narrow = WindowSpec(kv_heads, key_dim, value_dim, dtype, window)
     return [narrow if kind == "sliding_attention" else full for kind in kinds]
 
 

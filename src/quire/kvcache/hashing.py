@@ -1,7 +1,7 @@
 """The name of a block's content: parent block, its tokens, and all else that decides its KV.
 
 hash(block) = H_key(hash(parent block), tokens, media that overlap the block); the first parent is
-H_key(salt, adapter). H is blake2b, keyed with a secret drawn when the process starts, so that nobody
+H_key(element format, salt, adapter). H is blake2b, keyed with a secret drawn when the process starts, so that nobody
 can construct a collision or guess from outside what others have cached.
 """
 
@@ -18,16 +18,20 @@ DIGEST_BYTES = 16
 
 
 class Hasher:
-    """Block hashes under one secret. Two processes that must agree share the secret."""
+    """Block hashes under one secret. Two processes that must agree share the secret.
 
-    def __init__(self, block_size: int, secret: bytes | None = None):
+    kept: name of the cached elements. Codes of one format are never taken for those of another.
+    """
+
+    def __init__(self, block_size: int, secret: bytes | None = None, kept: str = ""):
         self.block_size = block_size
         self.secret = secret or secrets.token_bytes(32)
+        self.kept = kept
 
     def root(self, salt: str, adapter: str | None) -> bytes:
         """What comes before the first block: requests with other salts or adapters never share."""
         named = "" if adapter is None else "adapter:" + adapter
-        return self._digest(f"{len(salt)}:{salt}{named}".encode())
+        return self._digest(f"{self.kept}:{len(salt)}:{salt}{named}".encode())
 
     def extend(
         self, hashes: list[bytes], root: bytes, tokens: list[int], media: Sequence[MediaItem] = ()

@@ -62,23 +62,23 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> L
         for first in range(0, len(layers), share):
             groups.append(CacheGroup(spec, tuple(layers[first : first + share])))
     cost = sum(
-        bytes_per_token * max(len(group.layers) for group in alike)
-        for (*_, bytes_per_token), alike in by_shape(groups).items()
+        alike[0].spec.bytes_per_token * max(len(group.layers) for group in alike)
+        for alike in by_shape(groups).values()
     )
     return Layout(tuple(groups), block_size, cost * block_size)
 
 
-def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, int], list[CacheGroup]]:
-    """Groups whose layers can share storage: equal heads, sizes and bytes of a token."""
-    out: dict[tuple[int, int, int, int], list[CacheGroup]] = {}
+def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], list[CacheGroup]]:
+    """Groups whose layers can share storage: equal heads, sizes and elements."""
+    out: dict[tuple[int, int, int, str], list[CacheGroup]] = {}
     for group in groups:
         spec = group.spec
-        key = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.bytes_per_token)
+        key = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype)
         out.setdefault(key, []).append(group)
     return out
 
 
 def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:
     if isinstance(spec, WindowSpec) and spec.window >= max_model_len:
-        return CacheSpec(spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.itemsize)
+        return CacheSpec(spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype)
     return spec

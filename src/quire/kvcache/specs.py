@@ -15,18 +15,39 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Element:
+    """How the numbers of a key or a value are kept."""
+
+    itemsize: int  # bytes of one
+    beside: int = 0  # bytes beside each key and each value: its scale
+
+
+ELEMENTS: dict[str, Element] = {
+    "float32": Element(4),
+    "float16": Element(2),
+    "bfloat16": Element(2),
+    "int8": Element(1, 4),
+    "fp8_e4m3": Element(1, 4),
+    "fp8_e5m2": Element(1, 4),
+}
+"""By name, as `Resolved.kv_dtype` has it. What 8 bits mean: attention/codes.py."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """Full attention: keys and values of every token."""
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    itemsize: int  # bytes of one element
+    dtype: str  # one of ELEMENTS
 
     @property
     def bytes_per_token(self) -> int:
         """Of one layer."""
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
+        element = ELEMENTS[self.dtype]
+        numbers = (self.head_dim + self.v_head_dim) * element.itemsize
+        return self.num_kv_heads * (numbers + 2 * element.beside)
 
     def first_needed(self, computed: int) -> int:
         """The oldest token position that the token at position `computed` still looks at."""

@@ -30,7 +30,7 @@ class Attention(nn.Module):
     """
 
     backend: AttentionBackend | None = None
-    cache: Any = None  # what the backend's `cache_shape` asked for
+    cache: Any = None  # what the backend's `cache_parts` asked for
     group: int = 0  # which of the batch's block tables is this layer's
 
     def __init__(
@@ -55,9 +55,9 @@ class Attention(nn.Module):
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.layer_index = layer_index
 
-    def cache_spec(self, itemsize: int) -> CacheSpec:
-        """What this layer keeps of a request; itemsize: bytes of one cached element."""
-        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, itemsize)
+    def cache_spec(self, dtype: str) -> CacheSpec:
+        """What this layer keeps of a request; dtype: name of the cached elements (kvcache/specs.py)."""
+        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
         return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
 
     def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ class Serving:
             self.config.cache,
             num_gpu_blocks=ready.num_blocks,
             block_size=ready.block_size,
-            cache_dtype=self.config.cache.kv_cache_dtype,
+            cache_dtype=client.resolved.kv_dtype,
             kv_cache_size_tokens=ready.num_blocks * ready.block_size,
             kv_cache_max_concurrency=round(
                 ready.num_blocks * ready.block_size / max(1, ready.max_model_len), 2

@@ -35,14 +35,13 @@ def allocate_cache(
     groups: Sequence[CacheGroup],
     num_blocks: int,
     block_size: int,
-    dtype: torch.dtype,
     backend: AttentionBackend,
     platform: Platform | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """Allocate zeroed storage and hand it to the model's attention layers (`cache`, `group`, `backend`).
 
     `groups[g].layers` index `model.attention_layers()`. `num_blocks` counts the null block.
-    Returns the storages: for each, the flat parts (keys, values) that layers see under their own shapes.
+    Returns the storages: for each, the flat parts (keys, values ...) that layers see under their own shapes.
 
     Raises:
         Unsupported: the backend lays out two groups of equal heads differently, or blocks not outermost.
@@ -52,24 +51,26 @@ def allocate_cache(
     numbers = {group.layers: number for number, group in enumerate(groups)}
     everything = []
     for alike in by_shape(groups).values():
-        shapes = [backend.cache_shape(group.spec, num_blocks, block_size) for group in alike]
-        sizes = tuple(prod(shape) for shape in shapes[0])
+        wanted = [backend.cache_parts(group.spec, num_blocks, block_size) for group in alike]
+        sizes = tuple((prod(shape), dtype) for shape, dtype in wanted[0])
         if any(
-            tuple(prod(shape) for shape in parts) != sizes
-            or any(shape[0] != num_blocks for shape in parts)
-            for parts in shapes
+            tuple((prod(shape), dtype) for shape, dtype in parts) != sizes
+            or any(shape[0] != num_blocks for shape, _ in parts)
+            for parts in wanted
         ):
             raise Unsupported(
-                f"a cache whose groups of layers cannot share blocks ({shapes})",
+                f"a cache whose groups of layers cannot share blocks ({wanted})",
                 "choose another attention_backend",
             )
         count = max(len(group.layers) for group in alike)
-        storages = [tuple(zeros(size, dtype, device) for size in sizes) for _ in range(count)]
-        for group, parts in zip(alike, shapes, strict=True):
+        storages = [
+            tuple(zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
+        ]
+        for group, parts in zip(alike, wanted, strict=True):
             for storage, index in zip(storages, group.layers, strict=False):
                 layer = layers[index]
                 layer.cache = tuple(
-                    flat.view(shape) for flat, shape in zip(storage, parts, strict=True)
+                    flat.view(part.shape) for flat, part in zip(storage, parts, strict=True)
                 )
                 layer.group, layer.backend = numbers[group.layers], backend
         everything += storages

@@ -1,0 +1,119 @@
+"""Keys and values as codes of 8 bits: the definition, in plain torch, of what a quantized KV cache holds.
+
+Knows one vector at a time, so nothing depends on the batch, on chunks, or on what came before. Does not know blocks'
+owners, or how scores are summed.
+
+    code = x * (TOP / most)             scale = most / TOP          most: the vector's largest magnitude
+
+A key's channels differ: a few are many times larger than the rest, and with steps of one size for all the rest is lost.
+So for int8 keys and queries are `turned` first: multiplied by a Hadamard matrix, which mixes channels evenly and leaves
+the product of a query and a key as it is, but for a factor that the key's scale takes in. The steps of fp8 grow with the
+number, and turning did not help there. The kernels give the same codes and scales, to the bit.
+
+Shape suffixes: T tokens, K key/value heads, D head size (of values: E), X any.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kvcache.specs import CacheSpec
+
+TOP: dict[torch.dtype, float] = {
+    torch.int8: 127.0,
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}
+"""The largest code of each format."""
+NOTHING = 1e-30
+"""A vector without anything larger has zeros for codes."""
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""By their names in a CacheSpec."""
+
+
+class Part(NamedTuple):
+    """One tensor of a layer's cache; blocks are outermost."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def parts(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
+    """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; of codes, then the scales of both."""
+    dtype, shape = DTYPES[spec.dtype], (num_blocks, spec.num_kv_heads, block_size)
+    found = (Part((*shape, spec.head_dim), dtype), Part((*shape, spec.v_head_dim), dtype))
+    return (*found, *(Part(shape, torch.float32),) * 2) if dtype in TOP else found
+
+
+def held(cache: tuple[Tensor, ...]) -> bool:
+    """Whether a layer's cache holds codes."""
+    return cache[0].dtype in TOP
+
+
+def plain(x: Tensor) -> Tensor:
+    """The same bytes in a format that can be indexed, as fp8 cannot."""
+    return x.view(torch.uint8) if x.dtype in TOP else x
+
+
+def span(size: int) -> int:
+    """How many channels are mixed: the largest power of two that divides the head's size."""
+    return size & -size
+
+
+def turned(x_XD: Tensor) -> Tensor:
+    """In float32, each run of span(D) channels times the Hadamard matrix of +1 and -1.
+
+    Sums and differences of pairs, 1 apart, then 2, then 4 ...: no product whose order a library may choose.
+    """
+    x, step = x_XD.float(), 1
+    while step < span(x.shape[-1]):
+        low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((low + high, low - high), -2).flatten(-3)
+        step *= 2
+    return x
+
+
+def encode(x_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales [X] of vectors."""
+    x, top = x_XD.float(), TOP[dtype]
+    most_X1 = x.abs().amax(-1, keepdim=True)
+    x = x * torch.where(most_X1 > NOTHING, top / most_X1, 0.0)
+    return (x.round() if dtype == torch.int8 else x).to(dtype), most_X1[..., 0] / top
+
+
+def encode_key(k_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if dtype != torch.int8:
+        return encode(k_XD, dtype)
+    codes, scale_X = encode(turned(k_XD), dtype)
+    return codes, scale_X / span(k_XD.shape[-1])
+
+
+def query(q_THD: Tensor, dtype: torch.dtype) -> Tensor:
+    """What meets keys of this format."""
+    return turned(q_THD) if dtype == torch.int8 else q_THD
+
+
+def write(cache: tuple[Tensor, ...], k_TKD: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
+    """New tokens to their slots."""
+    keys, values, *scales = cache
+    block_size = keys.shape[2]
+    block_T = torch.div(slots_T, block_size, rounding_mode="floor")
+    at = (block_T, slice(None), slots_T - block_T * block_size)
+    for into, scale, (codes, scale_TK) in zip(
+        (keys, values),
+        scales,
+        (encode_key(k_TKD, keys.dtype), encode(v_TKE, values.dtype)),
+        strict=True,
+    ):
+        plain(into)[at] = plain(codes)
+        scale[at] = scale_TK
