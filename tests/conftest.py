@@ -1,12 +1,25 @@
 """For every test: nothing is fetched, and one compute thread, so that a run is the same anywhere.
 
+Without a GPU, Triton kernels run through Triton's interpreter, on the CPU.
+
 Set before anything is imported, since some libraries read the environment once.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not HAS_GPU and item.get_closest_marker("device") is not None:
+        pytest.skip("needs a GPU")

@@ -28,6 +28,7 @@ log = get_logger(__name__)
 BACKENDS: dict[str, str] = {
     "TORCH_SDPA": "quire.attention.reference:ReferenceAttention",
     "CPU_ATTN": "quire.attention.cpu:NativeAttention",
+    "TRITON_ATTN": "quire.attention.triton:TritonAttention",
 }
 """Name -> "module:Class". A new backend is one file and one line here."""
 

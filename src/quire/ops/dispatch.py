@@ -22,7 +22,11 @@ R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
 
-MODULES = {"pieces": "quire.ops.pieces", "native": "quire.ops.cpu.rows"}
+MODULES = {
+    "pieces": "quire.ops.pieces",
+    "native": "quire.ops.cpu.rows",
+    "triton": "quire.ops.triton.rows",
+}
 """Kind -> the module that registers its implementations; imported when the kind is first bound."""
 
 

@@ -1,0 +1,140 @@
+"""Attention by Triton kernels: one launch for rows of few new tokens, one for the rest.
+
+Knows how a step is cut into items of work. How they are computed, and why a row's bits do not depend on its
+company, stands in `ops/triton/attention.py`. Runs on CUDA devices, and on the CPU in Triton's interpreter, for
+tests.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E), B rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import Capabilities
+from quire.batch import Batch
+from quire.kvcache.specs import CacheSpec
+from quire.ops.triton.attention import Scores, Sizes, Step, attend, sizes_for
+from quire.ops.triton.cache import FLOAT8, write
+from quire.ops.triton.launch import INTERPRETED
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+
+class TritonAttention:
+    """Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E].
+
+    Args:
+        sizes: of the kernels' blocks; None: by the layer's heads and the format.
+    """
+
+    can = Capabilities(
+        devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        head_dims=range(8, 257),
+        block_sizes=(16, 32, 64, 128),
+        kv_dtypes=frozenset({"auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"}),
+        differing_values=True,
+        windows=True,
+        softcap=True,
+        sinks=True,
+        graphs=True,
+    )
+
+    def __init__(self, sizes: Sizes | None = None):
+        self.sizes = sizes
+        self.ones: dict[tuple[int, torch.device], Tensor] = {}
+
+    def cache_shape(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[tuple[int, ...], ...]:
+        shape = (num_blocks, spec.num_kv_heads, block_size)
+        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+
+    def plan(self, batch: Batch, group: int) -> Plan:
+        return Plan(batch, group)
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+    ) -> Tensor:
+        """Write k and v at the batch's slots, then o_THE in q's dtype."""
+        keys, values = layer.cache
+        scales = self.scales(layer, keys)
+        write(keys, values, k_TKD, v_TKE, meta.slots_T, *scales)
+        return self.read(layer, q_THD, meta)
+
+    def read(
+        self, layer: Attention, q_THD: Tensor, meta: Plan, lse_TH: Tensor | None = None
+    ) -> Tensor:
+        """o_THE from what the cache has; this step's tokens are there already."""
+        keys, values = layer.cache
+        heads_each = layer.num_heads // layer.num_kv_heads
+        sizes = self.sizes or sizes_for(heads_each, keys.shape[3], q_THD.element_size())
+        scores = Scores(
+            layer.scale,
+            layer.window or 0,
+            layer.softcap or 0.0,
+            layer.sinks,
+            *self.scales(layer, keys),
+        )
+        return attend(q_THD, keys, values, meta.step(heads_each, sizes), scores, sizes, lse_TH)
+
+    def scales(self, layer: Attention, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What 8-bit numbers of each KV head are multiplied by: the layer's own scales, or 1."""
+        if keys.dtype not in FLOAT8:
+            return None, None
+        place = (layer.num_kv_heads, keys.device)
+        if place not in self.ones:
+            self.ones[place] = torch.ones(layer.num_kv_heads, device=keys.device)
+        one = self.ones[place]
+        return getattr(layer, "k_scale", one), getattr(layer, "v_scale", one)
+
+
+class Plan:
+    """What the layers of a group share in one step; the cut depends on how many heads a program takes."""
+
+    def __init__(self, batch: Batch, group: int):
+        self.slots_T = batch.slots[group]
+        self.table_BN = batch.block_tables[group]
+        self.starts_B1, self.lengths_B = batch.query_start_B1, batch.lengths_B
+        self.rows, self.longest = batch.num_rows, batch.max_length
+        self.alike = batch.max_query if batch.max_query * batch.num_rows == batch.num_tokens else 0
+        self.query_lens = batch.query_lens
+        self.steps: dict[tuple[int, int, int], Step] = {}
+
+    def step(self, heads_each: int, sizes: Sizes) -> Step:
+        key = (heads_each, sizes.short, sizes.long)
+        if (found := self.steps.get(key)) is None:
+            found = self.steps[key] = self._cut(heads_each, sizes)
+        return found
+
+    def _cut(self, heads_each: int, sizes: Sizes) -> Step:
+        few, many = sizes.short // heads_each, sizes.long // heads_each
+        parts: dict[str, Any] = {
+            "table_BN": self.table_BN,
+            "starts_B1": self.starts_B1,
+            "lengths_B": self.lengths_B,
+            "rows": self.rows,
+            "longest": self.longest,
+        }
+        if 0 < self.alike <= few:  # as in every step of plain decoding: nothing to make a list of
+            return Step(**parts, short_W2=None, num_short=self.rows, long_W2=None)
+        counts = self.query_lens or self.starts_B1.diff().tolist()
+        short = [(row, 0) for row in range(self.rows) if counts[row] <= few]
+        # The longest first: what starts last should not be what takes longest.
+        order = sorted(range(self.rows), key=lambda row: -counts[row])
+        long = [
+            (row, at) for row in order if counts[row] > few for at in range(0, counts[row], many)
+        ]
+        device = self.table_BN.device
+        table = torch.tensor([*short, *long], dtype=torch.int32).to(device, non_blocking=True)
+        return Step(
+            **parts,
+            short_W2=table[: len(short)],
+            num_short=len(short),
+            long_W2=table[len(short) :] if long else None,
+        )

@@ -1,0 +1,366 @@
+"""Paged attention: prompts, chunks and single tokens of any mix, by one kernel in two sizes.
+
+Knows blocks, windows, softcap, sinks and scales of a cache. Does not know layers or batches.
+
+A program takes one KV head of one item of work: some consecutive new tokens of one row, with all query heads
+that share this KV head (M = tokens x heads of the group). An item is `short` when all of a row's new tokens
+fit the small M, else `long`; which it is depends on the row alone.
+
+    keys of a row   | segment 0                    | segment 1                    | ...
+                    | tile | tile | tile | tile    | tile ...
+    running softmax over the tiles of a segment; then segments are folded into the result in their order
+
+Segments and tiles start at multiples of their sizes, counted from the row's first token. For few rows with
+long contexts several programs share a row, each with segments of its own, and `merge_kernel` folds what they
+wrote; otherwise the same program folds. Both do the same operations in the same order, so that a row's bits
+depend neither on its company, nor on who folds, nor (with float32, where products are sums of plain
+operations) on how its prompt was cut. A tile or a segment that a query does not see changes nothing.
+
+Shape suffixes: T tokens, H query heads, K KV heads, D head size (of values: E), B rows, N blocks of a row.
+In kernels: M rows of a program, S keys of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
+
+LOWEST = tl.constexpr(
+    -1e30
+)  # the running maximum before any key: finite, so differences are never NaN
+LOG2E = 1.4426950408889634
+PROGRAMS = 512  # as many keep a large card busy; with fewer, rows are split
+MOST_PARTS = 256 << 20  # bytes of partial results
+
+
+class Sizes(NamedTuple):
+    """Blocks of the kernel. They may depend on the model, not on the batch."""
+
+    short: int  # M of items that are a whole row
+    long: int  # M of the others
+    tile: int  # keys
+    segment: int  # keys: a multiple of tile
+
+
+def sizes_for(heads_each: int, head_dim: int, itemsize: int) -> Sizes:
+    """Not measured yet: what should fit registers and shared memory of a Hopper or Ampere card."""
+    wide = head_dim > 128 or itemsize > 2
+    short = pow2(heads_each, 16)
+    return Sizes(short, max(short, 64 if wide else 128), 32 if wide else 64, 512)
+
+
+@triton.jit
+def fold(top, total, acc, m, z, o):
+    """Take a segment (m, z, o) into the result. Fused where it says so, and nowhere else."""
+    new = tl.maximum(top, m)
+    a = tl.exp2(top - new)
+    b = tl.exp2(m - new)
+    total = tl.fma(total, a, z * b)
+    acc = tl.fma(acc, a[:, None], o * b[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def start_of_fold(sinks_ptr, head, H: tl.constexpr, M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """A sink is a score without a value."""
+    if HAS_SINKS:
+        top = tl.load(sinks_ptr + tl.minimum(head, H - 1)).to(tl.float32) * 1.4426950408889634
+        total = tl.full([M], 1.0, tl.float32)
+    else:
+        top = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
+    return top, total
+
+
+@triton.jit
+def finish(
+    out_ptr, lse_ptr, v_scale_ptr, top, total, acc, token, head, kv_head, live,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LSE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    out = acc / total[:, None]
+    if SCALED:
+        out = out * tl.load(v_scale_ptr + kv_head)
+    at = (token.to(tl.int64) * H + head)[:, None] * E + e[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
+    if HAS_LSE:
+        lse = (top + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + token.to(tl.int64) * H + head, lse, mask=live)
+
+
+@triton.jit
+def segment_of(
+    q, k_ptr, v_ptr, table_ptr, position, low, first, last, factor, scale, softcap,
+    stride_block, stride_head_size, kv_head,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """(m, z, o): maximum, sum and output of a running softmax over keys first .. last, of which those below `low` nobody sees."""
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    m = tl.full([M], LOWEST, tl.float32)
+    z = tl.zeros([M], tl.float32)
+    o = tl.zeros([M, BLOCK_E], tl.float32)
+    for at in range(first, last + 1, S):
+        key = at + tl.arange(0, S)
+        inside = (key >= low) & (key <= last)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        line = block * stride_block + kv_head * stride_head_size + key % BLOCK_SIZE
+        k = tl.load(
+            k_ptr + line[None, :] * D + d[:, None],
+            mask=inside[None, :] & (d < D)[:, None],
+            other=0.0,
+        )
+        s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        if CAPPED:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)), in units of the exponent's base 2
+            s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * scale)))
+        seen = (key[None, :] <= position[:, None]) & inside[None, :]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, axis=1) * factor)
+        p = tl.exp2(tl.fma(s, factor, -new[:, None]))
+        fade = tl.exp2(m - new)
+        z = tl.fma(z, fade, tl.sum(p, axis=1))
+        # What nobody sees may be memory that was never written: 0 times NaN is NaN.
+        v = tl.load(
+            v_ptr + line[:, None] * E + e[None, :],
+            mask=inside[:, None] & (e < E)[None, :],
+            other=0.0,
+        )
+        o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * fade[:, None], input_precision="ieee")
+        m = new
+    return m, z, o
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, sums_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    work_ptr, table_ptr, starts_ptr, lengths_ptr, factor, scale, softcap,
+    stride_qt, stride_qh, table_width, stride_block, num_segments,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, SCALED: tl.constexpr,
+    EVERY_ROW: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = M // G
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if EVERY_ROW:
+        row = item
+        first_token = 0
+    else:
+        row = tl.load(work_ptr + 2 * item)
+        first_token = tl.load(work_ptr + 2 * item + 1)
+    start = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - start
+    length = tl.load(lengths_ptr + row)
+    r = tl.arange(0, M)
+    new = first_token + r // G
+    head = kv_head * G + r % G
+    live = (new < count) & (r < TOKENS * G)
+    position = length - count + new
+    last = length - count + tl.minimum(first_token + TOKENS, count) - 1
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - count + first_token - WINDOW + 1, 0)
+    if SCALED:
+        k_scale = tl.load(k_scale_ptr + kv_head)
+        factor = factor * k_scale
+        scale = scale * k_scale
+    if CAPPED:
+        factor = 1.4426950408889634
+    d = tl.arange(0, BLOCK_D)
+    q_at = (start + new).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    top, total = start_of_fold(sinks_ptr, head, H, M, HAS_SINKS)
+    acc = tl.zeros([M, BLOCK_E], tl.float32)
+    e = tl.arange(0, BLOCK_E)
+    here = table_ptr + row.to(tl.int64) * table_width
+    begin = low // SEGMENT + tl.program_id(2)
+    for segment in range(begin, last // SEGMENT + 1, SPLITS):
+        first = tl.maximum(segment * SEGMENT, low // S * S)
+        end = tl.minimum(segment * SEGMENT + SEGMENT - 1, last)
+        m, z, o = segment_of(
+            q, k_ptr, v_ptr, here, position, low, first, end, factor, scale, softcap,
+            stride_block, BLOCK_SIZE, kv_head, D, E, BLOCK_D, BLOCK_E, BLOCK_SIZE, M, S, WINDOW, CAPPED,
+        )  # fmt: skip
+        if SPLITS > 1:
+            part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * M
+            tl.store(parts_ptr + (part + r)[:, None] * BLOCK_E + e[None, :], o)
+            tl.store(sums_ptr + 2 * part + r, m)
+            tl.store(sums_ptr + 2 * part + M + r, z)
+        else:
+            top, total, acc = fold(top, total, acc, m, z, o)
+    if SPLITS == 1:
+        finish(
+            out_ptr, lse_ptr, v_scale_ptr, top, total, acc, start + new, head, kv_head, live,
+            H, E, BLOCK_E, HAS_LSE, SCALED,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, work_ptr, starts_ptr, lengths_ptr,
+    num_segments,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
+    SEGMENT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SCALED: tl.constexpr, EVERY_ROW: tl.constexpr,
+):  # fmt: skip
+    """Fold what programs that share a row have written: as `attend_kernel` does it alone."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if EVERY_ROW:
+        row = item
+    else:
+        row = tl.load(work_ptr + 2 * item)
+    start = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - start
+    length = tl.load(lengths_ptr + row)
+    r = tl.arange(0, M)
+    e = tl.arange(0, BLOCK_E)
+    new = r // G
+    head = kv_head * G + r % G
+    live = (new < count) & (r < M // G * G)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - count - WINDOW + 1, 0)
+    top, total = start_of_fold(sinks_ptr, head, H, M, HAS_SINKS)
+    acc = tl.zeros([M, BLOCK_E], tl.float32)
+    for segment in range(low // SEGMENT, (length - 1) // SEGMENT + 1):
+        part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * M
+        o = tl.load(parts_ptr + (part + r)[:, None] * BLOCK_E + e[None, :])
+        m = tl.load(sums_ptr + 2 * part + r)
+        z = tl.load(sums_ptr + 2 * part + M + r)
+        top, total, acc = fold(top, total, acc, m, z, o)
+    finish(
+        out_ptr, lse_ptr, v_scale_ptr, top, total, acc, start + new, head, kv_head, live,
+        H, E, BLOCK_E, HAS_LSE, SCALED,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- calls
+
+
+@dataclass(slots=True)
+class Step:
+    """What the layers of a cache group share in one step. Rows have at least one new token each."""
+
+    table_BN: Tensor  # int32
+    starts_B1: Tensor  # int32
+    lengths_B: Tensor  # int32
+    rows: int
+    short_W2: Tensor | None  # int32 (row, 0) of rows that are one item; None: all are
+    num_short: int
+    long_W2: Tensor | None  # int32 (row, first of its new tokens); None: there are none
+    longest: int  # context of a short row, or more
+
+
+class Scores(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    window: int = 0  # 0: none
+    softcap: float = 0.0  # 0: none
+    sinks_H: Tensor | None = None
+    k_scale_K: Tensor | None = None
+    v_scale_K: Tensor | None = None
+
+
+def attend(
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: Step,
+    scores: Scores,
+    sizes: Sizes,
+    lse_TH: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """o_THE in q's dtype. keys [blocks, K, block_size, D] and values [.., E] have this step's tokens already.
+
+    Args:
+        lse_TH: float32, takes the logarithm of each softmax's sum (sinks included).
+        splits: programs that share a short row; None: as many as keep the device busy. No bits depend on it.
+    """
+    tokens, num_heads, _ = q_THD.shape
+    o_THE = torch.empty(
+        (tokens, num_heads, values.shape[3]), dtype=q_THD.dtype, device=q_THD.device
+    )
+    call = _Call(q_THD, keys, values, o_THE, step, scores, sizes, lse_TH)
+    if step.num_short:
+        call.short(splits)
+    if step.long_W2 is not None:
+        call.long()
+    return o_THE
+
+
+class _Call:
+    """The arguments of a launch, which both sizes share."""
+
+    def __init__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, step: Step, scores: Scores,
+        sizes: Sizes, lse: Tensor | None,
+    ):  # fmt: skip
+        self.q = q if q.stride(2) == 1 else q.contiguous()
+        self.keys, self.values, self.out, self.lse = keys, values, out, lse
+        self.step, self.scores, self.sizes = step, scores, sizes
+        self.num_kv_heads = keys.shape[1]
+        self.shared = {
+            "H": q.shape[1], "G": q.shape[1] // keys.shape[1], "E": values.shape[3],
+            "BLOCK_E": pow2(values.shape[3], 16), "SEGMENT": sizes.segment, "WINDOW": scores.window,
+            "HAS_SINKS": scores.sinks_H is not None, "HAS_LSE": lse is not None,
+            "SCALED": scores.k_scale_K is not None,
+        }  # fmt: skip
+
+    def short(self, splits: int | None) -> None:
+        step, sizes = self.step, self.sizes
+        segments = -(-step.longest // sizes.segment)
+        programs = step.num_short * self.num_kv_heads
+        if splits is None:
+            size = programs * segments * sizes.short * (self.shared["BLOCK_E"] + 2) * 4
+            splits = 1 if size > MOST_PARTS else min(segments, max(1, PROGRAMS // programs))
+        parts = sums = None
+        if splits > 1:
+            lines = programs * segments * sizes.short
+            parts = self.q.new_empty((lines, self.shared["BLOCK_E"]), dtype=torch.float32)
+            sums = self.q.new_empty((2 * lines,), dtype=torch.float32)
+        self._launch(step.short_W2, step.num_short, sizes.short, splits, parts, sums, segments)
+        if splits > 1:
+            merge_kernel[(step.num_short, self.num_kv_heads)](
+                parts, sums, self.out, self.lse, self.scores.sinks_H, self.scores.v_scale_K,
+                step.short_W2, step.starts_B1, step.lengths_B, segments,
+                M=sizes.short, EVERY_ROW=step.short_W2 is None, **self.shared, **EXACT,
+            )  # fmt: skip
+
+    def long(self) -> None:
+        work = self.step.long_W2
+        if work is not None:
+            self._launch(work, len(work), self.sizes.long, 1, None, None, 0)
+
+    def _launch(
+        self, work: Tensor | None, items: int, rows: int, splits: int,
+        parts: Tensor | None, sums: Tensor | None, segments: int,
+    ) -> None:  # fmt: skip
+        step, scores, keys = self.step, self.scores, self.keys
+        # Softcap's tanh takes twice the score over the cap, in base 2.
+        scale = 2 * LOG2E * scores.scale / scores.softcap if scores.softcap else 0.0
+        options = {} if INTERPRETED else {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
+        attend_kernel[(items, self.num_kv_heads, splits)](
+            self.q, keys, self.values, self.out, self.lse, parts, sums, scores.sinks_H,
+            scores.k_scale_K, scores.v_scale_K, work, step.table_BN, step.starts_B1, step.lengths_B,
+            scores.scale * LOG2E, scale, scores.softcap, self.q.stride(0), self.q.stride(1),
+            step.table_BN.stride(0), self.num_kv_heads * keys.shape[2], segments,
+            D=keys.shape[3], BLOCK_D=pow2(keys.shape[3], 16), BLOCK_SIZE=keys.shape[2],
+            M=rows, S=self.sizes.tile, CAPPED=bool(scores.softcap), EVERY_ROW=work is None,
+            SPLITS=splits, **self.shared, **EXACT, **options,
+        )  # fmt: skip
