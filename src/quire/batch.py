@@ -34,6 +34,7 @@ class Batch:
     num_rows: int  # before padding
     query_lens: list[int] = field(default_factory=list)  # host copies of the above, by row
     lengths: list[int] = field(default_factory=list)
+    drawing: list[int] = field(default_factory=list)  # which of the rows draw, as sample_at_S
     meta: dict[int, Any] = field(
         default_factory=dict
     )  # the attention backend's plan, by cache group

@@ -37,7 +37,7 @@ disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_ca
 LISTS = "served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
-    " custom_histogram_buckets"
+    " custom_histogram_buckets structured_outputs_config"
 )
 
 # Features of later work: a value that asks for one is refused, naming it
@@ -58,7 +58,7 @@ mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/
 optimization_level=3 performance_mode=throughput cudagraph_capture_sizes=1 max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs
 max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn stream_interval=4
-mamba_cache_dtype=float32 structured_outputs_config={"backend":"xgrammar"} guided_decoding_backend=outlines
+mamba_cache_dtype=float32 guided_decoding_backend=outlines
 guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tokenizer_pool_extra_config={"a":1} renderer_num_workers=4
 safetensors_load_strategy=eager enable_mfu_metrics show_hidden_metrics_for_version=0.9
 collect_detailed_traces=all enable_per_request_metrics logging_config={"a":1} log_config_file=/f
@@ -212,13 +212,13 @@ KEYWORDS = {
         "runner": "generate", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2,
         "enable_expert_parallel": True, "quantization": "awq", "logits_processors": ["a:B"], "logprobs_mode": "raw_logits",
         "override_generation_config": {"top_p": 0.5}, "hf_token": True, "kv_cache_memory_bytes": 1 << 30,
-        "async_scheduling": True, "generation_config": "vllm",
+        "async_scheduling": True, "generation_config": "vllm", "structured_outputs_config": {"backend": "auto"},
     },
     "warned": {
         "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
         "max_lora_rank": 64, "max_loras": 4, "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
         "allowed_media_domains": ["a.b"], "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
-        "structured_outputs_config": {"backend": "auto"}, "use_v2_block_manager": True, "max_seq_len_to_capture": 9,
+        "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9,
     },
     "refused": {
         "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},

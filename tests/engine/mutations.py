@@ -41,6 +41,13 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "re-admitted with tokens pending": (SCHEDULER, " or request.pending:\n", ":\n"),
     "rejected drafts stay computed": (SCHEDULER, "request.computed -= most - len(tokens)", "pass"),
+    "draws of tokens that are certain count": (
+        SCHEDULER, "void(self.in_flight, request, len(certain))", "pass",
+    ),
+    "what is certain is dropped": (
+        SCHEDULER, "tokens = tokens + self._extend(request, certain)", "pass",
+    ),
+    "all draws in flight are void": (BUILDING, "                count -= 1\n", ""),
     "no limit to running ahead": (
         SCHEDULER,
         "if request.pending and (length >= request.limit or not self.limits.run_ahead)",

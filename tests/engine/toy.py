@@ -36,6 +36,7 @@ class ToyRow:
     entered: int  # step
     drafts: list[int] = field(default_factory=list)
     spoilt: bool = False
+    told: int = 0  # tokens that results spoke of
 
 
 def histories(sequence: list[int]) -> list[int]:
@@ -75,6 +76,12 @@ class ToyDevice:
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
         self.reads = 0
+        self.foretells = 0.0  # probability that tokens are certain after a draw
+        self.foretold = 0
+        self.fate = random.Random(0)
+        self.drew: dict[
+            int, list[tuple[int, int, ToyRow, int]]
+        ] = {}  # by step: item, row, life, place
 
     def launch(self, plan: StepPlan):
         self.queue.append(msgspec.msgpack.encode(plan))  # a process boundary
@@ -92,7 +99,26 @@ class ToyDevice:
         done = self.done.pop(step)
         if isinstance(done, StepFailed):
             raise done
+        self._foretell(done)
         return done
+
+    def _foretell(self, result: StepResult) -> None:
+        """Say what follows a draw, while later steps may have run or not; drop what was said before."""
+        for index, number, row, place in self.drew.pop(result.step):
+            if place < row.told:
+                result.tokens[index] = []
+                continue
+            row.told = place + len(result.tokens[index])
+            if self.drafts or row.spoilt or self.fate.random() >= self.foretells:
+                continue
+            history = row.tokens[: row.told]
+            for _ in range(self.fate.choice([1, 1, 2, 3, 9])):
+                history.append(next_token(history, row.kin[0]))
+            result.certain[index] = history[row.told :]
+            self.foretold += len(history) - row.told
+            row.told = len(history)
+            if self.rows.get(number) is row and len(row.tokens) < len(history):
+                row.tokens = history
 
     def run_all(self) -> None:
         while self.queue:
@@ -116,13 +142,17 @@ class ToyDevice:
             row.spoilt |= self._fails(row) or fails
             self._write(row, sequence, start, end)  # all rows write before any reads
             work.append((item, row, sequence, start, end))
-        tokens, errors = [], {}
+        tokens, errors, drew = [], {}, []
         for index, (item, row, sequence, start, end) in enumerate(work):
             row.spoilt |= self._read(row, sequence, start, end)
             if row.spoilt:
                 errors[index] = "spoilt"
                 self.spoilt_by_step.setdefault(plan.step, set()).add(row.id)
             tokens.append(self._decide(item, row, sequence, end))
+            if tokens[-1]:
+                place = len(row.tokens) - len(tokens[-1])
+                drew.append((index, item.row, row, place))
+        self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
         self.done[plan.step] = (
             StepFailed()
@@ -135,7 +165,9 @@ class ToyDevice:
         blocks = [list(column) for column in new.blocks]
         kin = self.kin[new.id]
         assert new.adapter == kin[0]
-        self.rows[new.row] = ToyRow(new.id, kin, list(new.tokens), new.computed, blocks, step)
+        self.rows[new.row] = ToyRow(
+            new.id, kin, list(new.tokens), new.computed, blocks, step, told=len(new.tokens)
+        )
         self.entered_at.setdefault(new.id, step)
 
     def _fails(self, row: ToyRow) -> bool:
@@ -174,7 +206,7 @@ class ToyDevice:
         return spoilt
 
     def _decide(self, item, row: ToyRow, sequence: list[int], end: int) -> list[int]:
-        if not item.samples:
+        if not item.samples or end < len(row.tokens):
             row.computed = end
             return []
         base = end - 1 - item.drafts

@@ -205,6 +205,8 @@ def draw_setting(seed: int) -> Setting:
     # A draw of its own, so that the seeds of before keep their workloads.
     fair = random.Random(~seed).random() < 0.3
     waiting = FairQueue({"b": 3.0}) if fair else None
+    device.fate = random.Random(~seed ^ 1)
+    device.foretells = device.fate.choice([0.0, 0.0, 0.2, 0.7])
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = core.scheduler

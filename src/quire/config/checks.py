@@ -8,6 +8,7 @@ from typing import Any
 from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
+from quire.config.structured import wishes
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -53,6 +54,7 @@ def check_wishes(asked: EngineConfig) -> None:
     _features(asked)
     _formats(asked)
     _quantization(asked)
+    wishes(asked.structured.structured_outputs_config)
 
 
 def _choices(asked: EngineConfig) -> None:

@@ -76,6 +76,11 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
             _merge(filled, _apply(row, value, source))
         else:
             raise UnknownName(unknown(written, source))
+    if (older := filled.get("structured_outputs_config")) and (
+        asked := fields.get("structured_outputs_config")
+    ):
+        newer = coerce(known["structured_outputs_config"], asked)
+        fields["structured_outputs_config"] = older | newer
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
         asked = fields.get("hf_overrides") or {}
@@ -97,7 +102,7 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
 
 def _merge(filled: dict[str, Any], more: dict[str, Any]) -> None:
     for name, value in more.items():
-        if name == "hf_overrides" and name in filled:
+        if name in ("hf_overrides", "structured_outputs_config") and name in filled:
             filled[name] = {**filled[name], **value}
         else:
             filled[name] = value

@@ -15,6 +15,7 @@ from quire.config.observe import ObserveConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
+from quire.config.structured import StructuredConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @classmethod

@@ -160,9 +160,7 @@ _rows("W", "the engine has no such cache or state", """
     engram_config= diffusion_config= watermark_config= calculate_kv_scales kv_cache_dtype_skip_layers*
     kv_cache_quant_config= mamba_backend=""")
 _rows("E", "a limit of the context to the sliding window: set --max-model-len to the window", "disable_sliding_window")
-_rows("W", "structured output brings its own engine; requests that ask for it say what they need", """
-    structured_outputs_config= guided_decoding_backend=auto guided_decoding_disable_fallback
-    guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties""")
+_rows("W", "a request that the engine of structured_outputs_config cannot serve is refused anyway", "guided_decoding_disable_fallback")
 _rows("W", "tokenizing is done in the server's own processes: api_server_count makes more of them", """
     tokenizer_pool_size=0 tokenizer_pool_type=ray tokenizer_pool_extra_config= renderer_num_workers=1""")
 _rows("W", "weights are mapped from safetensors files as they are", """
@@ -187,6 +185,16 @@ def _hf(key: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"hf_overrides": {key: value}}
 
 
+def _structured(key: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"structured_outputs_config": {key: value}}
+
+
+def _guided_backend(value: Any) -> dict[str, Any]:
+    name = str(value).partition(":")[0]
+    name = name if name in ("guidance", "xgrammar") else "auto"  # the others are no more
+    return {"structured_outputs_config": {"backend": name}}
+
+
 def _backend(value: Any) -> dict[str, Any]:
     backend = value.get("backend") if isinstance(value, dict) else getattr(value, "backend", None)
     return {"attention_backend": str(getattr(backend, "name", backend))} if backend else {}
@@ -197,5 +205,10 @@ _to("task", "value", "W", "use runner", lambda v: {"runner": v if v in ("auto", 
 _to("rope_scaling", "value", "W", "use hf_overrides={'rope_scaling': ...}", _hf("rope_scaling"))
 _to("rope_theta", "value", "W", "use hf_overrides={'rope_theta': ...}", _hf("rope_theta"))
 _to("attention_config", "value", "W", "use attention_backend; its other keys do nothing here", _backend)
+_to("guided_decoding_backend", "value", "W", "use structured_outputs_config={'backend': ...}", _guided_backend, "auto")
+_to("guided_decoding_disable_any_whitespace", "flag", "W", "use structured_outputs_config={'disable_any_whitespace': true}",
+    _structured("disable_any_whitespace"))
+_to("guided_decoding_disable_additional_properties", "flag", "W",
+    "use structured_outputs_config={'disable_additional_properties': true}", _structured("disable_additional_properties"))
 _to("model_tag", "value", "A", "", lambda v: {"model": v})
 _to("device", "value", "W", "the device is found out; QUIRE_DEVICE=cpu or cuda forces one", lambda v: {}, "auto", "cpu")

@@ -19,6 +19,7 @@ from quire.config.checks import check_wishes
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.keys import read_keys
 from quire.config.resolve import resolve
+from quire.config.structured import wishes
 from quire.config.wire import from_wire, to_wire
 from quire.engine import admin, live
 from quire.engine.client import InlineClient
@@ -262,7 +263,8 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     )
     asked = resolved.asked.model
     processors = load_processors(asked.logits_processors, resolved, platform.device)
-    masks = GrammarMasks(compiler, rows)
+    jumps = wishes(resolved.asked.structured.structured_outputs_config).jumps
+    masks = GrammarMasks(compiler, rows, jumps and not processors)
     sink = SampleSink(model, rows, asked.logprobs_mode, [*processors, masks])
     worker = Worker(platform, model, TokenSource(model), sink, [masks.hook], rows)
     about = WorkerFacts(

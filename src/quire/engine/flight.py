@@ -104,9 +104,11 @@ class Recorder:
 
     def result(self, result: StepResult) -> None:
         self._write(result)
-        for request, tokens in zip(self._work.pop(result.step), result.tokens, strict=True):
+        work = zip(self._work.pop(result.step), result.tokens, strict=True)
+        for index, (request, tokens) in enumerate(work):
             if request is not None and tokens:
                 request.tokens.extend(tokens)
+                request.tokens.extend(result.certain.get(index, ()))
                 if self._rows.get(request.row) is request:  # else another has the row by now
                     self._done[request.row] += len(tokens) - 1
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.config.structured import wishes
 from quire.engine.client import EngineClient
 from quire.errors import ValidationError
 from quire.frontend import chat
@@ -55,6 +56,7 @@ class FrontRoom:
             asked.max_logprobs,
             asked.seed,
             number,
+            structured=wishes(resolved.asked.structured.structured_outputs_config),
         )
         self.logs_requests = False
         """A line for each; the server writes its own."""

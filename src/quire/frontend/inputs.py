@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from quire.config.structured import Wishes
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check import checked
 from quire.frontend.fanout import child_id, fan_out, mix
@@ -104,6 +107,7 @@ class Inputs:
     client: int = 0
     """Number of this front room: seeds of different ones differ."""
     eos_token_ids: list[int] = field(default_factory=list)
+    structured: Wishes = field(default_factory=Wishes)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
 
@@ -260,7 +264,11 @@ class Inputs:
                 " eos_token_id in its generation_config.json",
                 parameter="structured_outputs",
             )
-        return checked(params.structured_outputs)
+        ours = ("disable_any_whitespace", "disable_additional_properties")
+        form = params.structured_outputs
+        if more := {name: True for name in ours if getattr(self.structured, name)}:
+            form = msgspec.structs.replace(form, **more)
+        return checked(form)
 
     def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
         if asked is None:

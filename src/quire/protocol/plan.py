@@ -33,6 +33,7 @@ class Work(Struct, array_like=True, omit_defaults=True, gc=False):
     new_blocks: list[list[int]] = []  # by cache group; [] when no group grew
     drafts: int = 0  # how many of num_tokens are guesses the worker itself holds
     samples: bool = True  # False: a prompt chunk that is not the last
+    # True asks for a draw if all that the row knows is computed then: it may know more than the planner did.
 
 
 class StepPlan(Struct, array_like=True, omit_defaults=True, gc=False, tag="plan"):
@@ -54,3 +55,6 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     prompt_logprobs: dict[int, Logprobs] = {}
     errors: dict[int, str] = {}  # this request alone fails, with this reason
     extras: dict[str, bytes] = {}  # hook -> gate
+    certain: dict[
+        int, list[int]
+    ] = {}  # tokens that follow without a draw; nothing of them is computed yet

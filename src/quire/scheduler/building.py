@@ -5,10 +5,28 @@ Knows work items and how to take one back. Does not know blocks or who should ru
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.protocol.plan import Entered, StepPlan, Work
 from quire.scheduler.request import Request
 
 Counted = tuple[Request, int]  # and how many output tokens this step may add
+
+
+def void(in_flight: Mapping[int, list[Counted]], request: Request, count: int) -> None:
+    """What is in flight draws at the next `count` places of `request`, whose tokens are known now: no draws then.
+
+    Raises:
+        RuntimeError: it carries guesses, of which some might stand there and some beyond.
+    """
+    for items in in_flight.values():
+        for index, (other, most) in enumerate(items):
+            if other is request and most and count:
+                if most > 1:
+                    raise RuntimeError(f"{request.id}: tokens are certain that are guessed already")
+                items[index] = request, 0
+                request.pending -= 1
+                count -= 1
 
 
 class PlanBuilder:

@@ -31,7 +31,7 @@ from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
-from quire.scheduler.building import Counted, PlanBuilder
+from quire.scheduler.building import Counted, PlanBuilder, void
 from quire.scheduler.gate import Gate
 from quire.scheduler.queues import WaitingQueue
 from quire.scheduler.request import NO_ROW, Request
@@ -329,6 +329,9 @@ class Scheduler:
                 if request.row != NO_ROW:
                     request.computed -= most - len(tokens)  # rejected guesses were never computed
                 tokens = self._extend(request, tokens)
+            if request.finish is None and (certain := result.certain.get(index)):
+                void(self.in_flight, request, len(certain))
+                tokens = tokens + self._extend(request, certain)
             if tokens or index in result.prompt_logprobs:
                 outputs.append(self._output(request, tokens, index, result))
             if request.row != NO_ROW:

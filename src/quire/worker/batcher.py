@@ -34,11 +34,11 @@ class Batcher:
         rows.grow(work)
         rows_B = np.array([item.row for item in work], np.int64)
         count_B = np.array([item.num_tokens for item in work], np.int64)
-        samples_B = np.array([item.samples for item in work], bool)
         start_B = rows.computed[rows_B]
         end_B = start_B + count_B
         if (end_B > rows.length[rows_B]).any() or (count_B < 1).any():
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
+        samples_B = np.array([item.samples for item in work], bool) & (end_B == rows.length[rows_B])
         query_start_B1 = np.zeros(len(work) + 1, np.int64)
         np.cumsum(count_B, out=query_start_B1[1:])
         num_tokens = int(query_start_B1[-1])
@@ -65,6 +65,7 @@ class Batcher:
             num_rows=len(work),
             query_lens=count_B.tolist(),
             lengths=end_B.tolist(),
+            drawing=samples_B.nonzero()[0].tolist(),
         )
 
     def _places(

@@ -24,6 +24,13 @@ class Hook:
     def after(self, plan: StepPlan, batch: Batch) -> None:
         """The model has run and tokens are being drawn."""
 
+    def certain(self, step: int) -> dict[int, list[int]]:
+        """Tokens that are sure to follow what that step drew, by row; asked once, when its result is read.
+
+        They are not drawn: a later step computes their KV at once, as if they were a prompt's.
+        """
+        return {}
+
     def report(self) -> bytes | None:
         """What rides up in result.extras[name]; asked once a step, when its result is read."""
         return None

@@ -13,6 +13,7 @@ Shape suffixes: R rows, L places for tokens, M places for blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,13 @@ from quire.protocol.plan import Entered, Work
 from quire.worker.untouched import zeros
 
 MOST = 2**31 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """How many tokens of a request were told to whoever makes the plans. One for each stay in a row."""
+
+    count: int
 
 
 class Rows:
@@ -47,6 +55,7 @@ class Rows:
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
+        self.told = [Told(0)] * max_rows
 
     def enter(self, new: Entered) -> None:
         """Seat a request.
@@ -63,6 +72,7 @@ class Rows:
                 f" a row holds {self.max_model_len}"
             )
         self.ids[row], self.params[row] = new.id, new.params
+        self.told[row] = Told(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sink refuses the request
             self.token_ids_RL[row, :length] = torch.tensor(new.tokens, dtype=torch.int32)
         self.num_prompt[row], self.computed[row], self.length[row] = (
@@ -84,6 +94,13 @@ class Rows:
         if self.ids[row] is None:
             raise RuntimeError(f"row {row} is left, but nobody sits there")
         self.ids[row] = self.params[row] = None
+
+    def foretell(self, row: int, told: Told, tokens: Sequence[int]) -> None:
+        """Tokens that follow what was told, and need no draw. A draw in flight at their places is the same."""
+        start, told.count = told.count, told.count + len(tokens)
+        if self.told[row] is told:  # else another sits there by now
+            self.token_ids_RL[row, start : told.count] = torch.tensor(tokens, dtype=torch.int32)
+            self.length[row] = max(self.length[row], told.count)
 
     def grow(self, work: Sequence[Work]) -> None:
         """Take in the blocks that this step's work brings."""

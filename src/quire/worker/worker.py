@@ -9,7 +9,7 @@ that must act here is a hook, a source or a sink.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from quire.errors import StepFailed
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.worker.batcher import Batcher
 from quire.worker.hooks import Hook
-from quire.worker.rows import Rows
+from quire.worker.rows import Rows, Told
 from quire.worker.source import Source
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Worker:
         """
         self._seat(plan)
         if not plan.work:
-            return _Step(_Nothing(plan.step), self.hooks)
+            return _Step(_Nothing(plan.step), self.hooks, self.rows, [])
         batch = self.batcher.build(plan)
         try:
             for hook in self.hooks:
@@ -98,7 +98,12 @@ class Worker:
             raise  # the device itself is lost
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
-        return _Step(pending, self.hooks)
+        rows = [plan.work[index].row for index in batch.drawing]
+        drew = [
+            _Drew(index, row, self.rows.told[row], batch.lengths[index])
+            for index, row in zip(batch.drawing, rows, strict=True)
+        ]
+        return _Step(pending, self.hooks, self.rows, drew)
 
     def call(self, name: str, *args: Any) -> Any:
         """A named function of this worker.
@@ -133,15 +138,34 @@ class Worker:
             self.forget([*plan.left, *(new.row for new in plan.entered)])
 
 
+class _Drew(NamedTuple):
+    """A work item that draws a token."""
+
+    number: int
+    row: int
+    told: Told
+    position: int
+
+
 class _Step:
     """A sink's pending result, with what hooks have to say."""
 
-    def __init__(self, pending: Pending, hooks: Sequence[Hook]):
-        self.pending, self.hooks = pending, hooks
+    def __init__(self, pending: Pending, hooks: Sequence[Hook], rows: Rows, drew: list[_Drew]):
+        self.pending, self.hooks, self.rows, self.drew = pending, hooks, rows, drew
 
     def result(self) -> StepResult:
         result = self.pending.result()
+        for item in self.drew:
+            if item.position < item.told.count:
+                result.tokens[item.number] = []  # an earlier result foretold it
+            else:
+                item.told.count = item.position + len(result.tokens[item.number])
         for hook in self.hooks:
+            if following := hook.certain(result.step):
+                for item in self.drew:
+                    if (tokens := following.get(item.row)) is not None:
+                        result.certain[item.number] = tokens
+                        self.rows.foretell(item.row, item.told, tokens)
             if (extra := hook.report()) is not None:
                 result.extras[hook.name] = extra
         return result

@@ -7,6 +7,10 @@ fed what the row brings along.
     enter   -> thread: copy the compiled matcher, feed it the output so far, fill the mask
     apply      wait for the masks of the rows that draw; lay them over the logits
     after   -> thread: read the tokens that were drawn, feed them, fill the masks of the next step
+    certain    wait for the feeding; tokens that the grammar forces next are not drawn at all (`jumps`)
+
+A token is forced when the mask allows no other, so a jump changes no token. A step that was planned before a jump
+was known draws at places which the jump has filled: it gets the token that stands there.
 
 The thread works while the forward pass runs (llguidance lets go of the GIL). It is one thread, so a row's jobs run
 in order; many masks are filled by llguidance's own pool.
@@ -29,6 +33,7 @@ from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import NAME, announced
 from quire.features.structured.grammar import explained
 from quire.protocol.constraint import StructuredOutputsParams
+from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
@@ -54,7 +59,12 @@ class Held:
     ends: list[int]
     ends_late: bool  # ignore_eos: end only where nothing else is allowed
     compiled: Future[LLMatcher]
-    fed: list[int]  # tokens that the matcher has read
+    start: int  # where the output begins
+    room: int  # tokens it may have
+    end_at: int  # if only one token ends it, from this place on it ends the request too: max_tokens elsewise
+    jumps: bool
+    known: list[int]  # the output so far, with what is forced next
+    num_fed: int  # how many of them the matcher has read: all up to the first end
     bias_V: np.ndarray  # 0 where a token is allowed, else -inf; empty where a device makes its own
     matcher: LLMatcher | None = None
     renewed: bool = False
@@ -68,9 +78,10 @@ class Held:
 class GrammarMasks(Processor):
     """One for a worker; `hook` goes to the worker's hooks."""
 
-    def __init__(self, compiler: Compiler, rows: Rows):
-        self.compiler, self.rows = compiler, rows
+    def __init__(self, compiler: Compiler, rows: Rows, jumps: bool = True):
+        self.compiler, self.rows, self.jumps = compiler, rows, jumps
         self.held: dict[int, Held] = {}
+        self.found: dict[int, Future[dict[int, list[int]]]] = {}  # by step: what is certain, by row
         self.hook = GrammarHook(self)
         self.on_host = rows.device.type == "cpu"
         self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
@@ -82,9 +93,13 @@ class GrammarMasks(Processor):
     def enter(self, new: Entered) -> bool:
         if (constraint := new.params.structured_outputs) is None:
             return False
-        params = new.params
-        ends, compiled = list(params.eos_token_ids), self.compiler.ask(constraint)
-        held = Held(new.row, constraint, ends, params.ignore_eos, compiled, [], NO_BIAS)
+        params, compiled = new.params, self.compiler.ask(constraint)
+        ends, room = list(params.eos_token_ids), params.max_tokens or 0
+        one_end = len(ends) == 1 and not params.ignore_eos
+        held = Held(
+            new.row, constraint, ends, params.ignore_eos, compiled, new.num_prompt, room,
+            params.min_tokens if one_end else room, self.jumps and may_jump(params), [], 0, NO_BIAS,
+        )  # fmt: skip
         self.held[new.row] = held
         held.job = self._thread.submit(self._begin, held, new.tokens[new.num_prompt :])
         return True
@@ -105,9 +120,14 @@ class GrammarMasks(Processor):
             if held.error is not None:
                 picked.errors.setdefault(at, held.error)
         self._drawing = helds, picked.rows, picked.lengths
-        whole = [
-            pair for pair in zip(picked.at.tolist(), helds, strict=True) if pair[1].error is None
-        ]
+        whole = []
+        for at, held, length in zip(
+            picked.at.tolist(), helds, picked.lengths.tolist(), strict=True
+        ):
+            if (place := length - held.start) < len(held.known):
+                _only(logits_SV[at], [held.known[place]])
+            elif held.error is None:
+                whole.append((at, held))
         masked = [(at, held) for at, held in whole if not held.over]
         if self.on_host:
             for at, held in masked:
@@ -117,10 +137,10 @@ class GrammarMasks(Processor):
             bar(logits_SV, [at for at, _ in masked], torch.from_numpy(words_PW))
         for at, held in whole:
             if held.over:
-                _end(logits_SV[at], held.ends)
+                _only(logits_SV[at], held.ends)
         return logits_SV
 
-    def drew(self) -> None:
+    def drew(self, step: int) -> None:
         """The step's tokens stand in the rows: feed them, in the thread."""
         drawing, self._drawing = self._drawing, None
         if drawing is None:
@@ -138,7 +158,10 @@ class GrammarMasks(Processor):
             event = torch.Event(device)
             event.record()
 
-        job = self._thread.submit(self._advance, helds, tokens_P, event)
+        found: Future[dict[int, list[int]]] = Future()
+        if any(held.jumps for held in helds):
+            self.found[step] = found
+        job = self._thread.submit(self._advance, helds, tokens_P, lengths_P, event, found)
         for held in helds:
             held.job = job
 
@@ -159,18 +182,22 @@ class GrammarMasks(Processor):
         except BaseException as error:
             held.error = str(error)
 
-    def _advance(self, helds: list[Held], tokens_P: Tensor, event: torch.Event | None) -> None:
-        if event is not None:
-            event.synchronize()
+    def _advance(
+        self,
+        helds: list[Held],
+        tokens_P: Tensor,
+        lengths_P: np.ndarray,
+        event: torch.Event | None,
+        found: Future[dict[int, list[int]]],
+    ) -> None:
         live: list[Held] = []
-        for held, token in zip(helds, tokens_P.tolist(), strict=True):
-            if held.error is not None or held.gone:
-                continue
-            try:
-                self._feed(held, token)
-                live.append(held)
-            except BaseException as error:
-                held.error = f"the constraint cannot be kept: {error}"
+        certain: dict[int, list[int]] = {}
+        try:
+            if event is not None:
+                event.synchronize()
+            self._read(helds, tokens_P.tolist(), lengths_P.tolist(), live, certain)
+        finally:
+            found.set_result(certain)  # whoever waits for it is not left waiting
         try:
             self._fill(live)
         except BaseException:
@@ -180,15 +207,52 @@ class GrammarMasks(Processor):
                 except BaseException as error:
                     held.error = f"the constraint cannot be kept: {error}"
 
+    def _read(
+        self,
+        helds: list[Held],
+        tokens: list[int],
+        lengths: list[int],
+        live: list[Held],
+        certain: dict[int, list[int]],
+    ) -> None:
+        """Feed each its token, and what is forced after it."""
+        for held, token, length in zip(helds, tokens, lengths, strict=True):
+            if held.error is not None or held.gone or length - held.start < len(held.known):
+                continue
+            try:
+                self._feed(held, token)
+                live.append(held)
+                if held.jumps and (forced := self._jump(held)):
+                    certain[held.row] = forced
+            except BaseException as error:
+                held.error = f"the constraint cannot be kept: {error}"
+
     def _feed(self, held: Held, token: int) -> None:
+        held.known.append(token)
         if held.ended or held.matcher is None:
             return
         if token in held.ends:
             held.ended = held.over = True
         else:
-            held.fed.append(token)
+            held.num_fed += 1
             if not held.matcher.consume_token(token):
                 self._renew(held)
+
+    def _jump(self, held: Held) -> list[int]:
+        """Feed what is forced next, and say what it was."""
+        start = len(held.known)
+        while (matcher := held.matcher) is not None and held.error is None:
+            forced = matcher.compute_ff_tokens()[: held.room - len(held.known)]
+            for token in forced:
+                if token in held.ends or held.error is not None:
+                    return held.known[start:]
+                self._feed(held, token)
+            if not forced:
+                break
+        done = matcher is not None and matcher.is_stopped() and matcher.is_accepting()
+        if done and not held.ended and held.end_at <= len(held.known) < held.room:
+            self._feed(held, held.ends[0])
+        return held.known[start:]
 
     def _renew(self, held: Held) -> None:
         """The matcher has given up. If others have used up its limits, a new one goes on; else it was right."""
@@ -197,7 +261,7 @@ class GrammarMasks(Processor):
             self.compiler.forget(held.constraint, held.compiled)
             held.compiled = self.compiler.ask(held.constraint)
             held.matcher = held.compiled.result().deep_copy()
-            if held.matcher.consume_tokens(held.fed):
+            if held.matcher.consume_tokens(held.known[: held.num_fed]):
                 return
         if held.matcher is not None:
             why = explained(held.matcher.get_error())
@@ -270,13 +334,20 @@ def bar(logits_SV: Tensor, at: list[int], words_PW: Tensor) -> None:
     logits_SV[at_P] = rows_PV
 
 
-def _end(logits_V: Tensor, ends: list[int]) -> None:
-    """Only an end may come, whatever min_tokens, allowed tokens or bad words say: nothing else is left."""
-    ends_E = torch.tensor(ends, device=logits_V.device)
-    kept_E = logits_V[ends_E]
+def may_jump(params: SamplingParams) -> bool:
+    """Nothing is to be reported of a forced token, and no other rule may bar it."""
+    reported = params.logprobs is not None or params.logprob_token_ids is not None
+    barred = params.allowed_token_ids is not None or any(params.bad_word_ids)
+    return not (reported or barred or (params.min_tokens and params.stop_token_ids))
+
+
+def _only(logits_V: Tensor, tokens: list[int]) -> None:
+    """Only these may come, whatever min_tokens, allowed tokens or bad words say: nothing else is left."""
+    ids_E = torch.tensor(tokens, device=logits_V.device)
+    kept_E = logits_V[ids_E]
     kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
     logits_V.fill_(NEVER)
-    logits_V[ends_E] = kept_E
+    logits_V[ids_E] = kept_E
 
 
 def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:
@@ -299,4 +370,8 @@ class GrammarHook(Hook):
                 self.masks.compiler.ask(constraint)
 
     def after(self, plan: StepPlan, batch: Batch) -> None:
-        self.masks.drew()
+        self.masks.drew(plan.step)
+
+    def certain(self, step: int) -> dict[int, list[int]]:
+        found = self.masks.found.pop(step, None)
+        return {} if found is None else found.result()

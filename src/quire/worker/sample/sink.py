@@ -138,8 +138,7 @@ class SampleSink:
         outcome = Outcome(plan.step, len(plan.work))
         if self.prompts:
             self._score_prompts(plan, batch, hidden_TD, outcome)
-        drawing = [index for index, item in enumerate(plan.work) if item.samples]
-        if drawing:
+        if drawing := batch.drawing:
             outcome.items = drawing
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]

@@ -1,0 +1,78 @@
+"""Structured output: which engine reads grammars, and what holds for every request that is constrained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.errors import ConfigError, Unsupported
+
+BACKENDS = ("auto", "guidance", "xgrammar")
+ELSEWHERE = {
+    "outlines": "it compiles a schema for seconds and takes few keywords",
+    "lm-format-enforcer": "it walks the vocabulary in Python",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredConfig:
+    """Constrained output."""
+
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
+    """Any of backend (auto, guidance or xgrammar), disable_any_whitespace, disable_additional_properties,
+    enable_in_reasoning, jumps (tokens that a grammar forces are not drawn one by one; true)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """The keys of `structured_outputs_config`."""
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False
+    jumps: bool = True
+
+
+def wishes(given: Mapping[str, Any]) -> Wishes:
+    """Read `structured_outputs_config`.
+
+    Raises:
+        ConfigError: a key that there is not, or a value that it does not take.
+        Unsupported: another engine's name.
+    """
+    known = {one.name: one.type for one in fields(Wishes)}
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in ("reasoning_parser", "reasoning_parser_plugin"):
+            if value:
+                raise ConfigError(
+                    f"structured_outputs_config.{name}: say it as --{name.replace('_', '-')}"
+                )
+        elif name not in known:
+            raise ConfigError(
+                f"structured_outputs_config has no {name!r}; it may have {', '.join(known)}"
+            )
+        elif name == "backend":
+            made[name] = backend(value)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"structured_outputs_config.{name}={value!r}: this is true or false")
+        else:
+            made[name] = value
+    return Wishes(**made)
+
+
+def backend(value: Any) -> str:
+    """An engine's name; old forms such as `xgrammar:no-fallback` carry options behind a colon."""
+    name = str(value).partition(":")[0]
+    name = {"llguidance": "guidance"}.get(name, name)
+    if name in ELSEWHERE:
+        raise Unsupported(
+            f"structured_outputs_config.backend={name}", f"use auto: {ELSEWHERE[name]}"
+        )
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"structured_outputs_config.backend={value!r}: choose from {', '.join(BACKENDS)}"
+        )
+    return name
