@@ -110,9 +110,10 @@ void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
           else
             product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
           ahead.from += lines * LINE * deep;
+          if (k0 + deep == steps)  // now, while its sums are in the L1 cache
+            finish_rows<KIND>(job, m, (int)std::min<long>(32, job.rows - m), panel, c);
         }
       }
-      finish_rows<KIND>(job, m0, (int)(std::min(job.rows, m1) - m0), panel, sums);
     }
   }
 }
