@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.attention import codes
 from quire.attention.base import Capabilities
 from quire.batch import Batch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.attention import Scores, Sizes, Step, attend, sizes_for
-from quire.ops.triton.cache import FLOAT8, write
+from quire.ops.triton.cache import write
 from quire.ops.triton.launch import INTERPRETED
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TritonAttention:
-    """Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E].
+    """Cache: as `codes.parts` says.
 
     Args:
         sizes: of the kernels' blocks; None: by the layer's heads and the format.
@@ -37,7 +38,7 @@ class TritonAttention:
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         head_dims=range(8, 257),
         block_sizes=(16, 32, 64, 128),
-        kv_dtypes=frozenset({"auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"}),
+        kv_dtypes=frozenset({"auto", *codes.DTYPES}),
         differing_values=True,
         windows=True,
         softcap=True,
@@ -47,13 +48,11 @@ class TritonAttention:
 
     def __init__(self, sizes: Sizes | None = None):
         self.sizes = sizes
-        self.ones: dict[tuple[int, torch.device], Tensor] = {}
 
-    def cache_shape(
+    def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = (num_blocks, spec.num_kv_heads, block_size)
-        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+    ) -> tuple[codes.Part, ...]:
+        return codes.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         return Plan(batch, group)
@@ -62,36 +61,22 @@ class TritonAttention:
         self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype."""
-        keys, values = layer.cache
-        scales = self.scales(layer, keys)
-        write(keys, values, k_TKD, v_TKE, meta.slots_T, *scales)
+        dtype = layer.cache[0].dtype
+        top, less = codes.TOP.get(dtype, 0.0), 1.0
+        if dtype == torch.int8:
+            k_TKD, less = codes.turned(k_TKD), 1 / codes.span(layer.head_dim)
+        write(layer.cache, k_TKD, v_TKE, meta.slots_T, top, less)
         return self.read(layer, q_THD, meta)
 
     def read(
         self, layer: Attention, q_THD: Tensor, meta: Plan, lse_TH: Tensor | None = None
     ) -> Tensor:
         """o_THE from what the cache has; this step's tokens are there already."""
-        keys, values = layer.cache
         heads_each = layer.num_heads // layer.num_kv_heads
-        sizes = self.sizes or sizes_for(heads_each, keys.shape[3], q_THD.element_size())
-        scores = Scores(
-            layer.scale,
-            layer.window or 0,
-            layer.softcap or 0.0,
-            layer.sinks,
-            *self.scales(layer, keys),
-        )
-        return attend(q_THD, keys, values, meta.step(heads_each, sizes), scores, sizes, lse_TH)
-
-    def scales(self, layer: Attention, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What 8-bit numbers of each KV head are multiplied by: the layer's own scales, or 1."""
-        if keys.dtype not in FLOAT8:
-            return None, None
-        place = (layer.num_kv_heads, keys.device)
-        if place not in self.ones:
-            self.ones[place] = torch.ones(layer.num_kv_heads, device=keys.device)
-        one = self.ones[place]
-        return getattr(layer, "k_scale", one), getattr(layer, "v_scale", one)
+        sizes = self.sizes or sizes_for(heads_each, layer.head_dim, q_THD.element_size())
+        scores = Scores(layer.scale, layer.window or 0, layer.softcap or 0.0, layer.sinks)
+        q_THD = codes.query(q_THD, layer.cache[0].dtype).to(q_THD.dtype)
+        return attend(q_THD, layer.cache, meta.step(heads_each, sizes), scores, sizes, lse_TH)
 
 
 class Plan:

@@ -13,7 +13,10 @@ import torch
 from ops.test_attention import KINDS, Rows, formula, layer_of
 from ops.triton.place import DEVICE
 
+from quire.attention import codes
+from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
+from quire.kvcache.specs import CacheSpec
 from quire.layers.attention import Attention
 from quire.ops.triton.attention import Scores, Sizes, Step, attend
 from quire.ops.triton.cache import write
@@ -108,14 +111,14 @@ def test_who_folds_the_segments_changes_no_bit(window: int) -> None:
     step, slots, blocks = made_step(lengths, new, 16)
     keys, values = (torch.full((blocks, 2, 16, 16), torch.nan, device=DEVICE) for _ in range(2))
     k, v = (torch.randn(sum(lengths), 2, 16, device=DEVICE) for _ in range(2))
-    write(keys, values, k, v, slots)
+    write((keys, values), k, v, slots)
     q = torch.randn(new * 3, 4, 16, device=DEVICE)
     sinks = torch.randn(4, device=DEVICE)
     found = []
     for splits in (1, 2, 5):
         lse = torch.empty(new * 3, 4, device=DEVICE)
         scores = Scores(0.25, window=window, sinks_H=sinks)
-        out = attend(q, keys, values, step, scores, SMALL, lse_TH=lse, splits=splits)
+        out = attend(q, (keys, values), step, scores, SMALL, lse_TH=lse, splits=splits)
         found.append((out, lse))
     for out, lse in found[1:]:
         assert torch.equal(out, found[0][0])
@@ -132,25 +135,50 @@ def test_what_is_nobodys_is_not_written() -> None:
     keys, values = torch.zeros(3, 2, 16, 8, device=DEVICE), torch.zeros(3, 2, 16, 4, device=DEVICE)
     both = torch.randn(3, 6, 8, device=DEVICE)
     slots = torch.tensor([17, -1, 47], device=DEVICE)
-    write(keys, values, both[:, 1:3], both[:, 4:, :4], slots)
+    write((keys, values), both[:, 1:3], both[:, 4:, :4], slots)
     for token, (block, at) in ((0, (1, 1)), (2, (2, 15))):
         assert torch.equal(keys[block, :, at], both[token, 1:3])
         assert torch.equal(values[block, :, at], both[token, 4:, :4])
     assert int((keys != 0).sum()) == 2 * 2 * 8
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_cache_of_8_bits_is_near(kind: torch.dtype) -> None:
+FORMATS = [
+    "int8",
+    pytest.param("fp8_e4m3", marks=pytest.mark.device),
+    pytest.param("fp8_e5m2", marks=pytest.mark.device),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cache_of_codes_has_the_bits_of_its_definition(name: str) -> None:
     torch.manual_seed(4)
-    lengths = [40, 100]
-    step, slots, blocks = made_step(lengths, 1, 16)
-    k, v = (torch.randn(sum(lengths), 2, 64, device=DEVICE).bfloat16() for _ in range(2))
-    q = torch.randn(2, 4, 64, device=DEVICE).bfloat16()
-    scale = torch.tensor([0.02, 0.5], device=DEVICE)
-    outs = []
-    for dtype, scales in ((torch.bfloat16, (None, None)), (kind, (scale, scale))):
-        keys, values = (torch.zeros(blocks, 2, 16, 64, device=DEVICE).to(dtype) for _ in range(2))
-        write(keys, values, k, v, slots, *scales)
-        outs.append(attend(q, keys, values, step, Scores(0.125, 0, 0.0, None, *scales), SMALL))
-    torch.testing.assert_close(outs[1].float(), outs[0].float(), atol=0.2, rtol=0.1)
+    spec = CacheSpec(2, 24, 16, name)
+    mine, theirs = (
+        tuple(torch.zeros(p.shape, dtype=p.dtype, device=DEVICE) for p in codes.parts(spec, 3, 16))
+        for _ in range(2)
+    )
+    k, v = torch.randn(20, 2, 24, device=DEVICE), torch.randn(20, 2, 16, device=DEVICE)
+    k[3], v[4, 1] = 0, 1e-32
+    slots = torch.randperm(48, device=DEVICE)[:20]
+    codes.write(theirs, k, v, slots)
+    if name == "int8":
+        write(mine, codes.turned(k), v, slots, 127.0, 1 / codes.span(24))
+    else:
+        write(mine, k, v, slots, codes.TOP[codes.DTYPES[name]])
+    for got, want in zip(mine, theirs, strict=True):
+        assert torch.equal(codes.plain(got), codes.plain(want))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["plain", "softcap"])
+def test_a_cache_of_codes_is_read_as_the_reference_reads_it(name: str, kind: str) -> None:
+    found = []
+    for backend in (TritonAttention(SMALL), ReferenceAttention(tile=16)):
+        rows = rows_of(kind, [40, 7])
+        layer, rows.layer.backend = rows.layer, backend
+        layer.cache = tuple(
+            torch.zeros(p.shape, dtype=p.dtype, device=DEVICE)
+            for p in codes.parts(layer.cache_spec(name), 8, 16)
+        )
+        found.append(torch.cat([*rows.step([(0, 39), (1, 6)]), *rows.step([(0, 1), (1, 1)])]))
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)

@@ -81,13 +81,11 @@ def start_of_fold(sinks_ptr, head, H: tl.constexpr, M: tl.constexpr, HAS_SINKS: 
 
 @triton.jit
 def finish(
-    out_ptr, lse_ptr, v_scale_ptr, top, total, acc, token, head, kv_head, live,
-    H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LSE: tl.constexpr, SCALED: tl.constexpr,
+    out_ptr, lse_ptr, top, total, acc, token, head, live,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     out = acc / total[:, None]
-    if SCALED:
-        out = out * tl.load(v_scale_ptr + kv_head)
     at = (token.to(tl.int64) * H + head)[:, None] * E + e[None, :]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
     if HAS_LSE:
@@ -97,10 +95,10 @@ def finish(
 
 @triton.jit
 def segment_of(
-    q, k_ptr, v_ptr, table_ptr, position, low, first, last, factor, scale, softcap,
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, position, low, first, last, factor, scale, softcap,
     stride_block, stride_head_size, kv_head,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    M: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """(m, z, o): maximum, sum and output of a running softmax over keys first .. last, of which those below `low` nobody sees."""
     d = tl.arange(0, BLOCK_D)
@@ -119,6 +117,8 @@ def segment_of(
             other=0.0,
         )
         s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        if SCALED:
+            s = s * tl.load(k_scale_ptr + line, mask=inside, other=0.0)[None, :]
         if CAPPED:
             # tanh(x) = 1 - 2 / (1 + exp(2 x)), in units of the exponent's base 2
             s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * scale)))
@@ -130,6 +130,8 @@ def segment_of(
         p = tl.exp2(tl.fma(s, factor, -new[:, None]))
         fade = tl.exp2(m - new)
         z = tl.fma(z, fade, tl.sum(p, axis=1))
+        if SCALED:
+            p = p * tl.load(v_scale_ptr + line, mask=inside, other=0.0)[None, :]
         # What nobody sees may be memory that was never written: 0 times NaN is NaN.
         v = tl.load(
             v_ptr + line[:, None] * E + e[None, :],
@@ -173,10 +175,6 @@ def attend_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - count + first_token - WINDOW + 1, 0)
-    if SCALED:
-        k_scale = tl.load(k_scale_ptr + kv_head)
-        factor = factor * k_scale
-        scale = scale * k_scale
     if CAPPED:
         factor = 1.4426950408889634
     d = tl.arange(0, BLOCK_D)
@@ -191,8 +189,8 @@ def attend_kernel(
         first = tl.maximum(segment * SEGMENT, low // S * S)
         end = tl.minimum(segment * SEGMENT + SEGMENT - 1, last)
         m, z, o = segment_of(
-            q, k_ptr, v_ptr, here, position, low, first, end, factor, scale, softcap,
-            stride_block, BLOCK_SIZE, kv_head, D, E, BLOCK_D, BLOCK_E, BLOCK_SIZE, M, S, WINDOW, CAPPED,
+            q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, here, position, low, first, end, factor, scale, softcap,
+            stride_block, BLOCK_SIZE, kv_head, D, E, BLOCK_D, BLOCK_E, BLOCK_SIZE, M, S, WINDOW, CAPPED, SCALED,
         )  # fmt: skip
         if SPLITS > 1:
             part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * M
@@ -203,18 +201,17 @@ def attend_kernel(
             top, total, acc = fold(top, total, acc, m, z, o)
     if SPLITS == 1:
         finish(
-            out_ptr, lse_ptr, v_scale_ptr, top, total, acc, start + new, head, kv_head, live,
-            H, E, BLOCK_E, HAS_LSE, SCALED,
+            out_ptr, lse_ptr, top, total, acc, start + new, head, live, H, E, BLOCK_E, HAS_LSE,
         )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    parts_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, work_ptr, starts_ptr, lengths_ptr,
+    parts_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, work_ptr, starts_ptr, lengths_ptr,
     num_segments,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    SCALED: tl.constexpr, EVERY_ROW: tl.constexpr,
+    EVERY_ROW: tl.constexpr,
 ):  # fmt: skip
     """Fold what programs that share a row have written: as `attend_kernel` does it alone."""
     item = tl.program_id(0)
@@ -243,8 +240,7 @@ def merge_kernel(
         z = tl.load(sums_ptr + 2 * part + M + r)
         top, total, acc = fold(top, total, acc, m, z, o)
     finish(
-        out_ptr, lse_ptr, v_scale_ptr, top, total, acc, start + new, head, kv_head, live,
-        H, E, BLOCK_E, HAS_LSE, SCALED,
+        out_ptr, lse_ptr, top, total, acc, start + new, head, live, H, E, BLOCK_E, HAS_LSE,
     )  # fmt: skip
 
 
@@ -272,31 +268,29 @@ class Scores(NamedTuple):
     window: int = 0  # 0: none
     softcap: float = 0.0  # 0: none
     sinks_H: Tensor | None = None
-    k_scale_K: Tensor | None = None
-    v_scale_K: Tensor | None = None
 
 
 def attend(
     q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: tuple[Tensor, ...],
     step: Step,
     scores: Scores,
     sizes: Sizes,
     lse_TH: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """o_THE in q's dtype. keys [blocks, K, block_size, D] and values [.., E] have this step's tokens already.
+    """o_THE in q's dtype. The cache has this step's tokens already.
 
     Args:
+        cache: keys [blocks, K, block_size, D], values [.., E] and, of codes, the scales of both [blocks, K, block_size].
         lse_TH: float32, takes the logarithm of each softmax's sum (sinks included).
         splits: programs that share a short row; None: as many as keep the device busy. No bits depend on it.
     """
     tokens, num_heads, _ = q_THD.shape
     o_THE = torch.empty(
-        (tokens, num_heads, values.shape[3]), dtype=q_THD.dtype, device=q_THD.device
+        (tokens, num_heads, cache[1].shape[3]), dtype=q_THD.dtype, device=q_THD.device
     )
-    call = _Call(q_THD, keys, values, o_THE, step, scores, sizes, lse_TH)
+    call = _Call(q_THD, cache, o_THE, step, scores, sizes, lse_TH)
     if step.num_short:
         call.short(splits)
     if step.long_W2 is not None:
@@ -308,18 +302,18 @@ class _Call:
     """The arguments of a launch, which both sizes share."""
 
     def __init__(
-        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, step: Step, scores: Scores,
+        self, q: Tensor, cache: tuple[Tensor, ...], out: Tensor, step: Step, scores: Scores,
         sizes: Sizes, lse: Tensor | None,
     ):  # fmt: skip
         self.q = q if q.stride(2) == 1 else q.contiguous()
-        self.keys, self.values, self.out, self.lse = keys, values, out, lse
+        self.cache, self.out, self.lse = cache, out, lse
+        keys, values = cache[:2]
         self.step, self.scores, self.sizes = step, scores, sizes
         self.num_kv_heads = keys.shape[1]
         self.shared = {
             "H": q.shape[1], "G": q.shape[1] // keys.shape[1], "E": values.shape[3],
             "BLOCK_E": pow2(values.shape[3], 16), "SEGMENT": sizes.segment, "WINDOW": scores.window,
             "HAS_SINKS": scores.sinks_H is not None, "HAS_LSE": lse is not None,
-            "SCALED": scores.k_scale_K is not None,
         }  # fmt: skip
 
     def short(self, splits: int | None) -> None:
@@ -337,7 +331,7 @@ class _Call:
         self._launch(step.short_W2, step.num_short, sizes.short, splits, parts, sums, segments)
         if splits > 1:
             merge_kernel[(step.num_short, self.num_kv_heads)](
-                parts, sums, self.out, self.lse, self.scores.sinks_H, self.scores.v_scale_K,
+                parts, sums, self.out, self.lse, self.scores.sinks_H,
                 step.short_W2, step.starts_B1, step.lengths_B, segments,
                 M=sizes.short, EVERY_ROW=step.short_W2 is None, **self.shared, **EXACT,
             )  # fmt: skip
@@ -351,16 +345,18 @@ class _Call:
         self, work: Tensor | None, items: int, rows: int, splits: int,
         parts: Tensor | None, sums: Tensor | None, segments: int,
     ) -> None:  # fmt: skip
-        step, scores, keys = self.step, self.scores, self.keys
+        step, scores = self.step, self.scores
+        keys, values, *scales = self.cache
+        k_scales, v_scales = scales or (None, None)
         # Softcap's tanh takes twice the score over the cap, in base 2.
         scale = 2 * LOG2E * scores.scale / scores.softcap if scores.softcap else 0.0
         options = {} if INTERPRETED else {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
         attend_kernel[(items, self.num_kv_heads, splits)](
-            self.q, keys, self.values, self.out, self.lse, parts, sums, scores.sinks_H,
-            scores.k_scale_K, scores.v_scale_K, work, step.table_BN, step.starts_B1, step.lengths_B,
+            self.q, keys, values, self.out, self.lse, parts, sums, scores.sinks_H,
+            k_scales, v_scales, work, step.table_BN, step.starts_B1, step.lengths_B,
             scores.scale * LOG2E, scale, scores.softcap, self.q.stride(0), self.q.stride(1),
             step.table_BN.stride(0), self.num_kv_heads * keys.shape[2], segments,
             D=keys.shape[3], BLOCK_D=pow2(keys.shape[3], 16), BLOCK_SIZE=keys.shape[2],
-            M=rows, S=self.sizes.tile, CAPPED=bool(scores.softcap), EVERY_ROW=work is None,
+            M=rows, S=self.sizes.tile, SCALED=k_scales is not None, CAPPED=bool(scores.softcap), EVERY_ROW=work is None,
             SPLITS=splits, **self.shared, **EXACT, **options,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Writing keys and values into the blocks of a cache: one program a token.
 
-Knows slots and strides. Does not know requests. Into a cache of 8-bit floats go values divided by their head's
-scale and cut off at the largest that the format has.
+Knows slots and strides. Does not know requests. A cache of codes of 8 bits takes each vector divided by a scale of its
+own, as `attention/codes.py` defines it, to the bit.
 
 Shape suffixes: T tokens, K key/value heads, D head size (of values: E).
 """
@@ -13,26 +13,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.launch import pow2, side_by_side
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from quire.ops.triton.launch import EXACT, pow2, side_by_side
 
 
 @triton.jit
-def put(cache_ptr, x, scale_ptr, at, head, mask, MOST: tl.constexpr):
-    """Store x [heads, features]; MOST: the format's largest number where there are scales, else 0."""
-    if MOST > 0:
-        scale = tl.load(scale_ptr + head)
-        x32 = x.to(tl.float32) / scale[:, None]
-        x = tl.minimum(tl.maximum(x32, -MOST), MOST)
+def put(
+    cache_ptr,
+    scale_ptr,
+    x,
+    line,
+    features,
+    size,
+    mask,
+    TOP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LESS,
+):
+    """Store x [heads, features] at lines of a cache; TOP: its largest code, 0 where numbers are kept as they are."""
+    if TOP > 0:
+        x = x.to(tl.float32)
+        most = tl.max(tl.abs(x), axis=1)
+        factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + TOP, tl.maximum(most, 1e-30)), 0.0)
+        x = x * factor[:, None]
+        if WHOLE:
+            # To the nearest integer, halves to even: above 2^23 a float32 has no fraction.
+            x = (x + 12582912.0) - 12582912.0
+        known = tl.max(mask.to(tl.int32), axis=1) > 0
+        tl.store(scale_ptr + line, tl.div_rn(most, most * 0.0 + TOP) * LESS, mask=known)
+    at = line[:, None] * size + features[None, :]
     tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def write_kernel(
-    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, heads, size_k, size_v,
-    stride_kt, stride_kh, stride_vt, stride_vh, block_size,
-    MOST: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    k_ptr, v_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, heads, size_k, size_v,
+    stride_kt, stride_kh, stride_vt, stride_vh, block_size, less,
+    TOP: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -43,40 +59,41 @@ def write_kernel(
         line = ((slot // block_size) * heads + head) * block_size + slot % block_size
         mask_k = (head < heads)[:, None] & (d < size_k)[None, :]
         mask_v = (head < heads)[:, None] & (e < size_v)[None, :]
-        known = tl.minimum(head, heads - 1)
         k_at = k_ptr + token * stride_kt + head[:, None] * stride_kh + d[None, :]
         v_at = v_ptr + token * stride_vt + head[:, None] * stride_vh + e[None, :]
         k = tl.load(k_at, mask=mask_k, other=0.0)
         v = tl.load(v_at, mask=mask_v, other=0.0)
-        put(keys_ptr, k, k_scale_ptr, line[:, None] * size_k + d[None, :], known, mask_k, MOST)
-        put(values_ptr, v, v_scale_ptr, line[:, None] * size_v + e[None, :], known, mask_v, MOST)
+        put(keys_ptr, k_scale_ptr, k, line, d, size_k, mask_k, TOP, WHOLE, less)
+        put(values_ptr, v_scale_ptr, v, line, e, size_v, mask_v, TOP, WHOLE, 1.0)
 
 
 def write(
-    keys: Tensor,
-    values: Tensor,
+    cache: tuple[Tensor, ...],
     k_TKD: Tensor,
     v_TKE: Tensor,
     slots_T: Tensor,
-    k_scale_K: Tensor | None = None,
-    v_scale_K: Tensor | None = None,
+    top: float = 0.0,
+    less: float = 1.0,
 ) -> None:
-    """keys [blocks, K, block_size, D] and values [blocks, K, block_size, E] take tokens at their slots.
+    """keys [blocks, K, block_size, D], values [blocks, K, block_size, E] and, of codes, the scales of both
+    [blocks, K, block_size] take tokens at their slots.
 
-    A slot below 0 is nobody's. Scales, float32, are what cached numbers are multiplied by when they are read.
+    A slot below 0 is nobody's.
+
+    Args:
+        top: the largest code of the format; 0: the cache keeps numbers, not codes.
+        less: a factor of the keys' scales (those of keys that were turned, see attention/codes.py).
     """
+    keys, values, *scales = cache
+    k_scale, v_scale = scales or (None, None)
     tokens, heads, size_k = k_TKD.shape
     size_v = v_TKE.shape[2]
     if not tokens:
         return
     k, v = side_by_side(k_TKD), side_by_side(v_TKE)
     write_kernel[(tokens,)](
-        k, v, keys, values, slots_T, k_scale_K, v_scale_K, heads, size_k, size_v,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.shape[2],
-        MOST=most(keys, k_scale_K), HEADS=pow2(heads), D=pow2(size_k), E=pow2(size_v),
+        k, v, keys, values, k_scale, v_scale, slots_T, heads, size_k, size_v,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.shape[2], less,
+        TOP=top, WHOLE=keys.dtype == torch.int8, HEADS=pow2(heads), D=pow2(size_k), E=pow2(size_v),
+        **EXACT,
     )  # fmt: skip
-
-
-def most(cache: Tensor, scale_K: Tensor | None) -> float:
-    """The largest number of a cache that has scales; 0: it has none."""
-    return float(torch.finfo(cache.dtype).max) if scale_K is not None else 0.0
