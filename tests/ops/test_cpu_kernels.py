@@ -1,11 +1,12 @@
 """The CPU's kernels: equal to their definitions, and the same bits for a row whoever stands beside it.
 
-Every build that this machine can run is tested; on a machine that can run none, these are skipped by name.
+Every build that this machine can run is tested; without a compiler they are skipped by name.
 """
 
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -15,13 +16,10 @@ from torch.nn import functional as F
 from quire.ops import reference
 from quire.ops.cpu import build, isa, library
 
-pytestmark = pytest.mark.skipif(
-    not isa.usable(), reason="this CPU runs none of the kernels' builds"
-)
 ADDRESS = Tensor.data_ptr
 
 
-@pytest.fixture(params=[each.name for each in isa.usable()] or ["none"])
+@pytest.fixture(params=[each.name for each in isa.usable()])
 def kernels(request: pytest.FixtureRequest) -> library.Kernels:
     try:
         return library.load(request.param)
@@ -274,6 +272,47 @@ def test_without_a_compiler_there_is_a_reason_and_no_kernel(
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):
         build.library(isa.usable()[0])
     assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_what_came_with_the_package_is_taken_only_if_it_is_of_these_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    portable = isa.ISAS[-1]
+    ours = tmp_path / build.file_name(portable)
+    ours.touch()
+    assert build.library(portable) == ours
+    sources = tmp_path / "kernels"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert build.library(portable) == ours  # the same sources elsewhere
+    header = sources / "common.h"
+    header.write_text(header.read_text() + "// changed\n")
+    with pytest.raises(build.CannotBuild):
+        build.library(portable)
+
+
+CPUS = {
+    "x86_64": {
+        "fpu sse sse2": ["portable"],
+        "sse2 avx2 fma": ["avx2", "portable"],
+        "sse2 avx2 fma avx512f avx512bw avx512vl avx512dq": ["avx512", "avx2", "portable"],
+    },
+    "aarch64": {"fp asimd": ["portable"]},
+}
+
+
+@pytest.mark.parametrize("machine", CPUS)
+def test_a_build_asks_for_no_more_than_the_cpu_has(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa.platform, "machine", lambda: machine)
+    for words, names in CPUS[machine].items():
+        monkeypatch.setattr(isa, "words", lambda words=words: frozenset(words.split()))
+        assert [each.name for each in isa.usable()] == names

@@ -1,16 +1,18 @@
-"""Compile the kernels once, into the cache directory, if there is a compiler.
+"""Compile the kernels: when the package is installed, or else once, into the cache directory, where they first run.
 
-Knows sources, flags and files. Does not know what the kernels do. A build is named by a hash of all that went
-into it, so a new version, another compiler or another instruction set never meets an old library.
+Knows sources, flags and files. Does not know what the kernels do, and imports nothing but the standard library:
+`setup.py` uses it too. A build is named by a hash of its sources and flags, so a new version never meets an old library.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire import env
@@ -20,10 +22,11 @@ from quire.ops.cpu.isa import Isa
 log = get_logger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
+INSTALLED = Path(__file__).parent / "built"
+"""Builds that came with the package."""
 FLAGS = (
     "-O3",
     "-std=c++17",
-    "-shared",
     "-fPIC",
     "-fopenmp",
     "-fvisibility=hidden",
@@ -46,37 +49,59 @@ def compiler() -> str:
     raise CannotBuild("there is no C++ compiler (g++ or clang++)")
 
 
+def file_name(isa: Isa) -> str:
+    """What this build's library is called: changes when anything does that it is made of."""
+    digest = hashlib.sha256(repr((FLAGS, isa.flags, platform.machine())).encode())
+    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(path.read_bytes())
+    return f"{isa.name}-{digest.hexdigest()[:16]}.so"
+
+
 def library(isa: Isa) -> Path:
-    """The shared library of this build, made if it is not there yet.
+    """The shared library of this build: the one that came with the package, else that of the cache, made if need be.
 
     Raises:
         CannotBuild: no compiler, or it failed.
     """
-    sources = sorted(SOURCES.glob("*.cpp"))
-    digest = hashlib.sha256(repr((FLAGS, isa.flags)).encode())
-    for path in (*sources, *sorted(SOURCES.glob("*.h"))):
-        digest.update(path.read_bytes())
+    name = file_name(isa)
+    if (INSTALLED / name).exists():
+        return INSTALLED / name
     root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
-    target = root / f"{isa.name}-{digest.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
+    if (root / name).exists():
+        return root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _compile(isa, sources, target)
+        made = make(isa, root)
     except OSError as why:
         raise CannotBuild(f"{root} cannot be written ({why}); set QUIRE_CACHE_ROOT") from None
+    log.info("compiled the CPU kernels for %s into %s", isa.name, made)
+    return made
+
+
+def make(isa: Isa, folder: Path) -> Path:
+    """Compile a build into a folder that is there; the files one beside the other, on as many cores as there are.
+
+    Raises:
+        CannotBuild: no compiler, or it failed.
+        OSError: the folder cannot be written.
+    """
+    command = [compiler(), *FLAGS, *isa.flags]
+    target = folder / file_name(isa)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = {source: Path(scratch) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        jobs = [[*command, "-c", str(source), "-o", str(to)] for source, to in objects.items()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, jobs))
+        whole = Path(scratch) / target.name
+        _run([*command, "-shared", *map(str, sorted(objects.values())), "-o", str(whole)])
+        os.replace(whole, target)  # whole or not at all, whoever else builds
     return target
 
 
-def _compile(isa: Isa, sources: list[Path], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler(), *FLAGS, *isa.flags, *map(str, sources), "-o", str(made)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise CannotBuild(f"the compiler took more than {PATIENCE_S} s") from None
-        if run.returncode:
-            raise CannotBuild(f"{command[0]} failed: {run.stderr.strip()[-800:]}")
-        os.replace(made, target)  # whole or not at all, whoever else builds
-    log.info("compiled the CPU kernels for %s into %s", isa.name, target)
+def _run(command: list[str]) -> None:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise CannotBuild(f"the compiler took more than {PATIENCE_S} s") from None
+    if run.returncode:
+        raise CannotBuild(f"{command[0]} failed: {run.stderr.strip()[-800:]}")

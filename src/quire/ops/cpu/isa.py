@@ -20,7 +20,7 @@ class Isa:
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
-    machines: tuple[str, ...] = X86
+    machines: tuple[str, ...] = X86  # (): any
 
 
 def _isas() -> tuple[Isa, ...]:
@@ -58,7 +58,12 @@ def words() -> frozenset[str]:
     return frozenset(first.split())
 
 
+def of_this_architecture() -> list[Isa]:
+    """The builds that can be compiled here, best first."""
+    machine = platform.machine().lower()
+    return [isa for isa in ISAS if not isa.machines or machine in isa.machines]
+
+
 def usable() -> list[Isa]:
     """The builds that this machine can run, best first."""
-    machine = platform.machine().lower()
-    return [isa for isa in ISAS if machine in (isa.machines or (machine,)) and isa.needs <= words()]
+    return [isa for isa in of_this_architecture() if isa.needs <= words()]
