@@ -187,7 +187,7 @@ ERRORS = [
     ({"files": {"config.json": "{"}}, (), "config.json cannot be read"),
     ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer: name one with --tokenizer"),
     ({"layers": 15}, (), "config.json says num_hidden_layers=16, and the files have weights of 15"),
-    ({"config": {"quantization_config": {"quant_method": "gptq"}}}, (), "a checkpoint quantized with gptq"),
+    ({"config": {"quantization_config": {"quant_method": "quark"}}}, (), "a checkpoint quantized with quark"),
     ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "knows model_type='brand_new': upgrade"),
     ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, ("--model-impl", "quire"), "model_impl=quire: GPT2LMHeadModel has no native"),
     ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),

@@ -365,9 +365,9 @@ def test_a_checkpoint_without_architectures(settle):
 
 def test_a_quantized_checkpoint(settle):
     with pytest.raises(
-        Unsupported, match=r"a checkpoint quantized with gptq .*float16 or bfloat16"
+        Unsupported, match=r"a checkpoint quantized with quark .*bfloat16 or float16"
     ):
-        settle({"quantization_config": {"quant_method": "gptq"}})
+        settle({"quantization_config": {"quant_method": "quark"}})
 
 
 def test_one_line_says_what_was_decided(settle, caplog):

@@ -9,6 +9,7 @@ from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
 from quire.config.structured import wishes
+from quire.config.quantized import scheme_asked, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -28,8 +29,6 @@ LATER_FORMATS = (
     "mistral",
     "modelexpress",
 )
-QUANTIZATIONS = ("int8",)
-"""Made while loading, from weights of 16 or 32 bits."""
 
 
 def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
@@ -40,7 +39,7 @@ def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
         Unsupported: a feature of later work.
     """
     check_wishes(asked)
-    _stored_quantization(config)
+    stored_quantization(config)
     _ignored(asked)
 
 
@@ -53,7 +52,7 @@ def check_wishes(asked: EngineConfig) -> None:
     _ranges(asked)
     _features(asked)
     _formats(asked)
-    _quantization(asked)
+    scheme_asked(asked.model.quantization)
     wishes(asked.structured.structured_outputs_config)
 
 
@@ -131,24 +130,6 @@ def _formats(asked: EngineConfig) -> None:
     kv = asked.cache.kv_cache_dtype
     if kv not in ("auto", *KV_DTYPES):
         raise Unsupported(f"kv_cache_dtype={kv}", f"choose from auto, {', '.join(KV_DTYPES)}")
-
-
-def _quantization(asked: EngineConfig) -> None:
-    wanted = asked.model.quantization
-    if wanted not in (None, "none", "auto", *QUANTIZATIONS):
-        raise Unsupported(
-            f"quantization={wanted}",
-            f"choose from {', '.join(QUANTIZATIONS)}, or serve the checkpoint's float16 or bfloat16 form",
-        )
-
-
-def _stored_quantization(config: Mapping[str, Any]) -> None:
-    stored = config.get("quantization_config") or config.get("compression_config")
-    if stored:
-        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else "unknown"
-        raise Unsupported(
-            f"a checkpoint quantized with {method}", "serve its float16 or bfloat16 form instead"
-        )
 
 
 def _ignored(asked: EngineConfig) -> None:

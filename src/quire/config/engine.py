@@ -77,6 +77,8 @@ class Resolved:
     """uni or mp."""
     attention_backend: str | None = None
     """The name asked for, aliases settled (`attention/base.py` looks it up); None: the platform's first that fits."""
+    quantization: str | None = None
+    """The scheme to make of plain weights while loading; None: they stay as the checkpoint has them."""
 
     @property
     def kv_dtype(self) -> str:

@@ -42,7 +42,7 @@ class ModelConfig:
     hf_token: str | bool | None = None
     """Token for the hub; True: the one stored by `hf auth login`."""
     quantization: str | None = None
-    """How weights are stored: int8 makes them so while loading; unset: as the checkpoint says."""
+    """int8, int4 or fp8: made so while loading; or the method of a quantized checkpoint; unset: as it says."""
     seed: int = 0
     """Seed of requests that bring none: request i of an engine gets a seed derived from both."""
     served_model_name: list[str] | str | None = None

@@ -14,6 +14,7 @@ from quire import env
 from quire.config.checks import check
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.lengths import learned_positions, model_length
+from quire.config.quantized import fitting, stored_quantization
 from quire.config.stored import stored_dtype
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -98,6 +99,7 @@ def resolve(
         depth=_depth(asked, facts),
         executor=_executor(asked),
         attention_backend=_attention(asked, facts),
+        quantization=fitting(asked.model.quantization, stored_quantization(config)),
     )
     _say(resolved, facts)
     return resolved

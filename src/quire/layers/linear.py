@@ -7,7 +7,7 @@ Shape suffixes: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,12 +18,30 @@ from quire.ops.reference import linear, silu_and_mul
 
 
 class Stored(NamedTuple):
-    """One tensor of a scheme. `dim` runs along the outputs, `per` of them to an element; None: shared by all."""
+    """One tensor of a scheme.
+
+    `dim` runs along the outputs, `per` of them to an element (of each part of the layer, the last may be begun only).
+    `each`: a tensor that every part has, whatever its outputs; the parameter holds them one after the other.
+    `optional`: not every checkpoint has it; it then stays on "meta".
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dim: int | None = 0
+    dim: int = 0
     per: int = 1
+    each: bool = False
+    optional: bool = False
+
+    def lengths(self, outputs: Sequence[int]) -> list[int]:
+        """Of the tensor of each part, along `dim`."""
+        return [1 if self.each else -(-part // self.per) for part in outputs]
+
+    def whole(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the parameter that holds all parts."""
+        total = sum(self.lengths(outputs))
+        if self.each:
+            return (total, *self.shape)
+        return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])
 
 
 class Scheme(Protocol):
@@ -107,27 +125,32 @@ class Linear(Layer):
         self.scheme = scheme
         self.layout = dict(scheme.stored(self.num_in, self.num_out, self.dtype))
         for name, stored in self.layout.items():
-            set_parameter(self, name, torch.empty(stored.shape, dtype=stored.dtype))
+            shape = stored.whole(self.outputs)
+            set_parameter(self, name, torch.empty(shape, dtype=stored.dtype))
+
+    @property
+    def outputs(self) -> list[int]:
+        """Of each part; of itself, if it has none."""
+        return list(self.parts.values()) or [self.num_out]
 
     def slots(self, path: str) -> dict[str, Slot]:
         layout = dict(self.layout)
         if self.bias is not None:
             layout["bias"] = Stored((self.num_out,), self.dtype)
         if not self.parts:
-            return {f"{path}.{name}": Slot(self, name) for name in layout}
+            return {
+                f"{path}.{name}": Slot(self, name, each=stored.each, optional=stored.optional)
+                for name, stored in layout.items()
+            }
         parent = path.rpartition(".")[0]
         found = {}
         for name, stored in layout.items():
             if self.packed:
-                found[f"{parent}.{self.packed}.{name}"] = Slot(self, name)
-            start = 0
-            for part, outputs in self.parts.items():
-                length = outputs // stored.per
-                slot = (
-                    Slot(self, name)
-                    if stored.dim is None
-                    else Slot(self, name, stored.dim, start, length)
-                )
+                whole = Slot(self, name, each=stored.each, optional=stored.optional)
+                found[f"{parent}.{self.packed}.{name}"] = whole
+            start, dim = 0, 0 if stored.each else stored.dim
+            for part, length in zip(self.parts, stored.lengths(self.outputs), strict=True):
+                slot = Slot(self, name, dim, start, length, stored.each, stored.optional)
                 found[f"{parent}.{part}.{name}"] = slot
                 start += length
         return found

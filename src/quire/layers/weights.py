@@ -5,6 +5,7 @@ Knows names, shapes and parts. Does not know files or models: `models/load.py` b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,18 @@ from quire.errors import ConfigError
 
 
 class Slot(NamedTuple):
-    """Where one checkpoint tensor goes: a whole parameter, or `length` of dimension `dim` from `start`."""
+    """Where one checkpoint tensor goes: a whole parameter, or `length` of dimension `dim` from `start`.
+
+    `each`: the parameter has one entry a part of the layer. `optional`: it may stay empty.
+    """
 
     layer: nn.Module
     name: str
     dim: int | None = None
     start: int = 0
     length: int = 0
+    each: bool = False
+    optional: bool = False
 
     def shape(self) -> tuple[int, ...]:
         shape = list(self.layer.get_parameter(self.name).shape)
@@ -32,13 +38,15 @@ class Slot(NamedTuple):
         """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made.
 
         Raises:
-            ConfigError: it has another shape; `called` is its name in the checkpoint.
+            ConfigError: it has another shape, or is quantized where it should not be, or the other way round; `called`
+                is its name in the checkpoint.
         """
-        if tuple(tensor.shape) != self.shape():
-            raise ConfigError(
-                f"weight {called} has shape {list(tensor.shape)}; config.json makes it {list(self.shape())}"
-            )
+        tensor = self._in_shape(tensor, called)
         into = self.layer.get_parameter(self.name)
+        if tensor.dtype != into.dtype and not (_is_plain(tensor) and _is_plain(into)):
+            raise ConfigError(
+                f"weight {called} is stored as {_name(tensor)}; by config.json it should be {_name(into)}"
+            )
         if self.dim is None:
             made = tensor.to(device=device, dtype=into.dtype)
             set_parameter(self.layer, self.name, made)
@@ -47,6 +55,36 @@ class Slot(NamedTuple):
             set_parameter(self.layer, self.name, torch.empty_like(into, device=device))
             into = self.layer.get_parameter(self.name)
         into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
+
+    def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
+        """Dimensions of one element may be there or not; what each part has may be there once for all of them."""
+        want = self.shape()
+        if tuple(tensor.shape) == want:
+            return tensor
+        if _without_ones(tensor.shape) == _without_ones(want):
+            return tensor.reshape(want)
+        if (
+            self.each
+            and self.dim is None
+            and _without_ones(tensor.shape) == _without_ones(want[1:])
+        ):
+            return tensor.reshape(want[1:]).expand(want)
+        raise ConfigError(
+            f"weight {called} has shape {list(tensor.shape)}; config.json makes it {list(want)}"
+        )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [length for length in shape if length != 1]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Floats that any other float may be stored as; those of 8 bits mean something only with their scales."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:

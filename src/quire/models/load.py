@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
+from quire.config.quantized import ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
@@ -37,7 +38,7 @@ from quire.models.formats import tensors, weight_files
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
-from quire.quantization.registry import ONLINE, pack_model, quantize_model
+from quire.quantization.registry import bytes_held, expect_stored, pack_model, quantize_model
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -49,8 +50,11 @@ WRAPPERS = re.compile(
 )
 """What checkpoints of text models inside wrappers put before the names of the text model."""
 
-COMPUTED = re.compile(r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)$")
-"""Tensors that old checkpoints store and everybody works out."""
+COMPUTED = re.compile(
+    r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias"
+    r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)|[kv]_proj\.output_scale)$"
+)
+"""Tensors that old checkpoints store and everybody works out; and scales of a cache that is stored otherwise here."""
 
 SHOWN = 5  # names in a message
 
@@ -69,10 +73,10 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     )
     log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
     if impl == "transformers":
-        if resolved.asked.model.quantization in ONLINE:
+        if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
             raise Unsupported(
-                f"quantization={resolved.asked.model.quantization} of {resolved.architecture}, which runs through Transformers",
-                "serve it without --quantization",
+                f"quantized weights of {resolved.architecture}, which runs through Transformers",
+                "serve its float16 or bfloat16 form without --quantization",
             )
         from quire.models.transformers import TransformersModel
 
@@ -87,6 +91,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         model: CausalLM = _model_class(target)(
             TextConfig(resolved.hf_config), resolved.max_model_len
         )
+        _expect_quantized(model, resolved)
     _drop_wide_windows(model, resolved.max_model_len)
     load_format = resolved.asked.load.load_format
     if load_format == "dummy":
@@ -100,20 +105,32 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
             # disable=None: where nobody watches a terminal, no bar.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
     fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
-    model.to(platform.device)  # buffers; the weights are there
+    for module in model.modules():  # buffers; the weights are there, or in another form by now
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(platform.device))
     model.eval()
-    if (name := resolved.asked.model.quantization) in ONLINE:
-        log.info("made %d weights %s", quantize_model(model, str(name)), name)
+    if (name := resolved.quantization) is not None:
+        log.info("made %d weights %s: %s", quantize_model(model, name), name, ONLINE[name])
     if "native" in platform.kernels:
         pack_model(model)
         fuse_model(model)
-    bytes_held = sum(p.numel() * p.element_size() for p in model.parameters())
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",
-        *(target.partition(":")[2], bytes_held / 2**30, resolved.dtype),
+        *(target.partition(":")[2], bytes_held(model) / 2**30, resolved.dtype),
         *(source, time.perf_counter() - began),
     )
     return model
+
+
+def _expect_quantized(model: Any, resolved: Resolved) -> None:
+    """Where the checkpoint is quantized: layers that take its tensors. The model is still on "meta"."""
+    stored = stored_quantization(resolved.hf_config)
+    if stored is None:
+        return
+    if stored.layout_of("lm_head") is not None and model.lm_head.table is model.lm_head:
+        model.lm_head = Linear(model.cfg.hidden_size, model.cfg.vocab_size)
+    count = expect_stored(model, stored, resolved.quantization)
+    log.info("%d layers are quantized: %s", count, stored.says())
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
@@ -181,7 +198,7 @@ def fill(
             filled.add(name)
         elif name == "lm_head.weight":
             aside[name] = tensor
-        elif not COMPUTED.search(name):
+        elif not COMPUTED.search(name) and not _nothing(name, tensor):
             (odd if _of_the_decoder(name, len(model.model.layers)) else outside).append(called)
     _settle_head(model, slots, filled, aside, device)
     if missing := _missing(slots, filled):
@@ -211,6 +228,11 @@ def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
     if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without its head
         name = f"model.{name}"
     return name
+
+
+def _nothing(name: str, tensor: Tensor) -> bool:
+    """A bias of zeros, which GPTQ's writers add to every layer."""
+    return name.endswith("_proj.bias") and not tensor.any()
 
 
 def _of_the_decoder(name: str, num_layers: int) -> bool:
@@ -255,6 +277,8 @@ def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
         by_parameter.setdefault((id(slot.layer), slot.name), []).append(name)
     missing = []
     for names in by_parameter.values():
+        if slots[names[0]].optional and filled.isdisjoint(names):
+            continue
         whole = [name for name in names if slots[name].dim is None]
         if filled.isdisjoint(whole):
             parts = [name for name in names if slots[name].dim is not None] or whole[:1]
@@ -286,9 +310,14 @@ def random_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
         done.add((id(slot.layer), slot.name))
         like = slot.layer.get_parameter(slot.name)
         draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if slot.optional:
+            continue
         tensor = torch.empty(slot.shape(), dtype=like.dtype, device="cpu")
         if not tensor.is_floating_point():
             yield name, tensor.zero_()
+            continue
+        if tensor.itemsize == 1:
+            yield name, torch.empty(slot.shape()).normal_(generator=draw).to(tensor.dtype)
             continue
         tensor.normal_(0.0, 0.02, generator=draw)
         if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:

@@ -62,6 +62,10 @@ class Weight:
         """The definition."""
         raise NotImplementedError
 
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
     def told(self) -> dict[str, Any]:
         """Fields of `Weight` in kernels/layer.cpp, but for the bias and the shape."""
         raise NotImplementedError

@@ -55,10 +55,9 @@ class Int8Weight(Weight):
         self.sum_O = F.pad(q_OI.sum(1, dtype=torch.int32) * 128, missing)
 
     @classmethod
-    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Int8Weight:
-        """From a weight of any float format, whose activations will be of the same."""
-        bf16 = weight_OI.dtype == torch.bfloat16
-        return cls(*quantize(weight_OI), gated, kernels if bf16 else None)
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Weight:
+        """From a weight of any float format."""
+        return cls(*quantize(weight_OI), gated, kernels)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int8(

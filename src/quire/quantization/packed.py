@@ -18,7 +18,8 @@ class Packed(Weight):
     """O is filled up to whole panels."""
 
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):
-        super().__init__(*weight_OI.shape, gated, kernels)
+        outs, ins = weight_OI.shape
+        super().__init__(outs, ins, gated, kernels)
         self.data = torch.empty(self.padded * self.ins, dtype=torch.bfloat16)
         weight_OI = weight_OI.contiguous()
         kernels.pack(
@@ -28,7 +29,8 @@ class Packed(Weight):
 
     @staticmethod
     def takes(weight_OI: Tensor, gated: bool = False) -> bool:
-        return weight_OI.dtype == torch.bfloat16 and Weight.fits(*weight_OI.shape, gated, PANEL)
+        outs, ins = weight_OI.shape
+        return weight_OI.dtype == torch.bfloat16 and Weight.fits(outs, ins, gated, PANEL)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear(

@@ -1,25 +1,67 @@
 """Which scheme a name asks for, and a whole model made to it, weight by weight.
 
-Knows models that are filled. Does not know checkpoints.
+Knows models, and the table of checkpoint formats. Does not know any format's tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
+from quire.config.quantized import Quantized
+from quire.errors import Unsupported
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import PLAIN, Linear
-from quire.ops.cpu.library import Kernels, best
-from quire.quantization.base import Weight, let_go, settle
+from quire.ops.cpu.library import best
+from quire.quantization.awq import Awq
+from quire.quantization.base import Made, Weight, let_go, settle
+from quire.quantization.compressed import CompressedInt8, CompressedPacked
+from quire.quantization.fp8 import Float8
+from quire.quantization.gptq import Gptq
+from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.packed import Packed
+from quire.quantization.stored import AsStored, Make, kernels_for
 
-Make = Callable[[Tensor, bool, Kernels | None], Weight]
-
-ONLINE: dict[str, Make] = {"int8": Int8Weight.of}
+ONLINE: dict[str, Make] = {"int8": Int8Weight.of, "int4": Int4Weight.of, "fp8": Int8Weight.of}
 """`--quantization` -> how a weight of 16 or 32 bits becomes one of the scheme."""
+
+HEADS: dict[str, Make] = {**ONLINE, "int4": Int8Weight.of}
+"""The same of the head: it decides between words, and 4 bits of it cost more than 4 bits of all the rest."""
+
+FORMATS: dict[str, type[AsStored]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "ct-int": CompressedInt8,
+    "ct-packed": CompressedPacked,
+    "float": Float8,
+}
+"""`Layout.kind` (config/quantized.py) -> how the tensors of a checkpoint are read."""
+
+
+def expect_stored(model: nn.Module, stored: Quantized, online: str | None) -> int:
+    """Make room for what a quantized checkpoint has, in a model that is not filled yet; for how many weights.
+
+    `online`: the scheme to make of float weights, if another than int8.
+
+    Raises:
+        Unsupported: parts of one layer are stored in different ways.
+    """
+    count = 0
+    for path, layer in list(model.named_modules()):
+        if not isinstance(layer, Linear):
+            continue
+        parent = path.rpartition(".")[0]
+        names = [f"{parent}.{part}" for part in layer.parts] or [path]
+        layouts = [stored.layout_of(name) for name in names]
+        if any(layout != layouts[0] for layout in layouts):
+            raise Unsupported(
+                f"a checkpoint whose {', '.join(names)} are quantized in different ways",
+                "quantize all of them alike, or none",
+            )
+        if (layout := layouts[0]) is not None:
+            layer.use(FORMATS[layout.kind](layout, ONLINE[online or "int8"]))
+            count += 1
+    return count
 
 
 def quantize_model(model: nn.Module, name: str) -> int:
@@ -27,13 +69,15 @@ def quantize_model(model: nn.Module, name: str) -> int:
 
     The embedding's table stays as it is.
     """
-    make, kernels, count = ONLINE[name], best(), 0
+    count = 0
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
-            settle(layer, make(layer.weight, layer.silu, kernels))
+            weight = ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype))
+            settle(layer, weight)
             count += 1
         elif isinstance(layer, Head) and layer.plain:
-            weight = make(layer.table_VD, False, kernels)
+            table_VD = layer.table_VD
+            weight = HEADS[name](table_VD, False, kernels_for(table_VD.dtype))
             layer.multiply = weight.multiply
             if layer.table is layer:
                 let_go(layer, weight.outs, weight.ins)
@@ -62,3 +106,21 @@ def pack_model(model: nn.Module) -> int:
         if isinstance(layer, Embedding) and id(layer) in tables:
             layer.rows = tables[id(layer)].rows
     return count
+
+
+def bytes_held(model: nn.Module) -> int:
+    """Of all weights, in whatever form."""
+    found: dict[int, Tensor] = {id(p): p for p in model.parameters() if not p.is_meta}
+    weights = [
+        m.scheme.weight
+        for m in model.modules()
+        if isinstance(m, Linear) and isinstance(m.scheme, Made)
+    ]
+    weights += [
+        w
+        for m in model.modules()
+        if isinstance(m, Head) and isinstance(w := getattr(m.multiply, "__self__", None), Weight)
+    ]
+    for weight in weights:
+        found.update({id(t): t for t in weight.tensors()})
+    return sum(t.numel() * t.element_size() for t in found.values())

@@ -1,0 +1,362 @@
+"""How weights are quantized: the names that `--quantization` takes, and what a checkpoint's config.json says of its own.
+
+Knows names, numbers and patterns. Does not know torch, tensors or arithmetic (`quantization/` does).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.errors import ConfigError, Unsupported
+
+ONLINE = {
+    "int8": "8 bits, a scale a row; activations 8 bits, a scale a token",
+    "int4": "4 bits, a scale and a zero point a group of 128; activations as with int8; the head in 8 bits",
+    "fp8": "as int8: a CPU multiplies bytes, not 8-bit floats",
+}
+"""Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
+
+SAME = {
+    "fp8_per_tensor": "fp8",
+    "fp8_per_channel": "fp8",
+    "fp8_per_block": "fp8",
+    "int8_per_channel_weight_only": "int8",
+    "auto_gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "gptq_bitblas": "gptq",
+    "auto_awq": "awq",
+    "awq_marlin": "awq",
+    "compressed_tensors": "compressed-tensors",
+}
+"""Names of vLLM's for what has another one here."""
+
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8")
+"""Values of `quant_method` in config.json that are served."""
+
+LATER = (
+    *("bitsandbytes", "gguf", "torchao", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "quark", "auto-round", "inc"),
+    *("mxfp4", "mxfp8", "gpt_oss_mxfp4", "nvfp4", "nvfp4_per_token", "hqq", "quanto", "eetq", "aqlm", "spqr", "vptq"),
+    *("bitnet", "higgs", "fp_quant", "experts_int8", "moe_wna16", "modelopt_mixed", "humming", "deepseek_v4_fp8"),
+    *("online", "bitblas", "marlin", "gptq_marlin_24", "qqq", "rtn", "ptpc_fp8", "deepspeedfp", "tpu_int8", "ipex"),
+)  # fmt: skip
+"""Known by name, and not served."""
+
+INSTEAD = (
+    "serve its bfloat16 or float16 form, with --quantization int8 or int4 if it should be small"
+)
+
+
+def online_schemes() -> dict[str, str]:
+    """Name for `--quantization` -> what it does, of each that is made while loading."""
+    return {name: says for name, says in ONLINE.items() if name != "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one linear's weight lies in a checkpoint.
+
+    `kind`: gptq, awq, ct-packed, ct-int or float. `group`: inputs that share a scale, -1: all of them.
+    `strategy`: tensor, channel, block or group. `ordered`: groups are not neighbours, a tensor g_idx says whose is what.
+    """
+
+    kind: str
+    bits: int
+    strategy: str = "group"
+    group: int = -1
+    block: tuple[int, int] = (128, 128)
+    symmetric: bool = True
+    ordered: bool = False
+    shifted: bool = False  # stored zero points are one too small (GPTQ's first format)
+    inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
+
+    def says(self) -> str:
+        per = f"groups of {self.group}" if self.group > 0 else f"a scale a {self.strategy}"
+        if self.kind == "float":
+            return "8-bit floats, made int8 with a scale a row: a CPU multiplies bytes"
+        if self.kind == "ct-int":
+            return "int8 with a scale a row"
+        if self.bits == 8:
+            return f"8 bits in {per}, made int8 with a scale a row"
+        return f"{self.bits} bits in {per}; activations by token in 8 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What config.json says of a quantized checkpoint.
+
+    `groups`: (targets, layout); `ignored`, `only`: names or patterns of layers that are plain, or the only ones that are not;
+    `changed`: (pattern, layout or None) that goes before `groups`.
+    """
+
+    method: str
+    groups: tuple[tuple[tuple[str, ...], Layout], ...]
+    ignored: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    changed: tuple[tuple[str, Layout | None], ...] = ()
+    head: bool = False
+
+    def layout_of(self, name: str) -> Layout | None:
+        """Of a linear, by its name in the checkpoint; None: its weight is plain."""
+        if name == "lm_head" and not self.head:
+            return None
+        if any(_named(pattern, name) for pattern in self.ignored):
+            return None
+        if self.only and not any(_named(pattern, name) for pattern in self.only):
+            return None
+        for pattern, layout in self.changed:
+            if any(re.match(pattern, each) for each in _spellings(name)):
+                return layout
+        for special in (
+            True,
+            False,
+        ):  # a group that names the layer goes before one that takes every linear
+            for targets, layout in self.groups:
+                for target in targets:
+                    if (target != "Linear") == special and (not special or _named(target, name)):
+                        return layout
+        return None
+
+    def says(self) -> str:
+        """For the log: what there is, and what it becomes."""
+        kinds = [layout.says() for layout in dict.fromkeys(self.layouts())]
+        return f"{self.method}, {'; '.join(kinds)}"
+
+    def layouts(self) -> Iterator[Layout]:
+        yield from (layout for _, layout in self.groups)
+        yield from (layout for _, layout in self.changed if layout is not None)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The name alone, and as checkpoints of wrapped models have it."""
+    inner = name.removeprefix("model.")
+    return name, f"language_model.{name}", f"model.language_model.{inner}"
+
+
+def _named(pattern: str, name: str) -> bool:
+    """`re:` and a pattern, or some parts of the name one after the other."""
+    if pattern.startswith("re:"):
+        return any(re.match(pattern[3:], each) for each in _spellings(name))
+    return any(f".{pattern}." in f".{each}." for each in _spellings(name))
+
+
+# ------------------------------------------------------------------------------------ what was asked
+
+
+def scheme_asked(asked: str | None) -> str | None:
+    """The name as it is called here; None: as the checkpoint says.
+
+    Raises:
+        Unsupported: a method that is not served. ConfigError: no method at all.
+    """
+    if asked in (None, "none", "auto"):
+        return None
+    name = SAME.get(str(asked), str(asked))
+    if name in ONLINE or name in METHODS:
+        return name
+    served = f"{', '.join(ONLINE)} make weights small while loading; checkpoints may be {', '.join(METHODS)}"
+    if name in LATER:
+        raise Unsupported(f"quantization={asked}", served)
+    raise ConfigError(f"quantization={asked!r} is no method that is known here: {served}")
+
+
+def fitting(asked: str | None, stored: Quantized | None) -> str | None:
+    """The scheme to make while loading, or None.
+
+    Raises:
+        ConfigError: the checkpoint is of another method, or not quantized.
+    """
+    name = scheme_asked(asked)
+    if name is None or (stored is not None and name == stored.method):
+        return None
+    eight = stored is not None and all(layout.kind == "float" for layout in stored.layouts())
+    if name in ONLINE:
+        if stored is None or eight:
+            return name
+        raise ConfigError(
+            f"quantization={asked}: the checkpoint is quantized already ({stored.method}); leave the flag out"
+        )
+    if stored is None:
+        raise ConfigError(
+            f"quantization={asked}: the checkpoint is not quantized (its config.json has no quantization_config);"
+            f" {', '.join(ONLINE)} make weights small while loading"
+        )
+    raise ConfigError(
+        f"quantization={asked}: the checkpoint's config.json says {stored.method}; leave the flag out"
+    )
+
+
+# ------------------------------------------------------------------------------------ what is stored
+
+
+def stored_quantization(config: Mapping[str, Any]) -> Quantized | None:
+    """What config.json says; None: weights are plain.
+
+    Raises:
+        Unsupported: a method, or a variant of one, that is not served; the message says which.
+        ConfigError: it makes no sense.
+    """
+    says = config.get("quantization_config") or config.get("compression_config")
+    if not says:
+        return None
+    if not isinstance(says, Mapping):
+        raise ConfigError(f"config.json: quantization_config is a {type(says).__name__}")
+    method = str(says.get("quant_method", "unknown"))
+    method = SAME.get(method, method)
+    if method not in READERS:
+        raise Unsupported(
+            f"a checkpoint quantized with {method}", f"{', '.join(METHODS)} are; or {INSTEAD}"
+        )
+    try:
+        return READERS[method](says)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError | Unsupported):
+            raise
+        raise ConfigError(f"config.json: quantization_config of {method}: {error!r}") from None
+
+
+def _refuse(method: str, what: str) -> Unsupported:
+    return Unsupported(f"a {method} checkpoint with {what}", INSTEAD)
+
+
+def _gptq(says: Mapping[str, Any]) -> Quantized:
+    layout = Layout(
+        kind="gptq",
+        bits=int(says["bits"]),
+        group=int(says.get("group_size", -1)),
+        symmetric=bool(says.get("sym", True)),
+        ordered=True,  # by g_idx, which is there in any case
+        shifted=(says.get("checkpoint_format") or says.get("format") or "gptq") != "gptq_v2",
+    )
+    form = str(says.get("checkpoint_format") or says.get("format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _refuse("GPTQ", f"checkpoint_format={form}")
+    changed: list[tuple[str, Layout | None]] = []
+    for key, value in (says.get("dynamic") or {}).items():
+        if key.startswith("-:"):
+            changed.append((key[2:], None))
+            continue
+        own = replace(
+            layout,
+            bits=int(value.get("bits", layout.bits)),
+            group=int(value.get("group_size", layout.group)),
+        )
+        changed.append((key.removeprefix("+:"), own))
+    for each in (layout, *(own for _, own in changed if own is not None)):
+        if each.bits not in (2, 4, 8):
+            raise _refuse("GPTQ", f"bits={each.bits}")
+    only = says.get("modules_in_block_to_quantize") or ()
+    names = tuple(name for part in only for name in ([part] if isinstance(part, str) else part))
+    head = bool(says.get("lm_head", False))
+    return Quantized(
+        "gptq",
+        ((("Linear",), layout),),
+        ignored=_names(says, "modules_to_not_convert"),
+        only=(*names, "lm_head") if names and head else names,
+        changed=tuple(changed),
+        head=head,
+    )
+
+
+def _awq(says: Mapping[str, Any]) -> Quantized:
+    version = str(says.get("version", "gemm")).lower()
+    bits = int(says.get("bits") or says.get("w_bit") or 4)
+    if version != "gemm":
+        raise _refuse("AWQ", f"version={version} (only gemm is served)")
+    if bits != 4:
+        raise _refuse("AWQ", f"bits={bits}")
+    layout = Layout(
+        kind="awq",
+        bits=bits,
+        group=int(says.get("group_size") or says.get("q_group_size") or 128),
+        symmetric=not says.get("zero_point", True),
+    )
+    ignored = _names(says, "modules_to_not_convert")
+    return Quantized("awq", ((("Linear",), layout),), ignored=ignored)
+
+
+def _fp8(says: Mapping[str, Any]) -> Quantized:
+    block = says.get("weight_block_size")
+    layout = Layout(
+        kind="float",
+        bits=8,
+        strategy="block" if block else "tensor",
+        block=(int(block[0]), int(block[1])) if block else (128, 128),
+        inverse=bool(block),
+    )
+    ignored = _names(says, "ignored_layers", "modules_to_not_convert")
+    return Quantized("fp8", ((("Linear",), layout),), ignored=ignored)
+
+
+def _fbgemm(says: Mapping[str, Any]) -> Quantized:
+    layout = Layout(kind="float", bits=8, strategy="channel")
+    ignored = _names(says, "modules_to_not_convert")
+    return Quantized("fbgemm_fp8", ((("Linear",), layout),), ignored=ignored)
+
+
+FORMATS = {
+    "int-quantized": "ct-int",
+    "naive-quantized": "",
+    "pack-quantized": "ct-packed",
+    "float-quantized": "float",
+}
+
+
+def _compressed(says: Mapping[str, Any]) -> Quantized:
+    if says.get("transform_config"):
+        raise _refuse("compressed-tensors", "transform_config")
+    sparsity = (says.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _refuse("compressed-tensors", f"sparsity {sparsity}")
+    groups = []
+    for group in (says.get("config_groups") or {}).values():
+        form = str(group.get("format") or says.get("format"))
+        if form not in FORMATS:
+            raise _refuse("compressed-tensors", f"format={form}")
+        if (weights := group.get("weights")) is not None:
+            targets = tuple(str(target) for target in group["targets"])
+            groups.append((targets, _compressed_layout(form, weights)))
+    if not groups:
+        raise ConfigError("config.json: quantization_config of compressed-tensors has no groups")
+    return Quantized("compressed-tensors", tuple(groups), ignored=_names(says, "ignore"), head=True)
+
+
+def _compressed_layout(form: str, weights: Mapping[str, Any]) -> Layout:
+    bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+    symmetric = bool(weights.get("symmetric", True))
+    told = f"{form}: num_bits={bits} type={kind} strategy={strategy} symmetric={symmetric}"
+    how = FORMATS[form] or ("float" if kind == "float" else "ct-int")
+    allowed = {
+        "ct-int": kind == "int" and bits == 8 and symmetric and strategy in ("tensor", "channel"),
+        "ct-packed": kind == "int"
+        and bits in (4, 8)
+        and strategy in ("tensor", "channel", "group"),
+        "float": kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"),
+    }
+    if not allowed[how]:
+        raise _refuse("compressed-tensors", told)
+    block = weights.get("block_structure") or (128, 128)
+    return Layout(
+        kind=how,
+        bits=int(bits or 0),
+        strategy=str(strategy),
+        group=int(weights.get("group_size") or -1),
+        block=(int(block[0]), int(block[1])),
+        symmetric=symmetric,
+        ordered=str(weights.get("actorder")).lower() in ("group", "dynamic", "true"),
+    )
+
+
+READERS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+}
+
+
+def _names(says: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(str(name) for key in keys for name in says.get(key) or ())

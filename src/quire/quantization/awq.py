@@ -1,0 +1,37 @@
+"""AWQ, as its gemm kernels want it: 4 bits in groups, outputs packed into words of 32 bits in an order of their own.
+
+Knows its tensors. Shape suffixes: I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.linear import Linear, Stored
+from quire.quantization.grouped import fields
+from quire.quantization.stored import AsStored, become_grouped
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output i of eight lies in field PLACES[i] of their word."""
+
+
+class Awq(AsStored):
+    """qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        groups = num_in // (self.layout.group if self.layout.group > 0 else num_in)
+        return {
+            "qweight": Stored((num_in, num_out // 8), torch.int32, dim=1, per=8),
+            "qzeros": Stored((groups, num_out // 8), torch.int32, dim=1, per=8),
+            "scales": Stored((groups, num_out), torch.float32, dim=1),
+        }
+
+    def become(self, layer: Linear) -> None:
+        q_OI, zero_OG = (_outputs(layer.get_parameter(name)) for name in ("qweight", "qzeros"))
+        become_grouped(layer, q_OI, layer.get_parameter("scales").data.T, zero_OG, 4)
+
+
+def _outputs(words: Tensor) -> Tensor:
+    """[N, O / 8] -> [O, N]."""
+    return fields(words, 4)[..., PLACES].flatten(1).T.contiguous()

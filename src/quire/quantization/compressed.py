@@ -1,0 +1,104 @@
+"""compressed-tensors with integers: int8 with a scale a row (or one in all), and 4 or 8 bits packed into words, in groups.
+
+Knows their tensors. Stored activation scales are not used: each token has its own here, which is finer.
+
+Shape suffixes: I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.linear import Linear, Stored
+from quire.quantization.base import settle
+from quire.quantization.grouped import fields
+from quire.quantization.int8 import Int8Weight
+from quire.quantization.stored import (
+    AsStored,
+    become_grouped,
+    by_output,
+    held,
+    kernels_for,
+)
+
+UNUSED = {
+    name: Stored((1,), torch.float32, each=True, optional=True)
+    for name in ("input_scale", "input_zero_point", "input_global_scale", "output_scale")
+}
+"""What is stored of activations."""
+
+
+class CompressedInt8(AsStored):
+    """weight [O, I] int8, weight_scale [O, 1] or [1]."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        return {
+            "weight": Stored((num_out, num_in), torch.int8),
+            "weight_scale": scales(self.layout.strategy, num_out),
+            **UNUSED,
+        }
+
+    def become(self, layer: Linear) -> None:
+        scale_O = scale_by_output(layer, self.layout.strategy)
+        weight = layer.get_parameter("weight").data
+        settle(layer, Int8Weight(weight, scale_O, layer.silu, kernels_for(layer.dtype)))
+
+
+class CompressedPacked(AsStored):
+    """weight_packed [O, I / n], weight_scale [O, G], weight_zero_point [O / n, G], weight_g_idx [I]; n fields to a word.
+
+    Fields and zero points are stored from 0 on: signed ones, moved up by half their range.
+    """
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        per = 32 // self.layout.bits
+        groups = num_in // self.layout.group if self.layout.group > 0 else 1
+        grouped = self.layout.strategy == "group"
+        zeros = Stored((-(-num_out // per), groups), torch.int32, per=per)
+        return {
+            "weight_packed": Stored((num_out, -(-num_in // per)), torch.int32),
+            "weight_scale": Stored((num_out, groups), torch.float32)
+            if grouped
+            else scales(self.layout.strategy, num_out),
+            "weight_shape": Stored((2,), torch.int64, each=True, optional=True),
+            "weight_g_idx": Stored((num_in,), torch.int32, each=True, optional=True),
+            **({} if self.layout.symmetric else {"weight_zero_point": zeros}),
+            **UNUSED,
+        }
+
+    def become(self, layer: Linear) -> None:
+        bits = self.layout.bits
+        q_OI = fields(layer.get_parameter("weight_packed"), bits).flatten(1)[:, : layer.num_in]
+        if self.layout.strategy == "group":
+            scale_OG = layer.get_parameter("weight_scale").data
+        else:
+            scale_OG = scale_by_output(layer, self.layout.strategy)[:, None]
+        groups_PI = held(layer, "weight_g_idx") if self.layout.ordered else None
+        become_grouped(layer, q_OI, scale_OG, self._zeros(layer, scale_OG), bits, groups_PI)
+
+    def _zeros(self, layer: Linear, scale_OG: Tensor) -> Tensor:
+        bits = self.layout.bits
+        if self.layout.symmetric:
+            return torch.full_like(scale_OG, 1 << (bits - 1), dtype=torch.uint8)
+        words = layer.get_parameter("weight_zero_point").data
+        per = 32 // bits
+        parts, at = [], 0
+        for width in layer.outputs:  # each part filled its last word by itself
+            rows = -(-width // per)
+            part = fields(words[at : at + rows], bits).permute(0, 2, 1).flatten(0, 1)
+            parts.append(part[:width])
+            at += rows
+        return torch.cat(parts)
+
+
+def scales(strategy: str, num_out: int) -> Stored:
+    """Of a whole tensor, or of each row."""
+    if strategy == "tensor":
+        return Stored((1,), torch.float32, each=True)
+    return Stored((num_out, 1), torch.float32)
+
+
+def scale_by_output(layer: Linear, strategy: str) -> Tensor:
+    scale = layer.get_parameter("weight_scale").data
+    return by_output(scale, layer) if strategy == "tensor" else scale.flatten()

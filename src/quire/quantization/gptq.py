@@ -1,0 +1,38 @@
+"""GPTQ: 2, 4 or 8 bits in groups, inputs packed into words of 32 bits, the group of each input in `g_idx`.
+
+Knows its tensors. In its first format stored zero points are one too small, and wrap; in the second they are right.
+
+Shape suffixes: I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.linear import Linear, Stored
+from quire.quantization.grouped import fields
+from quire.quantization.stored import AsStored, become_grouped, held
+
+
+class Gptq(AsStored):
+    """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` to a word."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        per = 32 // self.layout.bits
+        group = self.layout.group if self.layout.group > 0 else num_in
+        groups = -(-num_in // group)
+        return {
+            "qweight": Stored((num_in // per, num_out), torch.int32, dim=1),
+            "qzeros": Stored((groups, num_out // per), torch.int32, dim=1, per=per),
+            "scales": Stored((groups, num_out), torch.float32, dim=1),
+            "g_idx": Stored((num_in,), torch.int32, each=True, optional=True),
+        }
+
+    def become(self, layer: Linear) -> None:
+        bits = self.layout.bits
+        q_OI = fields(layer.get_parameter("qweight"), bits).permute(1, 0, 2).flatten(1)
+        zero_GO = fields(layer.get_parameter("qzeros"), bits).flatten(1)
+        if self.layout.shifted:
+            zero_GO = (zero_GO + 1) & ((1 << bits) - 1)
+        scale_OG = layer.get_parameter("scales").data.T
+        become_grouped(layer, q_OI, scale_OG, zero_GO.T, bits, held(layer, "g_idx"))

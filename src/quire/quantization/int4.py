@@ -1,0 +1,145 @@
+"""int4: each group of a row's weights has a scale and a zero point; each token's activations of a group are 8 bits.
+
+Knows one weight. One arithmetic for every number of rows, so a token's numbers do not depend on its company: integers
+are summed exactly within a group, groups are added in their order.
+
+    y = bias + sum over groups of  scale_w * scale_x * (sum (x_q * w_q) - zero * sum x_q)
+    x_q = round(127 x / max |x of the group|),    w_q and zero: whole numbers from 0 to 15
+
+Shape suffixes: T tokens, I inputs, O outputs, G groups, S inputs of a group, P panels of 32 outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.cpu.library import Kernels
+from quire.ops.reference import silu_and_mul
+from quire.quantization.base import PANEL, Weight
+from quire.quantization.grouped import Grouped
+from quire.quantization.int8 import Int8Weight, quantize
+
+MOST = 15
+STEP = 32  # inputs of a group that the kernels take at once
+GROUP = 128
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Of a group's range: its few largest weights may be cut so that the others lie closer."""
+
+
+AT_ONCE = 1 << 22  # weights, so that what is made between stays small
+
+
+def quantize_groups(weight_OI: Tensor, group: int) -> Grouped:
+    """With the zero point and the range, of some tried, that leave the least squared error in each group."""
+    rows = max(1, AT_ONCE // weight_OI.shape[1])
+    found = [_quantize_rows(part.float(), group) for part in weight_OI.split(rows)]
+    q_OI, scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Grouped(q_OI, scale_OG, zero_OG)
+
+
+def _quantize_rows(weight_OI: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    w_OGS = weight_OI.unflatten(1, (-1, group))
+    low, high = w_OGS.amin(2).clamp_(max=0), w_OGS.amax(2).clamp_(min=0)
+    best: list[Tensor] = []
+    for shrink in SHRINK:
+        scale_OG = (high - low) * (shrink / MOST)
+        scale_OG = torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))
+        zero_OG = (-low * shrink / scale_OG).round_().clamp_(0, MOST)
+        q_OGS = (w_OGS / scale_OG[:, :, None]).round_().add_(zero_OG[:, :, None]).clamp_(0, MOST)
+        made_OGS = (q_OGS - zero_OG[:, :, None]).mul_(scale_OG[:, :, None])
+        found = [made_OGS.sub_(w_OGS).square_().sum(2), scale_OG, zero_OG.byte(), q_OGS.byte()]
+        if best:
+            worse = found[0] >= best[0]
+            for old, new in zip(best[:3], found[:3], strict=True):
+                new[worse] = old[worse]
+            found[3] = torch.where(worse[:, :, None], best[3], found[3])
+        best = found
+    return best[3].flatten(1), best[1], best[2]
+
+
+class Int4Weight(Weight):
+    """By the kernels where they run and activations are bf16, else in plain torch with the same integers."""
+
+    def __init__(self, grouped: Grouped, gated: bool, kernels: Kernels | None):
+        outs, ins = grouped.q_OI.shape
+        if (
+            not self.fits(outs, ins, gated, STEP)
+            or grouped.group % STEP
+            or not hasattr(kernels, "linear_int4")
+        ):
+            kernels = None
+        super().__init__(outs, ins, gated, kernels)
+        self.group, self.order_I = grouped.group, grouped.order_I
+        if kernels is None:
+            self.plain = grouped
+            return
+        self.data = self._panels(grouped.q_OI)
+        self.scale_PGO = self._by_panel(grouped.scale_OG)
+        self.zero_PGO = self._by_panel(grouped.zero_OG)
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Weight:
+        """From a weight of any float format; one whose inputs make no groups becomes int8."""
+        group = next((g for g in (GROUP, 64, 32) if weight_OI.shape[1] % g == 0), None)
+        if group is None:
+            return Int8Weight.of(weight_OI, gated, kernels)
+        return cls(quantize_groups(weight_OI, group), gated, kernels)
+
+    def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
+        kernels.linear_int4(
+            x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_PGO.data_ptr(), self.zero_PGO.data_ptr(),
+            None if self.order_I is None else self.order_I.data_ptr(), bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI),
+            self.padded, self.ins, self.group, self.gated,
+        )  # fmt: skip
+
+    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The definition."""
+        weight, group = self.plain, self.group
+        x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I.long()]
+        y_TO = torch.zeros(len(x_TI), self.outs)
+        for g in range(self.ins // group):
+            at = slice(g * group, (g + 1) * group)
+            x_TS, scale_T = quantize(x_TI[:, at])
+            x_TS = x_TS.double()
+            sums = x_TS @ weight.q_OI[:, at].double().T
+            sums -= x_TS.sum(1, keepdim=True) * weight.zero_OG[:, g].double()
+            y_TO += sums.float() * (scale_T[:, None] * weight.scale_OG[:, g])
+        y_TO = (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+        return silu_and_mul(y_TO) if self.gated else y_TO
+
+    def tensors(self) -> list[Tensor]:
+        plain = vars(self.plain).values() if self.kernels is None else ()
+        return super().tensors() + [value for value in plain if isinstance(value, Tensor)]
+
+    def told(self) -> dict[str, Any]:
+        parts = {
+            "data": self.data,
+            "scale": self.scale_PGO,
+            "zero": self.zero_PGO,
+            "order": self.order_I,
+        }
+        addresses = {
+            name: None if part is None else part.data_ptr() for name, part in parts.items()
+        }
+        return {**addresses, "group": self.group}
+
+    def _panels(self, q_OI: Tensor) -> Tensor:
+        """[P, I / 4, 16, 4] bytes: outputs o and o + 16 of a panel, four inputs each, share them as halves."""
+        whole = self._in_panels(q_OI).view(-1, 2, 16, self.ins // 4, 4)
+        low, high = whole[:, 0], whole[:, 1]
+        return (low | high << 4).permute(0, 2, 1, 3).contiguous()
+
+    def _by_panel(self, value_OG: Tensor) -> Tensor:
+        return self._in_panels(value_OG).transpose(1, 2).contiguous()
+
+    def _in_panels(self, value_ON: Tensor) -> Tensor:
+        """[P, 32, N]; a panel of a gated weight has 16 outputs of either half."""
+        if self.gated:
+            parts = value_ON.unflatten(0, (2, -1, 16))
+            return parts.transpose(0, 1).reshape(-1, PANEL, value_ON.shape[1])
+        value_ON = F.pad(value_ON, (0, 0, 0, self.padded - self.outs))
+        return value_ON.unflatten(0, (-1, PANEL))

@@ -1,0 +1,105 @@
+"""Linears of quantized checkpoints: as they are stored, until all tensors are there; then as they are multiplied.
+
+Knows what becomes of a grouped or a float weight. Does not know one format's tensors (gptq.py, awq.py, ...).
+
+Shape suffixes: I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.config.quantized import Layout
+from quire.layers.linear import PLAIN, Linear, Plain, Stored
+from quire.layers.weights import set_parameter
+from quire.logging import get_logger
+from quire.ops.cpu.library import Kernels, best
+from quire.quantization.base import Weight, settle
+from quire.quantization.grouped import in_order, scattered
+from quire.quantization.int4 import Int4Weight
+from quire.quantization.int8 import Int8Weight
+
+log = get_logger(__name__)
+
+Make = Callable[[Tensor, bool, Kernels | None], Weight]
+
+
+class AsStored(Plain):
+    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`become`)."""
+
+    def __init__(self, layout: Layout, make: Make = Int8Weight.of):
+        self.layout, self.make = layout, make
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        raise NotImplementedError
+
+    def become(self, layer: Linear) -> None:
+        """Give the layer its lasting scheme."""
+        raise NotImplementedError
+
+    def after_load(self, layer: Linear) -> None:
+        self.become(layer)
+
+
+def kernels_for(dtype: torch.dtype) -> Kernels | None:
+    """The kernels for activations of this dtype: they take bfloat16."""
+    return best() if dtype == torch.bfloat16 else None
+
+
+def become_grouped(
+    layer: Linear,
+    q_OI: Tensor,
+    scale_OG: Tensor,
+    zero_OG: Tensor,
+    bits: int,
+    groups_PI: Tensor | None = None,
+) -> None:
+    """4 bits and fewer stay as they are; 8 become int8, exactly so if there is one group and its zero is the middle.
+
+    `groups_PI`: the group of each input, of each part of the layer; None: neighbours of one size.
+    """
+    kernels = kernels_for(layer.dtype)
+    found = None
+    if groups_PI is None or bool((groups_PI == groups_PI[0]).all()):
+        found = in_order(q_OI, scale_OG, zero_OG, None if groups_PI is None else groups_PI[0])
+    if found is None:
+        _become_plain(layer, q_OI, scale_OG, zero_OG, groups_PI)
+    elif bits <= 4:
+        settle(layer, Int4Weight(found.finer(), layer.silu, kernels))
+    elif found.scale_OG.shape[1] == 1 and bool((found.zero_OG == 128).all()):
+        q_OI = (q_OI.short() - 128).to(torch.int8)
+        settle(layer, Int8Weight(q_OI, found.scale_OG[:, 0].contiguous(), layer.silu, kernels))
+    else:
+        settle(layer, Int8Weight.of(found.dequantized(), layer.silu, kernels))
+
+
+def _become_plain(
+    layer: Linear, q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, groups_PI: Tensor | None
+) -> None:
+    """Parts with different orders, or groups of different sizes: rare, and multiplied as floats."""
+    ins, groups = q_OI.shape[1], scale_OG.shape[1]
+    if groups_PI is None:
+        groups_PI = (torch.arange(ins) // -(-ins // groups)).expand(len(layer.outputs), -1)
+    split = (tensor.split(layer.outputs) for tensor in (q_OI, scale_OG, zero_OG))
+    parts = [scattered(*part) for part in zip(*split, groups_PI, strict=True)]
+    log.warning(
+        "weights of %s parts are multiplied as floats: their groups do not agree", len(parts)
+    )
+    for name in [n for n in layer._parameters if n != "bias"]:
+        delattr(layer, name)
+    set_parameter(layer, "weight", torch.cat(parts).to(layer.dtype))
+    layer.scheme = PLAIN
+
+
+def held(layer: Linear, name: str) -> Tensor | None:
+    """A tensor that not every checkpoint has."""
+    tensor = layer._parameters.get(name)
+    return None if tensor is None or tensor.is_meta else tensor.data
+
+
+def by_output(each: Tensor, layer: Linear) -> Tensor:
+    """One value a part -> one an output."""
+    return each.flatten().repeat_interleave(torch.tensor(layer.outputs))

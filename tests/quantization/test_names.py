@@ -1,0 +1,159 @@
+"""What `--quantization` takes, what config.json may say, and which layers it speaks of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config.quantized import (
+    LATER,
+    METHODS,
+    ONLINE,
+    SAME,
+    Quantized,
+    fitting,
+    online_schemes,
+    stored_quantization,
+)
+from quire.errors import ConfigError, Unsupported
+from quire.quantization import registry
+from tests.quantization.writers import FORMS, compressed, gptq_config
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8"}
+INT8 = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
+
+
+def read(says: dict[str, Any]) -> Quantized:
+    found = stored_quantization({"quantization_config": says})
+    assert found is not None
+    return found
+
+
+def test_every_name_has_one_meaning() -> None:
+    names = [*ONLINE, *METHODS[:3], "fbgemm_fp8", *SAME, *LATER]
+    assert len(names) == len(set(names))
+    assert set(SAME.values()) <= {*ONLINE, *METHODS}
+    assert set(registry.ONLINE) == set(registry.HEADS) == set(ONLINE)
+    assert set(online_schemes()) == {"int8", "int4"}
+    assert {layout.kind for form in FORMS for layout in read(form.config).layouts()} == set(
+        registry.FORMATS
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "says", "want"),
+    [
+        (None, None, None),
+        ("none", GPTQ, None),
+        ("int8", None, "int8"),
+        ("int4", None, "int4"),
+        ("fp8", None, "fp8"),
+        ("fp8_per_tensor", None, "fp8"),
+        ("gptq", GPTQ, None),
+        ("gptq_marlin", GPTQ, None),
+        ("fp8", FP8, None),
+        ("int8", FP8, "int8"),
+        ("int4", FP8, "int4"),
+        ("awq_marlin", {"quant_method": "awq", "bits": 4}, None),
+        ("compressed-tensors", compressed("int-quantized", **INT8), None),
+    ],
+)
+def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | None) -> None:
+    assert fitting(asked, None if says is None else read(says)) == want
+
+
+@pytest.mark.parametrize(
+    ("asked", "says", "error", "match"),
+    [
+        ("bitsandbytes", None, Unsupported, "quantization=bitsandbytes .*int8, int4, fp8 .*gptq, awq"),
+        ("int5", None, ConfigError, "quantization='int5' is no method that is known"),
+        ("gptq", None, ConfigError, "quantization=gptq: the checkpoint is not quantized"),
+        ("int8", GPTQ, ConfigError, r"quantization=int8: .*quantized already \(gptq\); leave the flag out"),
+        ("awq", GPTQ, ConfigError, "quantization=awq: .*config.json says gptq"),
+        (None, {"quant_method": "torchao"}, Unsupported, "a checkpoint quantized with torchao"),
+        (None, {"quant_method": "gptq"}, ConfigError, "quantization_config of gptq: KeyError.'bits'"),
+        (None, {**GPTQ, "bits": 3}, Unsupported, "a GPTQ checkpoint with bits=3"),
+        (None, {**GPTQ, "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format=marlin"),
+        (None, {"quant_method": "awq", "bits": 4, "version": "gemv"}, Unsupported, "version=gemv"),
+        (None, compressed("nvfp4-pack-quantized"), Unsupported, "format=nvfp4-pack-quantized"),
+        (None, compressed("int-quantized", **{**INT8, "symmetric": False}), Unsupported, "symmetric=False"),
+        (None, compressed("pack-quantized", **{**INT8, "num_bits": 3}), Unsupported, "num_bits=3"),
+        (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no groups"),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_it_is(
+    asked: str | None, says: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        fitting(asked, None if says is None else read(says))
+
+
+def quantized_names(says: dict[str, Any]) -> set[str]:
+    names = {
+        f"model.layers.{i}.{part}"
+        for i in (0, 1, 10)
+        for part in ("self_attn.q_proj", "mlp.up_proj")
+    }
+    return {name for name in {*names, "lm_head"} if read(says).layout_of(name) is not None}
+
+
+@pytest.mark.parametrize(
+    ("entries", "left"),
+    [
+        (["lm_head"], {"0 q", "1 q", "10 q", "0 up", "1 up", "10 up"}),
+        (["model.layers.1"], {"0 q", "10 q", "0 up", "10 up", "head"}),
+        (["up_proj", "lm_head"], {"0 q", "1 q", "10 q"}),
+        (["model.language_model.layers.0.mlp.up_proj"], {"0 q", "1 q", "10 q", "1 up", "10 up", "head"}),
+        (["re:.*layers.1\\..*", "re:lm_head"], {"0 q", "10 q", "0 up", "10 up"}),
+        (["re:model.language_model.*q_proj"], {"0 up", "1 up", "10 up", "head"}),
+    ],
+)  # fmt: skip
+def test_layers_that_are_left_plain(entries: list[str], left: set[str]) -> None:
+    says = {**compressed("int-quantized", **INT8), "ignore": entries}
+    long = {"q": "self_attn.q_proj", "up": "mlp.up_proj"}
+    want = {
+        "lm_head"
+        if short == "head"
+        else f"model.layers.{short.split()[0]}.{long[short.split()[1]]}"
+        for short in left
+    }
+    assert quantized_names(says) == want
+
+
+def test_the_head_of_gptq_is_plain_unless_it_says_so() -> None:
+    assert "lm_head" not in quantized_names(gptq_config())
+    assert "lm_head" in quantized_names(gptq_config(lm_head=True))
+
+
+def test_layers_with_numbers_of_their_own() -> None:
+    dynamic = {"-:.*layers\\.0\\..*": {}, "+:.*up_proj": {"bits": 8, "group_size": 64}}
+    found = read(gptq_config(dynamic=dynamic))
+    assert found.layout_of("model.layers.0.mlp.up_proj") is None
+    own, other = (
+        found.layout_of(f"model.layers.1.{name}") for name in ("mlp.up_proj", "self_attn.q_proj")
+    )
+    assert own is not None
+    assert other is not None
+    assert (own.bits, own.group, other.bits, other.group) == (8, 64, 4, 32)
+    only = gptq_config(modules_in_block_to_quantize=[["self_attn.q_proj"]])
+    assert quantized_names(only) == {f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 10)}
+
+
+def test_a_group_that_names_a_layer_goes_first() -> None:
+    says = compressed("int-quantized", **INT8)
+    four = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 64}
+    says["config_groups"]["group_1"] = {
+        "targets": ["re:.*up_proj"],
+        "weights": four,
+        "format": "pack-quantized",
+    }
+    says["config_groups"]["group_0"]["format"] = "int-quantized"
+    says["format"] = "mixed-precision"
+    found = read(says)
+    bits = [
+        getattr(found.layout_of(f"model.layers.0.{name}"), "bits", None)
+        for name in ("mlp.up_proj", "mlp.down_proj")
+    ]
+    assert bits == [4, 8]

@@ -1,0 +1,226 @@
+"""Quantized checkpoints, written number by number from what the formats' papers and tools say; nothing here is the loader's.
+
+A writer takes float weights [O, I] as numpy and gives (tensors by their last name, the float weight that they stand for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Written = tuple[dict[str, Tensor], np.ndarray]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # field -> output
+
+
+def f16(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float16).astype(np.float32)
+
+
+def round_groups(
+    w: np.ndarray, groups: np.ndarray, bits: int, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(q [O, I] from 0 on, scale [O, G] that float16 holds, zero [O, G]); `groups`: the group of each input."""
+    top = (1 << bits) - 1
+    count = int(groups.max()) + 1
+    q = np.zeros(w.shape, np.int64)
+    scale, zero = np.zeros((len(w), count), np.float32), np.zeros((len(w), count), np.int64)
+    for g in range(count):
+        part = w[:, groups == g]
+        if symmetric:
+            scale[:, g] = f16(2 * np.abs(part).max(1) / top)
+            zero[:, g] = (top + 1) // 2
+        else:
+            low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
+            scale[:, g] = f16((high - low) / top)
+            zero[:, g] = np.clip(np.round(-low / scale[:, g]), 1, top)
+        q[:, groups == g] = np.clip(np.round(part / scale[:, g, None]) + zero[:, g, None], 0, top)
+    return q, scale, zero
+
+
+def meaning(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return (q - zero[:, groups]).astype(np.float32) * scale[:, groups]
+
+
+def words(values: np.ndarray, bits: int) -> np.ndarray:
+    """Along the last dimension, lowest field first; what is missing of the last word is zero."""
+    per = 32 // bits
+    out = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per)), np.uint32)
+    for index in range(values.shape[-1]):
+        out[..., index // per] |= values[..., index].astype(np.uint32) << (bits * (index % per))
+    return out.view(np.int32)
+
+
+def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+    made = torch.from_numpy(np.ascontiguousarray(array))
+    return made if dtype is None else made.to(dtype)
+
+
+def neighbours(ins: int, group: int) -> np.ndarray:
+    return np.arange(ins) // (group if group > 0 else ins)
+
+
+def shuffled(ins: int, group: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(neighbours(ins, group))
+
+
+def gptq(
+    w: np.ndarray, name: str, *, bits: int = 4, group: int = 32, symmetric: bool = True,
+    order: str = "", version: int = 1,
+) -> Written:  # fmt: skip
+    """`order`: "" neighbours; "layer": shuffled, alike for layers with the same inputs; "own": each in its own way."""
+    ins = w.shape[1]
+    seed = sum(map(ord, name)) if order == "own" else ins
+    groups = shuffled(ins, group, seed) if order else neighbours(ins, group)
+    q, scale, zero = round_groups(w, groups, bits, symmetric)
+    stored = zero - 1 if version == 1 else zero
+    return {
+        "qweight": tensor(words(q, bits).T),
+        "qzeros": tensor(words(stored.T, bits)),
+        "scales": tensor(scale.T, torch.float16),
+        "g_idx": tensor(groups, torch.int32),
+    }, meaning(q, scale, zero, groups)
+
+
+def awq(w: np.ndarray, name: str, *, group: int = 32) -> Written:
+    groups = neighbours(w.shape[1], group)
+    q, scale, zero = round_groups(w, groups, 4, symmetric=False)
+
+    def packed(values: np.ndarray) -> Tensor:  # [N, O]
+        shown = values.reshape(len(values), -1, 8)[:, :, list(AWQ_ORDER)]
+        return tensor(words(shown.reshape(len(values), -1), 4))
+
+    return {
+        "qweight": packed(q.T),
+        "qzeros": packed(zero.T),
+        "scales": tensor(scale.T, torch.float16),
+    }, meaning(q, scale, zero, groups)
+
+
+def ct_packed(
+    w: np.ndarray, name: str, *, bits: int = 4, group: int = 32, symmetric: bool = True,
+    strategy: str = "group", order: bool = False,
+) -> Written:  # fmt: skip
+    ins = w.shape[1]
+    groups = shuffled(ins, group, ins) if order else neighbours(ins, group)
+    q, scale, zero = round_groups(w, groups, bits, symmetric)
+    found = {
+        "weight_packed": tensor(words(q, bits)),
+        "weight_scale": tensor(scale, torch.bfloat16 if strategy == "tensor" else torch.float16),
+        "weight_shape": torch.tensor(w.shape),
+    }
+    if not symmetric:
+        found["weight_zero_point"] = tensor(words(zero.T, bits).T)
+    if order:
+        found["weight_g_idx"] = tensor(groups, torch.int32)
+    return found, meaning(q, scale, zero, groups)
+
+
+def ct_int8(w: np.ndarray, name: str, *, strategy: str = "channel") -> Written:
+    top = np.abs(w).max(1, keepdims=True) if strategy == "channel" else np.abs(w).max(keepdims=True)
+    scale = (top / 127).astype(np.float32)
+    q = np.clip(np.round(w / scale), -127, 127)
+    stored = scale if strategy == "channel" else scale.reshape(1)
+    return {"weight": tensor(q, torch.int8), "weight_scale": tensor(stored)}, q.astype(
+        np.float32
+    ) * scale
+
+
+def float8(
+    w: np.ndarray, name: str, *, strategy: str = "tensor", block: int = 32, scale_name: str = "weight_scale",
+    static: bool = False,
+) -> Written:  # fmt: skip
+    blocks = {"tensor": w.shape, "channel": (1, w.shape[1]), "block": (block, block)}[strategy]
+    rows, columns = (-(-size // part) for size, part in zip(w.shape, blocks, strict=True))
+    q, means = torch.zeros(w.shape, dtype=torch.float8_e4m3fn), np.zeros_like(w)
+    scale = np.zeros((rows, columns), np.float32)
+    for r in range(rows):
+        for c in range(columns):
+            at = np.s_[r * blocks[0] : (r + 1) * blocks[0], c * blocks[1] : (c + 1) * blocks[1]]
+            scale[r, c] = np.abs(w[at]).max() / 448
+            q[at] = tensor(w[at] / scale[r, c], torch.float8_e4m3fn)
+            means[at] = q[at].float().numpy() * scale[r, c]
+    stored = tensor(scale.reshape(()) if strategy == "tensor" else scale)
+    found = {"weight": q, scale_name: stored}
+    if static:
+        found["input_scale"] = torch.tensor(0.02)
+    return found, means
+
+
+def compressed(form: str, *, ignore: bool = True, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", PLAIN] if ignore else [],
+        "quantization_status": "compressed",
+    }
+
+
+PLAIN = "model.layers.1.mlp.down_proj"
+"""A layer that every checkpoint here leaves as it is."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A variant of a format: what config.json says, who writes its tensors, and what becomes of the numbers."""
+
+    name: str
+    config: dict[str, Any]
+    write: Callable[..., Written]
+    how: dict[str, Any] = field(default_factory=dict)
+    becomes: str = "int4"  # int4 and int8: as stored; requantized: int8 of its own; plain: floats
+
+
+def gptq_config(**more: Any) -> dict[str, Any]:
+    says = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    return {**says, "modules_to_not_convert": [PLAIN], **more}
+
+
+INT = {"type": "int", "symmetric": True, "num_bits": 8, "strategy": "channel"}
+FLOAT = {**INT, "type": "float"}
+FOUR = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}
+WIDE = {"bits": 4, "group": -1}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": [PLAIN]}
+FORMS = [
+    Form("gptq", gptq_config(), gptq),
+    Form("gptq one group", gptq_config(group_size=-1), gptq, {"group": -1}),
+    Form("gptq asymmetric", gptq_config(sym=False), gptq, {"symmetric": False}),
+    Form("gptq ordered", gptq_config(desc_act=True), gptq, {"order": "layer"}),
+    Form("gptq ordered each its way", gptq_config(desc_act=True), gptq, {"order": "own"}, "plain"),
+    Form(
+        "gptq v2 asymmetric ordered",
+        gptq_config(checkpoint_format="gptq_v2", sym=False, desc_act=True),
+        gptq,
+        {"version": 2, "symmetric": False, "order": "layer"},
+    ),
+    Form("gptq 2 bits", gptq_config(bits=2), gptq, {"bits": 2}),
+    Form("gptq 8 bits", gptq_config(bits=8), gptq, {"bits": 8}, "requantized"),
+    Form(
+        "gptq 8 bits one group", gptq_config(bits=8, group_size=-1), gptq, {"bits": 8, "group": -1}, "int8"
+    ),
+    Form(
+        "awq",
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+         "modules_to_not_convert": [PLAIN]},
+        awq,
+    ),
+    Form("ct int8", compressed("int-quantized", **INT), ct_int8, becomes="int8"),
+    Form("ct int8 tensor", compressed("int-quantized", **{**INT, "strategy": "tensor"}), ct_int8, {"strategy": "tensor"}, "int8"),
+    Form("ct int4", compressed("pack-quantized", **FOUR), ct_packed),
+    Form("ct int4 asymmetric", compressed("pack-quantized", **{**FOUR, "symmetric": False}), ct_packed, {"symmetric": False}),
+    Form("ct int4 channel", compressed("pack-quantized", **{**INT, "num_bits": 4}), ct_packed, {"strategy": "channel", "group": -1}),
+    Form("ct int4 ordered", compressed("pack-quantized", **FOUR, actorder="group"), ct_packed, {"order": True}),
+    Form("ct packed int8", compressed("pack-quantized", **{**INT, "strategy": "group", "group_size": 32}), ct_packed, {"bits": 8}, "requantized"),
+    Form("fp8", FP8, float8, {"static": True}, "requantized"),
+    Form("fp8 blocks", {**FP8, "weight_block_size": [32, 32]}, float8, {"strategy": "block", "scale_name": "weight_scale_inv"}, "requantized"),
+    Form("fbgemm", {**FP8, "quant_method": "fbgemm_fp8"}, float8, {"strategy": "channel"}, "requantized"),
+    Form("ct float8", compressed("float-quantized", **FLOAT), float8, {"strategy": "channel"}, "requantized"),
+    Form("ct float8 tensor", compressed("float-quantized", **{**FLOAT, "strategy": "tensor"}), float8, {"static": True}, "requantized"),
+    Form("ct float8 blocks", compressed("float-quantized", **{**FLOAT, "strategy": "block"}, block_structure=[32, 32]), float8, {"strategy": "block"}, "requantized"),
+]  # fmt: skip
