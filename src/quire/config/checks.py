@@ -8,8 +8,8 @@ from typing import Any
 from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
-from quire.config.structured import wishes
 from quire.config.quantized import scheme_asked, stored_quantization
+from quire.config.structured import wishes
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 

@@ -109,8 +109,8 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
-    if (name := resolved.quantization) is not None:
-        log.info("made %d weights %s: %s", quantize_model(model, name), name, ONLINE[name])
+    if (scheme := resolved.quantization) is not None:
+        log.info("made %d weights %s: %s", quantize_model(model, scheme), scheme, ONLINE[scheme])
     if "native" in platform.kernels:
         pack_model(model)
         fuse_model(model)
