@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -249,3 +250,24 @@ def test_a_pydantic_schema_is_parsed(state: ServerState):
             assert found.choices[0].message.parsed == person(name="Ada Baker", age=30, city="Rome")
 
     asyncio.run(main())
+
+
+def test_thoughts_that_may_cost_so_much(state: ServerState):
+    """A budget ends them there, streamed or whole, and a form that follows begins there."""
+    sum_ = {"role": "user", "content": "What is 12 + 7?"}
+    form = {"regex": r"12 \+ 7 = [0-9]{2}"}
+
+    async def work(ask: Ask) -> None:
+        free = (await ask(sum_))["message"]["reasoning"]
+        short = (await ask(sum_, thinking_token_budget=4))["message"]["reasoning"]
+        assert 0 < len(short) < len(free)
+        assert free.startswith(short)
+        held = (await ask(sum_, thinking_token_budget=4, structured_outputs=form))["message"]
+        assert held["reasoning"] == short
+        assert re.fullmatch(form["regex"], held["content"])
+        events = await ask(sum_, thinking_token_budget=4, stream=True)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == short
+        assert (await ask(sum_, thinking_token_budget=-1))["message"]["reasoning"] == free
+
+    talk(state, work)

@@ -11,13 +11,13 @@ from call_writers import THOUGHTS, WRITERS
 
 import quire
 from quire.errors import ConfigError
+from quire.frontend.front import response_template
 from quire.frontend.parsers.formats import TOOLS
 from quire.frontend.parsers.model import ModelFormats
 from quire.frontend.parsers.names import LATER, REASONING_NAMES, TOOL_NAMES, Registry
 from quire.frontend.parsers.plugins import registry
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.table import Marks
-from quire.server.text_engine import response_template
 
 NAMED = """hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_coder qwen3_xml deepseek_v3
 deepseek_v31 deepseek_v32 glm45 glm47 kimi_k2 granite granite4 granite-20b-fc jamba internlm phi4_mini_json openai

@@ -245,6 +245,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.worker.rows import Rows
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
+        from quire.worker.sample.thinking import ThinkingBudget
         from quire.worker.source import TokenSource
         from quire.worker.worker import Worker
 
@@ -265,7 +266,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     processors = load_processors(asked.logits_processors, resolved, platform.device)
     jumps = wishes(resolved.asked.structured.structured_outputs_config).jumps
     masks = GrammarMasks(compiler, rows, jumps and not processors)
-    sink = SampleSink(model, rows, asked.logprobs_mode, [*processors, masks])
+    sink = SampleSink(model, rows, asked.logprobs_mode, [*processors, ThinkingBudget(), masks])
     worker = Worker(platform, model, TokenSource(model), sink, [masks.hook], rows)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],

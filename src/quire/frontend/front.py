@@ -8,7 +8,9 @@ may be called from any, the rest from one at a time. `api/llm.py` drives it from
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from quire.frontend import chat
 from quire.frontend.collect import Collector
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.inputs import Accepted, Inputs
+from quire.frontend.parsers.model import ModelFormats
+from quire.frontend.parsers.plugins import registry
+from quire.frontend.parsers.table import Reasoning
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.logging import get_logger
 from quire.models import hf
@@ -57,6 +62,7 @@ class FrontRoom:
             asked.seed,
             number,
             structured=wishes(resolved.asked.structured.structured_outputs_config),
+            reasoning=functools.cache(self._reasoning),
         )
         self.logs_requests = False
         """A line for each; the server writes its own."""
@@ -64,6 +70,23 @@ class FrontRoom:
         self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
         """Children given up here, of which the engine has still to say that they ended."""
+
+    @property
+    def template_text(self) -> str:
+        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
+        if self.tokenizer is None:
+            return ""
+        texts = [response_template(Path(tokenizer_folder(self.client)))]
+        if (template := self.tokenizer.template) is not None:
+            texts += [template.source, *template.named.values()]
+        return "\n".join(texts)
+
+    def _reasoning(self) -> Reasoning | None:
+        """Chosen by name or by the chat template, as the server does."""
+        server = self.client.resolved.asked.server
+        files = [file for file in (server.reasoning_parser_plugin,) if file]
+        found = ModelFormats(None, server.reasoning_parser, self.template_text, (), registry(files))
+        return found.reasoning
 
     def need_tokenizer(self) -> Tokenizer:
         """Raises ValidationError: skip_tokenizer_init=True left it out."""
@@ -166,6 +189,16 @@ class FrontRoom:
         self.live.pop(collector.id, None)
         for child in collector.children:
             self._children.pop(child.id, None)
+
+
+def response_template(folder: Path) -> str:
+    """What tokenizer_config.json says of the shape of outputs, as text without escapes; "": nothing."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = config.get("response_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
 
 
 def tokenizer_folder(client: EngineClient) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check import checked
 from quire.frontend.fanout import child_id, fan_out, mix
 from quire.frontend.generation_config import GenerationDefaults
+from quire.frontend.parsers.table import Reasoning
 from quire.frontend.prompts import Prompt, read_prompt
+from quire.frontend.thoughts import thoughts
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import values as read
 from quire.protocol.params import SamplingParams, StructuredOutputsParams, truncation
@@ -108,6 +110,8 @@ class Inputs:
     """Number of this front room: seeds of different ones differ."""
     eos_token_ids: list[int] = field(default_factory=list)
     structured: Wishes = field(default_factory=Wishes)
+    reasoning: Callable[[], Reasoning | None] = lambda: None
+    """How the model marks its thoughts."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
 
@@ -151,6 +155,9 @@ class Inputs:
         tokens = self.tokens(given, options)
         self._check_prompt(tokens)
         settled = self._settle(params, len(tokens), limited)
+        if (budget := params.thinking_token_budget) is not None and budget >= 0:
+            marks = thoughts(budget, self.reasoning(), self.tokenizer, tokens)
+            settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,

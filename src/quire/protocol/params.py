@@ -38,6 +38,19 @@ class RequestOutputKind(IntEnum):
     """Nothing until the end, then all."""
 
 
+class Thoughts(Struct, array_like=True):
+    """How a model marks its thoughts, in tokens, and how many tokens they may have."""
+
+    budget: int
+    starts: list[list[int]]
+    ends: list[list[int]]
+    """The first is what ends thoughts that have become too long."""
+    opened: bool
+    """The output begins within thoughts."""
+    again: bool
+    """There may be more of them after the first have ended."""
+
+
 class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """One generation's wishes. Making one checks it.
 
@@ -92,8 +105,10 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     guided_decoding: StructuredOutputsParams | None = None
     """The older name of structured_outputs."""
 
+    thinking_token_budget: int | None = None
+    """Tokens of thoughts, after which the mark that ends them must come; -1: no limit."""
+
     # known by name, refused until built: `REFUSED`
-    thinking_token_budget: Any = None
     repetition_detection: Any = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
@@ -111,9 +126,10 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """The model's own ends of text: they stop unless ignore_eos, and are masked before min_tokens."""
     bad_word_ids: list[list[int]] = []
     """Token sequences whose last token must not complete them."""
+    thoughts: Thoughts | None = None
+    """What thinking_token_budget means for this model and prompt."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "thinking_token_budget": "bound the whole output with max_tokens",
         "repetition_detection": "use repetition_penalty or frequency_penalty",
         "prompt_logprob_token_ids": "use prompt_logprobs",
         "prompt_logprob_start": "use prompt_logprobs",
@@ -171,6 +187,10 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
             remedy = "or None for as many as fit"
             self.max_tokens = read.whole("max_tokens", self.max_tokens, 1, None, remedy)
         self.min_tokens = read.whole("min_tokens", self.min_tokens, 0)
+        if self.thinking_token_budget is not None:
+            self.thinking_token_budget = read.whole(
+                "thinking_token_budget", self.thinking_token_budget, -1, None, "-1 for no limit"
+            )
         if self.stream_interval is not None:
             self.stream_interval = read.whole("stream_interval", self.stream_interval, 1)
         if self.truncate_prompt_tokens is not None:

@@ -85,6 +85,9 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
     thinking = (body.thinking or {}).get("type")
     if thinking is not None and thinking not in THINKS:
         raise invalid("`thinking.type` must be enabled, adaptive or disabled", "thinking")
+    budget = (body.thinking or {}).get("budget_tokens") if thinking == "enabled" else None
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise invalid("`thinking.budget_tokens` must be a whole number, at least 0", "thinking")
     output = body.output_config or {}
     of_format(output.get("format"), "output_config.format")
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
@@ -103,7 +106,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice) if body.tools else None,
         parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
         response_format=output.get("format"), reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
-        kv_transfer_params=body.kv_transfer_params,
+        kv_transfer_params=body.kv_transfer_params, thinking_token_budget=budget,
         add_generation_prompt=not goes_on, continue_final_message=goes_on,
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ DELTA, FINAL_ONLY = 1, 2
 
 LATER: dict[str, str] = {
     "repetition_detection": "repetition detection",
-    "thinking_token_budget": "a budget for thinking",
     "kv_transfer_params": "KV transfer",
     "ec_transfer_params": "encoder-cache transfer",
     "suffix": "a suffix (fill in the middle)",
@@ -128,6 +127,7 @@ def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "ignore_eos": request.ignore_eos,
         "min_tokens": request.min_tokens,
         "prompt_logprobs": request.prompt_logprobs,
+        "thinking_token_budget": request.thinking_token_budget,
         "logprob_token_ids": request.logprob_token_ids,
         "skip_special_tokens": request.skip_special_tokens,
         "spaces_between_special_tokens": request.spaces_between_special_tokens,

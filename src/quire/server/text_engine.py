@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from quire import __version__
@@ -22,7 +20,6 @@ from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
 from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.frontend import chat
-from quire.frontend.front import tokenizer_folder
 from quire.frontend.outputs import RequestOutput, error_of
 from quire.frontend.sandbox import SECONDS, TooSlow
 from quire.frontend.strangers import Strangers
@@ -59,13 +56,7 @@ class AsyncTextEngine:
     @property
     def template_text(self) -> str:
         """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
-        tokenizer = self.front.tokenizer
-        if tokenizer is None:
-            return ""
-        texts = [response_template(Path(tokenizer_folder(self.client)))]
-        if tokenizer.template is not None:
-            texts += [tokenizer.template.source, *tokenizer.template.named.values()]
-        return "\n".join(texts)
+        return self.front.template_text
 
     @property
     def special_texts(self) -> list[str]:
@@ -176,16 +167,6 @@ class AsyncTextEngine:
 
     async def call(self, name: str, *args: Any) -> Any:
         return await asyncio.to_thread(self.client.call, name, *args)
-
-
-def response_template(folder: Path) -> str:
-    """What tokenizer_config.json says of the shape of outputs, as text without escapes; "": nothing."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        found = config.get("response_template")
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
 
 
 def salted(salt: str, tenant: str) -> str:

@@ -38,6 +38,7 @@ from quire.protocol.plan import Entered
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
 from quire.worker.sample.processors import Picked, Processor
+from quire.worker.sample.rules import only
 
 if TYPE_CHECKING:
     from quire.batch import Batch
@@ -125,7 +126,7 @@ class GrammarMasks(Processor):
             picked.at.tolist(), helds, picked.lengths.tolist(), strict=True
         ):
             if (place := length - held.start) < len(held.known):
-                _only(logits_SV[at], [held.known[place]])
+                only(logits_SV[at], [held.known[place]])
             elif held.error is None:
                 whole.append((at, held))
         masked = [(at, held) for at, held in whole if not held.over]
@@ -137,7 +138,7 @@ class GrammarMasks(Processor):
             bar(logits_SV, [at for at, _ in masked], torch.from_numpy(words_PW))
         for at, held in whole:
             if held.over:
-                _only(logits_SV[at], held.ends)
+                only(logits_SV[at], held.ends)
         return logits_SV
 
     def drew(self, step: int) -> None:
@@ -339,15 +340,6 @@ def may_jump(params: SamplingParams) -> bool:
     reported = params.logprobs is not None or params.logprob_token_ids is not None
     barred = params.allowed_token_ids is not None or any(params.bad_word_ids)
     return not (reported or barred or (params.min_tokens and params.stop_token_ids))
-
-
-def _only(logits_V: Tensor, tokens: list[int]) -> None:
-    """Only these may come, whatever min_tokens, allowed tokens or bad words say: nothing else is left."""
-    ids_E = torch.tensor(tokens, device=logits_V.device)
-    kept_E = logits_V[ids_E]
-    kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
-    logits_V.fill_(NEVER)
-    logits_V[ids_E] = kept_E
 
 
 def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:

@@ -20,6 +20,15 @@ from quire.worker.sample.processors import Picked, Processor
 NEVER = -torch.inf
 
 
+def only(logits_V: Tensor, tokens: list[int]) -> None:
+    """Nothing but these may come, whatever min_tokens, allowed tokens or bad words say: one of them must."""
+    ids_E = torch.tensor(tokens, device=logits_V.device)
+    kept_E = logits_V[ids_E]
+    kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
+    logits_V.fill_(NEVER)
+    logits_V[ids_E] = kept_E
+
+
 def _put(array: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
 
