@@ -70,14 +70,21 @@ def each(form: Callable[[Call], str], between: str = "\n") -> Writer:
     return lambda calls: between.join(form(call) for call in calls)
 
 
-def with_parameters(call: Call, begin: str, end: str, first: str, last: str) -> str:
+def with_parameters(
+    call: Call, begin: str, end: str, first: str, last: str, around: str = ""
+) -> str:
+    """`first` is filled with the key, and with whether the value is a text."""
     lines = [begin.format(call[0])]
-    lines += [f"{first.format(key)}\n{parameter(value)}\n{last}" for key, value in call[1].items()]
+    for key, value in call[1].items():
+        mark = first.format(key, json.dumps(isinstance(value, str)))
+        lines.append(f"{mark}{around}{parameter(value)}{around}{last}")
     return "\n".join([*lines, end])
 
 
-def qwen(call: Call) -> str:
-    inner = with_parameters(call, "<function={}>", "</function>", "<parameter={}>", "</parameter>")
+def qwen(call: Call, around: str = "\n") -> str:
+    inner = with_parameters(
+        call, "<function={}>", "</function>", "<parameter={}>", "</parameter>", around
+    )
     return f"<tool_call>\n{inner}\n</tool_call>"
 
 
@@ -85,31 +92,70 @@ def seed(call: Call) -> str:
     return qwen(call).replace("tool_call>", "seed:tool_call>")
 
 
-def invokes(calls: list[Call], mark: str, outer: str) -> str:
+def invokes(calls: list[Call], mark: str, outer: str, kind: str = "", around: str = "") -> str:
+    first = f'<{mark}parameter name="{{}}"{kind}>'
     made = (
-        with_parameters(
-            call,
-            f'<{mark}invoke name="{{}}">',
-            f"</{mark}invoke>",
-            f'<{mark}parameter name="{{}}">',
-            f"</{mark}parameter>",
-        )
+        with_parameters(call, f'<{mark}invoke name="{{}}">', f"</{mark}invoke>", first, f"</{mark}parameter>", around)
         for call in calls
-    )
+    )  # fmt: skip
     return f"<{outer}>\n" + "\n".join(made) + f"\n</{outer}>"
 
 
-def glm(call: Call) -> str:
-    pairs = [
-        f"<arg_key>{k}</arg_key>\n<arg_value>{parameter(v)}</arg_value>\n"
+TYPED = ' string="{}"'
+
+
+def pairs(call: Call, mark: str = "", kind: str = "") -> str:
+    return "".join(
+        f"<{mark}arg_key>{k}</{mark}arg_key>\n{kind}<{mark}arg_value>{parameter(v)}</{mark}arg_value>\n"
         for k, v in call[1].items()
-    ]
-    return f"<tool_call>{call[0]}\n{''.join(pairs)}</tool_call>"
+    )
 
 
-def deepseek(form: str) -> Writer:
+def glm(call: Call) -> str:
+    return f"<tool_call>{call[0]}\n{pairs(call)}</tool_call>"
+
+
+def hunyuan(calls: list[Call]) -> str:
+    made = "\n".join(f"<tool_call>{c[0]}<tool_sep>\n{pairs(c)}</tool_call>" for c in calls)
+    return f"<tool_calls>\n{made}\n</tool_calls>"
+
+
+def horizon(kind: str) -> Writer:
+    return lambda calls: (
+        "<ifm|tool_calls>\n"
+        + "\n".join(
+            f"<ifm|tool_call>{c[0]}\n{pairs(c, 'ifm|', kind)}</ifm|tool_call>" for c in calls
+        )
+        + "\n</ifm|tool_calls>"
+    )
+
+
+def minicpm(call: Call, begin: str, end: str) -> str:
+    made = "".join(
+        f'<param name="{k}">{begin}{parameter(v)}{end}</param>' for k, v in call[1].items()
+    )
+    return f'<function name="{call[0]}">{made}</function>'
+
+
+def step(calls: list[Call]) -> str:
+    made = "\n".join(
+        "<｜tool_call_begin｜>function<｜tool_sep｜>"
+        + with_parameters(
+            c,
+            '<steptml:invoke name="{}">',
+            "</steptml:invoke>",
+            '<steptml:parameter name="{}">',
+            "</steptml:parameter>",
+        )
+        + "<｜tool_call_end｜>"
+        for c in calls
+    )
+    return f"<｜tool_calls_begin｜>\n{made}\n<｜tool_calls_end｜>"
+
+
+def deepseek(form: str, between: str) -> Writer:
     def write(calls: list[Call]) -> str:
-        made = "\n".join(
+        made = between.join(
             f"<｜tool▁call▁begin｜>{form.format(c[0], json.dumps(c[1]))}<｜tool▁call▁end｜>"
             for c in calls
         )
@@ -151,20 +197,21 @@ WRITERS: dict[str, list[Writer]] = {
         each(lambda c: f"[TOOL_CALLS]{c[0]}{json.dumps(c[1])}", ""),
     ],
     "qwen3_coder": [each(qwen)],
-    "deepseek_v3": [deepseek("function<｜tool▁sep｜>{}\n```json\n{}\n```")],
-    "deepseek_v31": [deepseek("{}<｜tool▁sep｜>{}")],
+    "deepseek_v3": [deepseek("function<｜tool▁sep｜>{}\n```json\n{}\n```", "\n")],
+    "deepseek_v31": [deepseek("{}<｜tool▁sep｜>{}", ""), deepseek("{}<｜tool▁sep｜>{}", "\n")],
     "deepseek_v32": [
+        lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls", TYPED),
         lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls"),
-        lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls").replace(
-            'name="text">', 'name="text" string="true">'
-        ),
     ],
     "glm45": [each(glm)],
     "kimi_k2": [kimi],
     "granite": [lambda calls: "<|tool_call|>" + json_list(calls)],
     "granite-20b-fc": [each(lambda c: f"<function_call> {json_call(c)}")],
     "phi4_mini_json": [lambda calls: "functools" + json_list(calls)],
-    "minimax_m2": [lambda calls: invokes(calls, "", "minimax:tool_call")],
+    "minimax_m2": [
+        lambda calls: invokes(calls, "", "minimax:tool_call"),
+        lambda calls: invokes(calls, "", "minimax:tool_call", around="\n"),
+    ],
     "gemma4": [
         each(lambda c: f"<|tool_call>call:{c[0]}{gemma(c[1], '<|' + chr(34) + '|>')}<tool_call|>", "")
     ],
@@ -187,6 +234,37 @@ WRITERS: dict[str, list[Writer]] = {
     "lfm2": [lambda calls: f"<|tool_call_start|>[{', '.join(map(python_call, calls))}]<|tool_call_end|>"],
     "longcat": [each(lambda c: f"<longcat_tool_call>\n{json_call(c)}\n</longcat_tool_call>")],
     "openai": [harmony],
+    "mimo": [each(lambda c: qwen(c, ""))],
+    "dots": [lambda calls: invokes(calls, "", "dots_function_call")],
+    "deepseek_v4": [lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜tool_calls", TYPED)],
+    "deepseek_v41": [lambda calls: invokes(calls, "｜DSML｜ ", "｜DSML｜ calls", TYPED)],
+    "hy_v3": [
+        hunyuan,
+        lambda calls: hunyuan(calls).replace(">", ":opensource>").replace("<b:opensource>", "<b>"),
+        lambda calls: hunyuan(calls).replace("<tool_sep>", ""),
+    ],
+    "k2_horizon": [
+        horizon(""),
+        horizon("<ifm|arg_type>string</ifm|arg_type>\n"),
+        lambda calls: "<ifm|tool_calls>" + each(lambda c: f"<ifm|tool_call>{json_call(c)}</ifm|tool_call>")(calls) + "</ifm|tool_calls>",
+    ],
+    "minicpm5": [each(lambda c: minicpm(c, "", "")), each(lambda c: minicpm(c, "<![CDATA[", "]]>"))],
+    "step3": [step],
+    "minimax": [lambda calls: f"<tool_calls>\n{each(json_call)(calls)}\n</tool_calls>"],
+    "apertus": [
+        lambda calls: f"<|tools_prefix|>[{', '.join(json.dumps({c[0]: c[1]}) for c in calls)}]<|tools_suffix|>",
+    ],
+    "cohere_command3": [
+        lambda calls: "<|START_ACTION|>"
+        + "[\n    "
+        + ",\n    ".join(json.dumps({"tool_call_id": "0", "tool_name": c[0], "parameters": c[1]}) for c in calls)
+        + "\n]<|END_ACTION|>",
+    ],
+    "gigachat3": [
+        each(lambda c: f"function call<|role_sep|>\n{json_call(c)}"),
+        each(lambda c: f"<|message_sep|>\n\nfunction call<|role_sep|>\n{json_call(c)}", ""),
+        each(lambda c: f"<|function_call|>{json_call(c)}", ""),
+    ],
 }  # fmt: skip
 
 # Formats whose calls are the whole output, or come after the text in a message of their own.
@@ -204,6 +282,14 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "gemma4": ("<|channel>thought\n", "<channel|>"),
     "olmo3": ("<think>", "</think>"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "ernie45": ("", "\n</think>\n\n<response>\n"),
+    "hunyuan_a13b": ("<think>\n", "\n</think>\n<answer>\n"),
+    "hy_v3": ("<think:opensource>", "</think:opensource>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
+    "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|><|START_TEXT|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "k2_horizon": ("<ifm|think_fast>\n", "\n</ifm|think_fast>\n"),
     "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
 

@@ -216,7 +216,28 @@ def test_calls_that_must_come_are_constrained():
     assert demand()[1].structured_outputs is None
     strict = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
     _, params = demand(tools=strict)
-    assert params.structured_outputs.structural_tag["format"]["type"] == "triggered_tags"
+    assert params.structured_outputs.structural_tag["format"]["elements"][-1]["type"] == "triggered_tags"  # fmt: skip
+
+
+def test_the_server_may_ask_for_more_than_the_tools_do():
+    def tags(level: str) -> list[Any]:
+        engine = ScriptedEngine(CALL)
+        config = {**FORMATS, "tool_strict_level": level}
+        assert ask(engine, "POST", CHAT, {**HI, "tools": TOOLS}, **config).status_code == 200
+        form = engine.asked[0].params.structured_outputs
+        return [] if form is None else form.structural_tag["format"]["elements"][-1]["tags"]
+
+    assert tags("auto") == []
+    schemas = [tool["function"]["parameters"] for tool in TOOLS]  # type: ignore[index]
+    assert [tag["content"]["json_schema"] for tag in tags("parameter")] == schemas
+    assert [tag["content"]["json_schema"] for tag in tags("function")] == [{"type": "object"}] * 3
+
+
+def test_tools_and_a_form_for_the_answer():
+    _, params = demand(response_format={"type": "json_object"})
+    answer, calls = params.structured_outputs.structural_tag["format"]["elements"][-1]["elements"]
+    assert answer == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert [tag["type"] for tag in calls["tags"]] == ["tag"] * 3
 
 
 def test_a_model_without_a_known_format_can_be_made_to_call():

@@ -64,6 +64,19 @@ def test_thoughts_come_before_content_and_calls(name: str, tools: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(THOUGHTS) - {"openai_gptoss"}))
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json"])
+def test_marks_of_thoughts_and_answers_are_not_shown(name: str, tools: str) -> None:
+    """Also where an answer might have been a call."""
+    rng = random.Random(name)
+    before, after = THOUGHTS[name]
+    answer = '{"name": "Ada"} is an answer'
+    text = before + "hm" + after + answer + "".join(REASONING[name].frame[1:2])
+    whole = together(parser(tools, name), [text])
+    assert (whole.reasoning, whole.content) == ("hm", answer)
+    assert together(parser(tools, name), cuts(rng, text)) == whole
+
+
+@pytest.mark.parametrize("name", sorted(set(THOUGHTS) - {"openai_gptoss"}))
 def test_the_prompt_may_have_opened_or_closed_the_thoughts(name: str) -> None:
     start, after = THOUGHTS[name]
     opened = together(parser("hermes", name, opened=True), [f"hm{after}Yes."])

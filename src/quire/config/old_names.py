@@ -171,7 +171,7 @@ _rows("W", "metrics of this kind come later; the others are on", """
     enable_mfu_metrics show_hidden_metrics_for_version=
     enable_per_request_metrics enable_logging_iteration_details""")
 _rows("W", "the server does not have this switch", """
-    enable_offline_docs h11_max_header_count= fingerprint_mode=full tool_strict_level=     exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint enable_flash_late_interaction
+    enable_offline_docs h11_max_header_count= fingerprint_mode=full exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint enable_flash_late_interaction
     use_gpu_for_pooling_score use_trtllm_ragged_deepseek_prefill""")
 _rows("W", "it means nothing to this engine", """
     additional_config= override_neuron_config= override_attention_dtype= allow_deprecated_quantization

@@ -56,6 +56,8 @@ class ServerConfig:
     """Format of the model's tool calls; unset or auto: as its chat template shows; none: they are not read."""
     tool_parser_plugin: str | None = None
     """Python file with a function `register(registry)` that adds formats."""
+    tool_strict_level: str = "auto"
+    """What holds for calls that a model may make: auto: strict tools' schemas; function: all tools' names, and JSON; parameter: all tools' schemas."""
     reasoning_parser: str | None = None
     """Format of the model's thoughts; unset or auto: as its chat template shows; none: they are part of the text."""
     reasoning_parser_plugin: str | None = None

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
-from quire.frontend.parsers.constrain import after_thoughts, calls_only, forced, strict_calls
+from quire.frontend.parsers.constrain import (
+    answer_or_calls,
+    auto_calls,
+    calls_of,
+    calls_only,
+    forced,
+    is_strict,
+)
 from quire.frontend.parsers.engine import CallDelta, Parsed, Parser
 from quire.frontend.parsers.model import ModelFormats, Reading
 from quire.frontend.parsers.names import OFF
@@ -80,16 +87,17 @@ def reader_for(
     reading = formats.reading(choice.tools, choice.must, opened)
     if reading is None:
         return None
-    if params.structured_outputs is not None and formats.reasoning is not None and not choice.must:
-        params.structured_outputs = after_thoughts(
-            params.structured_outputs, formats.reasoning, opened
+    level = state.config.server.tool_strict_level
+    if params.structured_outputs is None:
+        params.structured_outputs = demanded(body, choice, formats, opened, level)
+    elif choice.must:
+        said = params.structured_outputs.said
+        raise invalid(f"`{said}` and a `tool_choice` that makes the model call a tool: an output can have one form only", said)  # fmt: skip
+    else:
+        calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
+        params.structured_outputs = answer_or_calls(
+            params.structured_outputs, formats.reasoning, opened, calls
         )
-    if (demand := demanded(body, choice, formats, opened)) is not None:
-        if params.structured_outputs is None:
-            params.structured_outputs = demand
-        elif choice.must:
-            said = params.structured_outputs.said
-            raise invalid(f"`{said}` and a `tool_choice` that makes the model call a tool: an output can have one form only", said)  # fmt: skip
     if reading.marks_are_special:
         params.skip_special_tokens = False
     skip = params.skip_special_tokens
@@ -104,15 +112,19 @@ def reader_for(
 
 
 def demanded(
-    body: ChatRequest, choice: Choice, formats: ModelFormats, opened: bool | None
+    body: ChatRequest, choice: Choice, formats: ModelFormats, opened: bool | None, level: str
 ) -> StructuredOutputsParams | None:
     """The form that calls must have."""
     tag: dict[str, Any] | None = None
+    parallel, tools = body.parallel_tool_calls, choice.tools
     if choice.must:
-        parallel = body.parallel_tool_calls and choice.kind == "required"
-        tag = calls_only(forced(formats.tools), choice.tools, parallel, formats.reasoning, opened)
-    elif choice.kind == "auto" and formats.tools is not None:
-        tag = strict_calls(formats.tools, choice.tools)
+        format = forced(formats.tools, tools)
+        parallel = parallel and choice.kind == "required"
+        tag = calls_only(format, tools, parallel, formats.reasoning, opened)
+    elif formats.tools is not None and (level != "auto" or any(map(is_strict, tools))):
+        tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
+        if tag is None:
+            log.warning_every("strict", 3600, "`strict` does not hold: calls in the format %s, or a tool's schema in it, cannot be told to the grammar", formats.tool_choice.name)  # fmt: skip
     if tag is None:
         return None
     try:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from quire.frontend.parsers.values import MOST_WORD, SPACE, Malformed, ValueReader, quoted, whole
 
-NAMES = ("name",)
+NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
-KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "description"))
+KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "description"))
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.\-]+")
 
 

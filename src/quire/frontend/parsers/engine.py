@@ -191,8 +191,11 @@ class Parser:
     def _follow(self, mark: str, target: Go) -> None:
         if "reasoning" in (self._state.kind, self.grammar.states[target.to].kind):
             self.thought += len(mark)
-        if target.takes:
+        if target.takes and target.keeps:
             self._take(len(mark))
+        elif target.takes:
+            self._at += len(mark)
+            self._flows["content"].border = True
         if target.ends:
             self._end_arguments()
         self._to(target, marked=True)
@@ -340,12 +343,17 @@ class Parser:
         if self._text_value:
             self.arguments('"')
         else:
-            self.arguments(self.tools.value(self._name, self._key, unwrapped("".join(self._word))))
+            value = "".join(self._word)
+            value = value if self._state.exact else unwrapped(value)
+            self.arguments(self.tools.value(self._name, self._key, value))
         self._follow(found[0], marks.go[found[0]])
         return True
 
     def _value_piece(self, piece: str, ended: bool) -> None:
-        """A string as it comes, without the line break at its beginning and its end."""
+        """A string as it comes, without the line break at its beginning and its end (unless they are its own)."""
+        if self._state.exact:
+            self._value_text(piece)
+            return
         if not self._length and piece.startswith("\n"):
             piece, self._length = piece[1:], 1
         elif piece:

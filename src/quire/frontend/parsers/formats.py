@@ -1,12 +1,13 @@
-"""The formats of tool calls, each a table.
+"""The formats of tool calls, each a table: those whose calls are JSON or Python, and the list of all.
 
-Knows what models write. The notation is `table`'s.
+Knows what models write. The notation is `table`'s. Formats with parameters one by one are in `parameters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
+from quire.frontend.parsers import parameters
 from quire.frontend.parsers.table import Format, State, Wrap
 
 
@@ -39,40 +40,6 @@ def listed(
     }
     wrap = Wrap('{"name": "NAME", "arguments": ', "}", ", ", first=f"{begin}[", last=f"]{end}")
     return Format(states, wrap=wrap, signs=signs, ids="short" if ids == "short" else "random")
-
-
-def parameters(
-    outer: tuple[str, str] | None,
-    call: tuple[str, str, str],
-    parameter: tuple[str, str, str],
-    signs: tuple[str, ...],
-    keyed: Mapping[str, str] | None = None,
-) -> Format:
-    """Parameters one by one: `outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
-
-    `keyed`: marks after a key that say whether a value or a text follows.
-    """
-    begin, named, end = call
-    first, after_key, last = parameter
-    known = {first: "key", end: "end calls" if outer else "end content"}
-    if outer is not None:
-        known[outer[1]] = "end content"  # where the call's own end was left out
-        states = {
-            "content": State("content", {outer[0]: "calls"}),
-            "calls": State("skip", {begin: "name"}),
-            "more": State("close", {begin: "name", outer[1]: "content"}),
-        }
-        known[end] = "end more"
-    else:
-        states = {"content": State("content", {begin: "name"})}
-    states |= {
-        "name": State("name", {named: "parameters"}),
-        "parameters": State("skip", known),
-        "key": State("key", {after_key: "value", **(keyed or {})}),
-        "value": State("value", {last: "parameters"}),
-        "text": State("text", {last: "parameters"}),
-    }
-    return Format(states, signs=signs)
 
 
 def pythonic(begin: str, end: str) -> dict[str, State]:
@@ -129,6 +96,7 @@ XLAM = Format(
     },
     start="opening",
     known_only=True,
+    wrap=Wrap('{"name": "NAME", "arguments": ', "}", ", ", first="[", last="]"),
 )  # fmt: skip
 
 PYTHONIC = Format(
@@ -201,13 +169,57 @@ DEEPSEEK_V31 = Format(
         last="<｜tool▁calls▁end｜>",
     ),
 )
-DEEPSEEK_V32 = parameters(
-    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
-    ('<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>"),
-    ("｜DSML｜",),
-    {'" string="true">': "text", '" string="false">': "value"},
+# [{"NAME": {...}}, ...]
+APERTUS = Format(
+    {
+        "content": State("content", {"<|tools_prefix|>": "open"}),
+        "open": State("skip", {"[": "item"}),
+        "item": State("skip", {"{": "quote"}),
+        "quote": State("skip", {'"': "name"}),
+        "name": State("name", {'"': "colon"}),
+        "colon": State("skip", {":": "arguments"}),
+        "arguments": State("arguments", then="end"),
+        "end": State("close", {"}": "separator"}),
+        "separator": State("close", {",": "item", "]": "closed"}),
+        "closed": State("close", {"<|tools_suffix|>": "content"}, other="content"),
+    },
+    signs=("<|tools_prefix|>",),
+    wrap=Wrap('{"NAME": ', "}", ", ", first="<|tools_prefix|>[", last="]<|tools_suffix|>"),
 )
+COHERE = replace(
+    listed("<|START_ACTION|>", "<|END_ACTION|>", signs=("<|START_ACTION|>",)),
+    wrap=Wrap(
+        '\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}", ",",
+        first="<|START_ACTION|>[", last="\n]<|END_ACTION|>",
+    ),
+)  # fmt: skip
+MINIMAX_M1 = Format(
+    {
+        "content": State("content", {"<tool_calls>": "open"}),
+        "open": State("skip", {"{": "peek call"}),
+        "call": State("call", then="more"),
+        "more": State("close", {"{": "peek call", "</tool_calls>": "content"}),
+    },
+    wrap=Wrap(
+        '{"name": "NAME", "arguments": ', "}\n", first="<tool_calls>\n", last="</tool_calls>"
+    ),
+)
+GIGACHAT3 = Format(
+    {
+        "content": State(
+            "content",
+            {
+                "<|message_sep|>\n\nfunction call<|role_sep|>": "call",
+                "function call<|role_sep|>": "call",
+                "<|function_call|>": "call",
+            },
+        ),
+        "call": State("call", then="content"),
+    },
+    signs=("function call", "<|role_sep|>"),
+    wrap=Wrap('function call<|role_sep|>\n{"name": "NAME", "arguments": ', "}", one=True),
+)
+
 KIMI_K2 = Format(
     {
         "content": State("content", {"<|tool_calls_section_begin|>": "calls"}),
@@ -228,37 +240,6 @@ KIMI_K2 = Format(
         first="<|tool_calls_section_begin|>", last="<|tool_calls_section_end|>", one=True,
     ),
 )  # fmt: skip
-
-QWEN3_CODER = parameters(
-    ("<tool_call>", "</tool_call>"),
-    ("<function=", ">", "</function>"),
-    ("<parameter=", ">", "</parameter>"),
-    ("<tool_call>", "<function=", "<parameter="),
-)
-SEED_OSS = parameters(
-    ("<seed:tool_call>", "</seed:tool_call>"),
-    ("<function=", ">", "</function>"),
-    ("<parameter=", ">", "</parameter>"),
-    ("<seed:tool_call>",),
-)
-MINIMAX_M2 = parameters(
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ('<invoke name="', '">', "</invoke>"),
-    ('<parameter name="', '">', "</parameter>"),
-    ("<minimax:tool_call>",),
-)
-# The name ends where the first parameter begins, or the call ends.
-GLM45 = Format(
-    {
-        "content": State("content", {"<tool_call>": "name"}),
-        "name": State("name", {"<arg_key>": "peek parameters", "</tool_call>": "end content"}),
-        "parameters": State("skip", {"<arg_key>": "key", "</tool_call>": "end content"}),
-        "key": State("key", {"</arg_key>": "between"}),
-        "between": State("skip", {"<arg_value>": "value"}),
-        "value": State("value", {"</arg_value>": "parameters"}),
-    },
-    signs=("<tool_call>", "<arg_key>"),
-)
 
 
 def called(begin: str, end: str, dialect: str) -> Format:
@@ -307,23 +288,23 @@ TOOLS: dict[str, Format] = {
     "llama4_pythonic": LLAMA4,
     "pythonic": PYTHONIC,
     "mistral": MISTRAL,
-    "qwen3_coder": QWEN3_CODER,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
-    "deepseek_v32": DEEPSEEK_V32,
-    "glm45": GLM45,
     "kimi_k2": KIMI_K2,
     "granite": listed("<|tool_call|>", signs=("<|tool_call|>",)),
     "granite-20b-fc": tagged("<function_call>", "", signs=("<function_call>",), newline=" "),
     "phi4_mini_json": listed("functools", signs=("<|tool|>", "<|/tool|>")),
-    "minimax_m2": MINIMAX_M2,
     "gemma4": GEMMA4,
     "functiongemma": FUNCTIONGEMMA,
     "olmo3": OLMO3,
-    "seed_oss": SEED_OSS,
     "xlam": XLAM,
-    "internlm": tagged(
-        "<|action_start|><|plugin|>", "<|action_end|>", signs=("<|action_start|>", "<|plugin|>")
+    "internlm": replace(
+        tagged(
+            "<|action_start|><|plugin|>", "<|action_end|>", signs=("<|action_start|>", "<|plugin|>")
+        ),
+        wrap=Wrap(
+            '<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ', "}<|action_end|>", "\n"
+        ),
     ),
     "jamba": listed("<tool_calls>", "</tool_calls>", signs=("<tool_calls>",)),
     "lfm2": LFM2,
@@ -331,6 +312,11 @@ TOOLS: dict[str, Format] = {
         "<longcat_tool_call>", "</longcat_tool_call>", signs=("<longcat_tool_call>",)
     ),
     "openai": HARMONY,
+    "apertus": APERTUS,
+    "cohere_command3": COHERE,
+    "gigachat3": GIGACHAT3,
+    "minimax": MINIMAX_M1,
+    **parameters.FORMATS,
 }
 
 # What a constraint makes of an output where the model's own format is none that it can write.

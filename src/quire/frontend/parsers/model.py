@@ -67,7 +67,7 @@ class ModelFormats:
         """
         format = self.tools if tools else None
         if must:
-            format = constrain.forced(self.tools)
+            format = constrain.forced(self.tools, tools)
         if self.tools is not None and self.tools.whole and not must:
             format = self.tools
         if format is None and self.reasoning is None:

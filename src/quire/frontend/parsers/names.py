@@ -16,33 +16,37 @@ from quire.frontend.parsers.table import Format, Reasoning
 AUTO, OFF = "auto", ("", "none", "off")
 
 TOOL_NAMES = {
-    "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "qwen3_json": "hermes",
-    "granite4": "hermes", "glm47": "glm45", 
+    "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "qwen3_json": "hermes", "step3p5": "qwen3_coder",
+    "granite4": "hermes", "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45",
     "harmony": "openai", "gpt_oss": "openai", "nemotron_v3": "qwen3_coder",
     "ernie45": "hermes", "internlm2": "internlm", "granite_20b_fc": "granite-20b-fc",
-    "phi4_mini": "phi4_mini_json", "longcat_flash": "longcat",
+    "phi4_mini": "phi4_mini_json", "longcat_flash": "longcat", "hunyuan_a13b": "jamba",
+    "cohere_command4": "cohere_command3", "minimax_m1": "minimax", "hy_v4": "hy_v3",
 }  # fmt: skip
 REASONING_NAMES = {
-    "glm47": "glm45", "nemotron_v3": "deepseek_r1", "deepseek_v3": "deepseek_r1",
-    "deepseek_v31": "deepseek_r1", "deepseek_v32": "deepseek_r1", "step3": "deepseek_r1",
-    "ernie45": "deepseek_r1", "minimax_m2_append_think": "minimax_m2", "holo2": "deepseek_r1",
+    "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45", "hy_v4": "hy_v3",
+    "nemotron_v3": "deepseek_r1", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1",
+    "deepseek_v32": "deepseek_r1", "deepseek_v4": "deepseek_r1", "deepseek_v41": "deepseek_r1",
+    "step3": "deepseek_r1", "step3p5": "deepseek_r1", "holo2": "deepseek_r1", "minimax_m2_append_think": "minimax_m2",
     "openai": "openai_gptoss", "gpt_oss": "openai_gptoss", "harmony": "openai_gptoss",
-    "magistral": "mistral", "qwen3_thinking": "qwen3",
+    "magistral": "mistral", "qwen3_thinking": "qwen3", "mimo": "qwen3",
 }  # fmt: skip
-LATER = (
-    "apertus", "cohere_command3", "cohere_command4", "deepseek_v4", "gigachat3", "hf", "hunyuan_a13b",
-    "minimax", "minimax_m1", "minimax_m3", "step3", "step3p5",
-)  # fmt: skip
+LATER = {
+    "hf": "auto reads the checkpoint's response_template",
+    "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
+}  # fmt: skip
+"""Names that others know and we refuse, with a remedy where there is one."""
 
 # The first of which all signs are there is taken: those with the rarest signs come first.
 TOOL_ORDER = (
-    "openai", "deepseek_v32", "kimi_k2", "minimax_m2", "seed_oss", "gemma4", "functiongemma", "glm45",
-    "qwen3_coder", "deepseek_v3", "deepseek_v31", "olmo3", "lfm2", "llama4_pythonic", "internlm",
-    "longcat", "jamba", "phi4_mini_json", "granite", "granite-20b-fc", "mistral", "hermes", "llama3_json",
+    "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
+    "seed_oss", "step3", "gemma4", "functiongemma", "hy_v3", "glm45", "qwen3_coder", "minicpm5", "deepseek_v3",
+    "deepseek_v31", "olmo3", "lfm2", "llama4_pythonic", "internlm", "longcat", "apertus", "cohere_command3",
+    "gigachat3", "jamba", "phi4_mini_json", "granite", "granite-20b-fc", "mistral", "hermes", "llama3_json",
 )  # fmt: skip
 REASONING_ORDER = (
-    "openai_gptoss", "gemma4", "mistral", "seed_oss", "granite", "minimax_m2", "kimi_k2", "glm45",
-    "olmo3", "deepseek_r1", "qwen3",
+    "openai_gptoss", "gemma4", "mistral", "seed_oss", "granite", "cohere_command3", "cohere_command4", "apertus", "k2_horizon",
+    "minimax_m3", "minimax_m2", "kimi_k2", "hy_v3", "glm45", "olmo3", "hunyuan_a13b", "ernie45", "deepseek_r1", "qwen3",
 )  # fmt: skip
 
 
@@ -98,8 +102,9 @@ def _choose(
         return Choice("", "the checkpoint's template shows no format that is known")
     name = asked if asked in known else others.get(asked, "")
     if not name:
-        later = "is not supported yet" if asked in LATER else "is not known"
-        names = ", ".join(sorted(known))
-        raise ConfigError(f"{field}={asked!r} {later}; there are auto, none, {names}")
+        names = ", ".join(sorted({*known, *others}))
+        remedy = LATER.get(asked) or f"there are auto, none, {names}"
+        what = "is not supported yet" if asked in LATER else "is not known"
+        raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
     why = f"{field}={asked!r}"
     return Choice(name, why if name == asked else f"{why}, which writes as {name}")

@@ -23,6 +23,37 @@ REASONING: dict[str, Reasoning] = {
     ),
     "olmo3": Reasoning(*THINK, signs=("<think>", "<functions>")),
     "seed_oss": Reasoning(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),
+    "minimax_m3": Reasoning(("<mm:think>",), ("</mm:think>",), signs=("<mm:think>",)),
+    "ernie45": Reasoning(
+        ("<think>",), ("</think>",), "\n\n<response>\n", implied=True, frame=("<response>", "</response>"),
+        signs=("</think>", "<response>"),
+    ),
+    "hunyuan_a13b": Reasoning(
+        ("<think>",), ("</think>",), "\n<answer>\n", frame=("<answer>", "</answer>"),
+        signs=("<think>", "<answer>"),
+    ),
+    "hy_v3": Reasoning(
+        ("<think>", "<think:opensource>"), ("</think>", "</think:opensource>"),
+        signs=("<think", "<tool_sep"),
+    ),
+    "cohere_command3": Reasoning(
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), "<|START_RESPONSE|>",
+        frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        signs=("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    ),
+    "cohere_command4": Reasoning(
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), "<|START_TEXT|>",
+        frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        signs=("<|START_THINKING|>",),
+    ),
+    "apertus": Reasoning(
+        ("<|inner_prefix|>",), ("<|inner_suffix|>",), again=True, signs=("<|inner_prefix|>",)
+    ),
+    "k2_horizon": Reasoning(
+        ("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+        ("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+        implied=True, calls_end=True, signs=("<ifm|think>",),
+    ),
     "openai_gptoss": Reasoning(
         ("<|channel|>analysis<|message|>",),
         ("<|end|><|start|>assistant",),
@@ -30,4 +61,4 @@ REASONING: dict[str, Reasoning] = {
         signs=("<|channel|>", "<|message|>"),
         whole="openai",
     ),
-}
+}  # fmt: skip

@@ -18,15 +18,15 @@ A state's kind says what becomes of the text in it:
     arguments            one object of `dialect`: the arguments
     python               a call as Python writes it
 
-A target may be preceded by "end " (the call is complete) or "peek " (the mark is not taken: it belongs to what
-follows).
+A target may be preceded by "end " (the call is complete), "peek " (the mark is not taken: it belongs to what
+follows) or "drop " (it is layout: not shown, whatever comes).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -43,6 +43,7 @@ class Go:
     to: str
     ends: bool = False
     takes: bool = True
+    keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class State:
     """A head may have white space in it."""
     gives_id: bool = False
     """The head is the call's id."""
+    exact: bool = False
+    """Of a value: line breaks at its beginning and its end are its own."""
     dialect: str = "json"
 
 
@@ -83,7 +86,20 @@ class Marks:
 
 def read(target: str) -> Go:
     how, _, to = target.rpartition(" ")
-    return Go(to, ends=how == "end", takes=how != "peek")
+    return Go(to, ends=how == "end", takes=how != "peek", keeps=how != "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """How one parameter is written when the grammar decides; KEY stands for its name."""
+
+    begin: str
+    """Before a value, which is JSON."""
+    end: str
+    text: str = ""
+    """Before a text, which is written as it is; where that is another mark."""
+    before_end: str = ""
+    """Between JSON and the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +107,7 @@ class Wrap:
     """How a call is written when the grammar, and not the model, decides; NAME stands for the tool's name."""
 
     begin: str
-    """Before the arguments, which are JSON."""
+    """Before the arguments: JSON, or one parameter after the other."""
     end: str
     between: str = ""
     first: str = ""
@@ -99,6 +115,7 @@ class Wrap:
     last: str = ""
     one: bool = False
     """There cannot be several."""
+    parameter: Parameter | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,8 @@ class Reasoning:
     """Thoughts may come between parts of the answer."""
     calls_end: bool = False
     """A tool call ends the thoughts too."""
+    frame: tuple[str, ...] = ()
+    """Marks around the answer, which are not shown."""
     signs: tuple[str, ...] = ()
     whole: str = ""
     """The tool format that tells thoughts and content apart itself."""
@@ -154,6 +173,10 @@ class Grammar:
         return {name: Marks(state.on) for name, state in self.states.items()}
 
 
+def with_marks(state: State, on: Mapping[str, str]) -> State:
+    return replace(state, on={**state.on, **on})
+
+
 PLAIN = Format({"content": State("content")})
 
 
@@ -168,12 +191,14 @@ def compose(
     begin = tools.start
     within = reasoning.implied if opened is None else opened
     starts = dict.fromkeys(reasoning.starts, "reasoning")
-    ends = dict.fromkeys(reasoning.ends, begin)
+    ends = dict.fromkeys(reasoning.ends, f"drop {begin}")
     if reasoning.calls_end:
         ends = {**states["content"].on, **ends}
     states["reasoning"] = State("reasoning", ends)
     states["first"] = State("skip", starts, other="reasoning" if within else begin)
     if reasoning.again:
-        content = states["content"]
-        states["content"] = State("content", {**content.on, **starts})
+        states["content"] = with_marks(states["content"], starts)
+    for name in ("content", begin):
+        frame = dict.fromkeys(reasoning.frame, f"drop {name}")
+        states[name] = with_marks(states[name], frame)
     return Grammar(states, "first", tools.known_only, tools.ids)
