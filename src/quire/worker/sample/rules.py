@@ -10,6 +10,8 @@ a row, W tokens of a bad word but its last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -204,6 +206,8 @@ class Penalties(Processor):
         return logits_SV
 
 
-def rules() -> tuple[list[Processor], list[Processor]]:
+def rules(
+    penalties: Callable[[], Processor] = Penalties,
+) -> tuple[list[Processor], list[Processor]]:
     """The rules that come before users' processors, and those that come after them."""
-    return [AllowedTokens(), BadWords(), MinTokens(), LogitBias()], [Penalties()]
+    return [AllowedTokens(), BadWords(), MinTokens(), LogitBias()], [penalties()]

@@ -25,9 +25,10 @@ from torch import Tensor
 from quire.batch import Batch
 from quire.protocol.plan import Entered, StepPlan
 from quire.worker.rows import Rows
-from quire.worker.sample.draw import draw, keys, seed_words
-from quire.worker.sample.limits import Limits, draw_limited, full_threshold
-from quire.worker.sample.logprobs import MODES, Scored, joined, score
+from quire.worker.sample.draw import keys, seed_words
+from quire.worker.sample.drawing import PLAIN, Drawing
+from quire.worker.sample.limits import Limits
+from quire.worker.sample.logprobs import MODES, Scored, joined
 from quire.worker.sample.outcome import NO_TOKEN_LEFT, NOT_FINITE, Outcome
 from quire.worker.sample.processors import Pipeline, Processor
 from quire.worker.sample.rules import rules
@@ -46,6 +47,7 @@ class SampleSink:
         logprobs_mode: one of `logprobs.MODES`.
         processors: users' processors (`load.py` makes them), after the rules and before the penalties.
         vocab_size: token ids are checked against it when a request enters; None: model.vocab_size, if any.
+        drawing: the functions that draw and score.
     """
 
     def __init__(
@@ -55,14 +57,16 @@ class SampleSink:
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[Processor] = (),
         vocab_size: int | None = None,
+        drawing: Drawing = PLAIN,
     ):
         if logprobs_mode not in MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is none of {', '.join(MODES)}")
         self.model, self.rows, self.device = model, rows, rows.device
+        self.how = drawing
         self.raw = logprobs_mode.startswith("raw")
         self.normalise = logprobs_mode.endswith("logprobs")
         self.vocab_size = vocab_size or getattr(model, "vocab_size", None)
-        before, after = rules()
+        before, after = rules(drawing.penalties)
         self.pipeline = Pipeline(rows, [*before, *processors, *after])
         self.greedy = np.ones(rows.max_rows, bool)
         self.limited = np.zeros(rows.max_rows, bool)
@@ -196,19 +200,19 @@ class SampleSink:
         keys_2S = self._tensor(keys(self.seeds[rows_S], lengths_S))
         plain_S = ~(greedy_S | limited_S)
         if plain_S.all():
-            return draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
+            return self.how.draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
             at = self._tensor(greedy_S.nonzero()[0])
             tokens_S[at] = scaled_SV[at].max(dim=-1).indices
         if plain_S.any():
             at = self._tensor(plain_S.nonzero()[0])
-            tokens_S[at] = draw(scaled_SV[at], keys_2S[:, at])
+            tokens_S[at] = self.how.draw(scaled_SV[at], keys_2S[:, at])
         if limited_S.any():
             at = self._tensor(limited_S.nonzero()[0])
             limits = self.limits[rows_S[limited_S]]
             part_SV = scaled_SV if limited_S.all() else scaled_SV[at]
-            tokens_S[at] = draw_limited(part_SV, limits, keys_2S[:, at])
+            tokens_S[at] = self.how.draw_limited(part_SV, limits, keys_2S[:, at])
         return tokens_S, scaled_SV, bool(stage)
 
     # -- scores ---------------------------------------------------------------------------------
@@ -239,7 +243,7 @@ class SampleSink:
             if given >= 0:
                 tables = (self.scored[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
-            scored = score(reported_SV[at], tokens_S[at], best, also, self.normalise)
+            scored = self.how.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
             places = [(outcome.items[index], int(lengths_S[index])) for index in members]
             outcome.scored.append((scored, places))
 
@@ -250,7 +254,7 @@ class SampleSink:
             return scaled_SV
         at = self._tensor(limited_S.nonzero()[0])
         part_SV = scaled_SV[at]
-        floor_S1 = full_threshold(part_SV, self.limits[rows_S[limited_S]])
+        floor_S1 = self.how.full_threshold(part_SV, self.limits[rows_S[limited_S]])
         scaled_SV = scaled_SV.clone()
         scaled_SV[at] = part_SV.masked_fill_(part_SV < floor_S1, -torch.inf)
         return scaled_SV
@@ -274,7 +278,8 @@ class SampleSink:
                 end = min(piece + PROMPT_PIECE, here)
                 logits = self.model.logits(hidden_TD[first + piece : first + end])
                 chosen = next_ids[piece:end]
-                parts.append(score(logits, chosen, self.prompts[item.row], None, self.normalise))
+                best = self.prompts[item.row]
+                parts.append(self.how.score(logits, chosen, best, None, self.normalise))
             outcome.prompts[index] = start + 1, joined(parts)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -1,0 +1,97 @@
+"""What enters a step, gathered from what the device remembers of its rows.
+
+Knows rows, places and blocks. Does not know requests or models. The host sends a few integers for each row; the token
+ids (some of which it does not know yet), positions and slots of each token are made here.
+
+Shape suffixes: T tokens, B rows of the step, R the worker's rows, L places for tokens, M places for blocks, X pieces.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.launch import INTERPRETED
+
+CHUNK = 64 if INTERPRETED else 256
+
+
+@triton.jit
+def gather_kernel(
+    tokens_ptr, rows_ptr, starts_ptr, firsts_ptr, ids_ptr, positions_ptr, stride, COLS: tl.constexpr
+):
+    item = tl.program_id(0)
+    row = tl.load(rows_ptr + item).to(tl.int64)
+    start = tl.load(starts_ptr + item)
+    count = tl.load(starts_ptr + item + 1) - start
+    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = at < count
+    place = (tl.load(firsts_ptr + item) + at).to(tl.int64)
+    token = tl.load(tokens_ptr + row * stride + place, mask=mask, other=0)
+    tl.store(ids_ptr + start + at, token.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + start + at, place, mask=mask)
+
+
+@triton.jit
+def slots_kernel(
+    blocks_ptr, rows_ptr, starts_ptr, firsts_ptr, slots_ptr, stride, block_size, COLS: tl.constexpr
+):
+    item = tl.program_id(0)
+    row = tl.load(rows_ptr + item).to(tl.int64)
+    start = tl.load(starts_ptr + item)
+    count = tl.load(starts_ptr + item + 1) - start
+    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = at < count
+    place = tl.load(firsts_ptr + item) + at
+    block = tl.load(blocks_ptr + row * stride + place // block_size, mask=mask, other=0)
+    slot = block.to(tl.int64) * block_size + place % block_size
+    tl.store(slots_ptr + start + at, slot, mask=mask)
+
+
+@triton.jit
+def scatter_kernel(
+    table_ptr, rows_ptr, places_ptr, starts_ptr, values_ptr, stride, COLS: tl.constexpr
+):
+    piece = tl.program_id(0)
+    start = tl.load(starts_ptr + piece)
+    count = tl.load(starts_ptr + piece + 1) - start
+    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    into = tl.load(rows_ptr + piece).to(tl.int64) * stride + tl.load(places_ptr + piece) + at
+    value = tl.load(values_ptr + start + at, mask=at < count, other=0)
+    tl.store(table_ptr + into, value, mask=at < count)
+
+
+def gather(
+    token_ids_RL: Tensor, rows_B: Tensor, starts_B1: Tensor, firsts_B: Tensor, num_tokens: int, most: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(token ids, positions), int64 [T], of rows that compute their tokens from `firsts_B` on; most: of any row."""
+    ids_T, positions_T = (
+        torch.empty(num_tokens, dtype=torch.int64, device=rows_B.device) for _ in range(2)
+    )
+    gather_kernel[(len(rows_B), triton.cdiv(most, CHUNK))](
+        token_ids_RL, rows_B, starts_B1, firsts_B, ids_T, positions_T, token_ids_RL.stride(0), COLS=CHUNK
+    )  # fmt: skip
+    return ids_T, positions_T
+
+
+def slots(
+    blocks_RM: Tensor, rows_B: Tensor, starts_B1: Tensor, firsts_B: Tensor, num_tokens: int, most: int,
+    block_size: int,
+) -> Tensor:  # fmt: skip
+    """Where each token's key and value go, int64 [T]: block * block_size + offset."""
+    slots_T = torch.empty(num_tokens, dtype=torch.int64, device=rows_B.device)
+    slots_kernel[(len(rows_B), triton.cdiv(most, CHUNK))](
+        blocks_RM, rows_B, starts_B1, firsts_B, slots_T, blocks_RM.stride(0), block_size, COLS=CHUNK
+    )  # fmt: skip
+    return slots_T
+
+
+def scatter(
+    table: Tensor, rows_X: Tensor, places_X: Tensor, starts_X1: Tensor, values: Tensor, most: int
+) -> None:
+    """Write pieces of `values` (int32) into rows of a table, each from its place on; most: of any piece."""
+    scatter_kernel[(len(rows_X), triton.cdiv(most, CHUNK))](
+        table, rows_X, places_X, starts_X1, values, table.stride(0), COLS=CHUNK
+    )

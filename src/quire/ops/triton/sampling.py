@@ -1,0 +1,312 @@
+"""Drawing tokens: noise, thresholds, penalties and scores of whole rows of logits.
+
+Knows logits, keys and numbers a row. Does not know requests. Each kernel is one of the definitions in
+`worker/sample/` (draw.py, limits.py, rules.py, logprobs.py) and says which; the words that noise is made of are the
+same to the bit, and what is made of them differs by the last bits of a logarithm.
+
+A row of logits is cut into chunks of one size, and what they give is joined by operations that do not depend on
+their order (maxima, counts, sums of integers) or in their order (sums of exponentials).
+
+Shape suffixes: S rows, V vocabulary, L tokens of a row, R the worker's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
+
+CHUNK = 1024 if INTERPRETED else 4096
+NOBODY = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def mix(x):
+    """The mixer of draw.py on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def words(a, b, token):
+    """31 bits of noise of tokens, int32."""
+    x = token.to(tl.uint32) * 0x9E3779B9 + a
+    return (mix(mix(x) ^ b) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def gumbel(a, b, token):
+    v = (words(a, b, token).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    v = tl.minimum(v, 0.99999994)
+    # log(1 - v) without losing v's digits when it is small: the error of 1 - v is divided out again.
+    u = 1.0 - v
+    small = u == 1.0
+    log1p = tl.where(small, -v, tl.log(u) * tl.div_rn(v, tl.where(small, 1.0, 1.0 - u)))
+    return -tl.log(-log1p)
+
+
+@triton.jit
+def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
+    row = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    a = tl.load(a_ptr + row).to(tl.uint32, bitcast=True)
+    b = tl.load(b_ptr + row).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + row.to(tl.int64) * vocab + col, words(a, b, col), mask=col < vocab)
+
+
+@triton.jit
+def draw_kernel(
+    x_ptr, a_ptr, b_ptr, floor_ptr, best_ptr, id_ptr, vocab, stride, chunks,
+    LIMITED: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    col = chunk * COLS + tl.arange(0, COLS)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride + col, mask=col < vocab, other=float("-inf"))
+    a = tl.load(a_ptr + row).to(tl.uint32, bitcast=True)
+    b = tl.load(b_ptr + row).to(tl.uint32, bitcast=True)
+    score = x.to(tl.float32) + gumbel(a, b, col)
+    if LIMITED:
+        score = tl.where(x >= tl.load(floor_ptr + row), score, float("-inf"))
+    score = tl.where(col < vocab, score, float("-inf"))
+    best = tl.max(score, axis=0)
+    tl.store(best_ptr + row * chunks + chunk, best)
+    tl.store(id_ptr + row * chunks + chunk, tl.min(tl.where(score == best, col, NOBODY), axis=0))
+
+
+@triton.jit
+def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
+    """The lowest id among a row's best. Of a row of NaN it is any: the sink reports such a row."""
+    row = tl.program_id(0)
+    col = tl.arange(0, COLS)
+    best = tl.load(best_ptr + row * chunks + col, mask=col < chunks, other=float("-inf"))
+    ids = tl.load(id_ptr + row * chunks + col, mask=col < chunks, other=NOBODY)
+    at = tl.min(tl.where(best == tl.max(best, axis=0), ids, NOBODY), axis=0)
+    tl.store(out_ptr + row, tl.minimum(at, vocab - 1).to(tl.int64))
+
+
+def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
+    """The 31 bits that each row's and token's noise is made of, int32 [S, V]: for tests."""
+    rows = keys_2S.shape[1]
+    out_SV = torch.empty((rows, vocab), dtype=torch.int32, device=keys_2S.device)
+    words_kernel[(rows, triton.cdiv(vocab, CHUNK))](
+        keys_2S[0], keys_2S[1], out_SV, vocab, COLS=CHUNK
+    )
+    return out_SV
+
+
+def draw(scaled_SV: Tensor, keys_2S: Tensor, floor_S: Tensor | None = None) -> Tensor:
+    """draw.py's `draw`, from the tokens whose logit is not below the row's floor."""
+    rows, vocab = scaled_SV.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    x = scaled_SV if scaled_SV.stride(1) == 1 else scaled_SV.contiguous()
+    best = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
+    ids = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
+    tokens_S = torch.empty(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        draw_kernel[(rows, chunks)](
+            x, keys_2S[0].contiguous(), keys_2S[1].contiguous(), floor_S, best, ids, vocab, x.stride(0),
+            chunks, LIMITED=floor_S is not None, COLS=CHUNK,
+        )  # fmt: skip
+        pick_kernel[(rows,)](best, ids, tokens_S, vocab, chunks, COLS=pow2(chunks))
+    return tokens_S
+
+
+# ------------------------------------------------------------------------------------ thresholds
+
+
+@triton.jit
+def ordered(x):
+    """Float32 as uint32 in the same order."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def reaching(x_ptr, vocab, top, floor, wanted, WEIGHED: tl.constexpr, COLS: tl.constexpr):
+    """The largest value such that the tokens not below it (of those not below `floor`) count, or weigh, `wanted`.
+
+    Found bit by bit: 32 readings of the row, which lies in the cache.
+    """
+    found = tl.zeros([1], tl.uint32)
+    for step in range(32):
+        bit = (tl.full([1], 1, tl.uint32) << (31 - step)).to(tl.uint32)
+        tried = found | bit
+        reached = tl.zeros([1], tl.int64)
+        for start in range(0, vocab, COLS):
+            col = start + tl.arange(0, COLS)
+            x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
+            inside = (ordered(x) >= tried) & (col < vocab) & (x >= floor)
+            if WEIGHED:
+                weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+            else:
+                weight = tl.full([COLS], 1, tl.int64)
+            reached += tl.sum(tl.where(inside, weight, 0), axis=0)
+        found = tl.where(reached >= wanted, tried, found)
+    bits = tl.where(found >= 0x80000000, found ^ 0x80000000, found ^ 0xFFFFFFFF)
+    return tl.max(bits.to(tl.float32, bitcast=True), axis=0)
+
+
+@triton.jit
+def threshold_kernel(
+    x_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, out_ptr, vocab, stride, COLS: tl.constexpr
+):
+    row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * stride
+    most = tl.full([COLS], float("-inf"), tl.float32)
+    for start in range(0, vocab, COLS):
+        col = start + tl.arange(0, COLS)
+        most = tl.maximum(most, tl.load(x_ptr + col, mask=col < vocab, other=float("-inf")))
+    top = tl.max(most, axis=0)
+    # In float64, as limits.py does it.
+    floor = tl.minimum((top.to(tl.float64) + tl.load(log_min_p_ptr + row)).to(tl.float32), top)
+    top_k = tl.load(top_k_ptr + row)
+    if (top_k > 0) & (top_k < vocab):
+        kth = reaching(x_ptr, vocab, top, float("-inf"), top_k, False, COLS)
+        floor = tl.maximum(floor, kth)
+    top_p = tl.load(top_p_ptr + row)
+    if top_p < 1.0:
+        total = tl.zeros([1], tl.int64)
+        for start in range(0, vocab, COLS):
+            col = start + tl.arange(0, COLS)
+            x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
+            weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+            total += tl.sum(tl.where((x >= floor) & (col < vocab), weight, 0), axis=0)
+        wanted = tl.max(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), axis=0)
+        wanted = tl.maximum(wanted, 1)
+        floor = tl.maximum(floor, reaching(x_ptr, vocab, top, floor, wanted, True, COLS))
+    tl.store(out_ptr + row, floor)
+
+
+def threshold(scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: Tensor) -> Tensor:
+    """The lowest logit that survives in each row, float32 [S]: limits.py's `full_threshold`.
+
+    Args:
+        scaled_SV: float32.
+        top_k_S: int64, 0: no limit. top_p_S: float64. log_min_p_S: float64, -inf: no limit.
+    """
+    rows, vocab = scaled_SV.shape
+    x = scaled_SV if scaled_SV.stride(1) == 1 else scaled_SV.contiguous()
+    out_S = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        threshold_kernel[(rows,)](
+            x, top_k_S, top_p_S, log_min_p_S, out_S, vocab, x.stride(0), COLS=CHUNK
+        )
+    return out_S
+
+
+# ------------------------------------------------------------------------------------ penalties
+
+
+@triton.jit
+def count_kernel(
+    counts_ptr, tokens_ptr, rows_ptr, lengths_ptr, prompts_ptr, vocab, stride, COLS: tl.constexpr
+):
+    """How often each token was output, and in bit 30 whether the prompt has it."""
+    row = tl.program_id(0)
+    place = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    known = place < tl.load(lengths_ptr + row)
+    is_output = place >= tl.load(prompts_ptr + row)
+    token = tl.load(
+        tokens_ptr + tl.load(rows_ptr + row).to(tl.int64) * stride + place, mask=known, other=0
+    )
+    at = counts_ptr + row.to(tl.int64) * vocab + token
+    tl.atomic_add(at, 1, mask=known & is_output)
+    tl.atomic_or(at, 1 << 30, mask=known & (is_output == 0))
+
+
+@triton.jit
+def penalize_kernel(
+    x_ptr, counts_ptr, at_ptr, repetition_ptr, frequency_ptr, presence_ptr, vocab, stride, COLS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = col < vocab
+    seen = tl.load(counts_ptr + row.to(tl.int64) * vocab + col, mask=mask, other=0)
+    count = (seen & 0x3FFFFFFF).to(tl.float32)
+    at = x_ptr + tl.load(at_ptr + row).to(tl.int64) * stride + col
+    old = tl.load(at, mask=mask, other=0.0)
+    repetition = tl.load(repetition_ptr + row)
+    new = tl.where(
+        old > 0, tl.div_rn(old, tl.zeros([COLS], tl.float32) + repetition), old * repetition
+    )
+    new = new - tl.load(frequency_ptr + row) * count
+    new = new - tl.load(presence_ptr + row) * (count > 0).to(tl.float32)
+    tl.store(at, new, mask=mask & (seen != 0))
+
+
+def penalize(
+    logits_SV: Tensor,
+    at_P: Tensor,
+    rows_P: Tensor,
+    lengths_P: Tensor,
+    prompts_P: Tensor,
+    penalties_3P: Tensor,
+    token_ids_RL: Tensor,
+    longest: int,
+) -> None:
+    """rules.py's `Penalties`, in place on float32 logits.
+
+    Args:
+        at_P: which of the S rows; rows_P: the worker's; lengths_P, prompts_P: tokens that each has, and of these the prompt.
+        penalties_3P: float32, repetition, frequency and presence.
+        longest: of the lengths.
+    """
+    count, vocab = len(at_P), logits_SV.shape[1]
+    counts_PV = torch.zeros((count, vocab), dtype=torch.int32, device=logits_SV.device)
+    count_kernel[(count, triton.cdiv(longest, CHUNK))](
+        counts_PV, token_ids_RL, rows_P, lengths_P, prompts_P, vocab, token_ids_RL.stride(0), COLS=CHUNK
+    )  # fmt: skip
+    penalize_kernel[(count, triton.cdiv(vocab, CHUNK))](
+        logits_SV, counts_PV, at_P, penalties_3P[0], penalties_3P[1], penalties_3P[2], vocab,
+        logits_SV.stride(0), COLS=CHUNK, **EXACT,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ scores
+
+
+@triton.jit
+def rank_kernel(
+    x_ptr, chosen_ptr, lse_ptr, rank_ptr, vocab, stride, NORMALISE: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * stride
+    chosen = tl.load(x_ptr + tl.load(chosen_ptr + row)).to(tl.float32)
+    most = tl.full([COLS], float("-inf"), tl.float32)
+    for start in range(0, vocab, COLS):
+        col = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf")).to(tl.float32)
+        most = tl.maximum(most, x)
+    top = tl.max(most, axis=0)
+    sums = tl.zeros([COLS], tl.float32)
+    above = tl.zeros([COLS], tl.int64)
+    for start in range(0, vocab, COLS):
+        col = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf")).to(tl.float32)
+        sums += tl.exp(x - top)
+        above += (x > chosen).to(tl.int64)
+    lse = 0.0
+    if NORMALISE:
+        lse = top + tl.log(tl.sum(sums, axis=0))
+    tl.store(lse_ptr + row, lse)
+    tl.store(rank_ptr + row, tl.sum(above, axis=0) + 1)
+
+
+def rank(logits_NV: Tensor, chosen_N: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(what to take from a logit for its score, float32 [N]; how many tokens score higher than the chosen, plus one)."""
+    rows, vocab = logits_NV.shape
+    x = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
+    lse_N = torch.empty(rows, dtype=torch.float32, device=x.device)
+    ranks_N = torch.empty(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        rank_kernel[(rows,)](
+            x, chosen_N, lse_N, ranks_N, vocab, x.stride(0), NORMALISE=normalise, COLS=CHUNK
+        )
+    return lse_N, ranks_N

@@ -1,0 +1,30 @@
+"""Drawing: which functions a sink draws and scores with, as one object that assembly chooses.
+
+Knows their signatures. Does not know how either set works: plain torch (here), or kernels (`compiled.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quire.worker.sample.draw import draw
+from quire.worker.sample.limits import Limits, draw_limited, full_threshold
+from quire.worker.sample.logprobs import Scored, score
+from quire.worker.sample.processors import Processor
+from quire.worker.sample.rules import Penalties
+
+
+class Drawing(NamedTuple):
+    """See the plain functions for what each must give."""
+
+    draw: Callable[[Tensor, Tensor], Tensor] = draw
+    draw_limited: Callable[[Tensor, Limits, Tensor], Tensor] = draw_limited
+    full_threshold: Callable[[Tensor, Limits], Tensor] = full_threshold
+    score: Callable[[Tensor, Tensor, int, Tensor | None, bool], Scored] = score
+    penalties: Callable[[], Processor] = Penalties
+
+
+PLAIN = Drawing()

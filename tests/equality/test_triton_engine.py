@@ -1,0 +1,35 @@
+"""The engine on Triton's kernels, in its interpreter: the tokens that Transformers gives, and nobody's company seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+import interpreted  # noqa: F401
+from engines import engine, greedy, plain, prompts
+
+from quire.ops.dispatch import OPS
+from quire.platforms.cpu import CpuPlatform
+from quire.protocol.params import SamplingParams
+
+COUNT = 4
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_tokens_are_those_of_transformers(
+    kind: str, checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    for op in OPS.values():
+        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+    path, asked = checkpoint(kind), prompts(3, longest=30)
+    settings = {"block_size": 16, "max_num_batched_tokens": 32, "attention_backend": "triton_attn"}
+    drawn = SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=4)
+    with np.errstate(all="ignore"), engine(path, depth=2, **settings) as one:
+        assert OPS["rms_norm"].run is OPS["rms_norm"].implementations["triton"]
+        together = one.tokens(asked, [greedy(COUNT), greedy(COUNT), drawn])
+        assert together[:2] == [plain(path, prompt, COUNT) for prompt in asked[:2]]
+        assert one.tokens(asked[2:], drawn) == together[2:]

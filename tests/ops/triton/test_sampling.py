@@ -1,0 +1,132 @@
+"""Sampling in Triton: the words of noise to the bit, and the tokens, thresholds and scores of the definitions.
+
+Mutations that these must catch: `>` for `>=` at a threshold; the highest instead of the lowest id among equals; a
+prompt's tokens counted as output; chunks beyond the first left out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ops.triton.place import DEVICE
+
+from quire.ops.triton import sampling
+from quire.protocol.params import SamplingParams
+from quire.worker.rows import Rows
+from quire.worker.sample import compiled, limits, logprobs
+from quire.worker.sample.draw import GOLDEN, _mix_, _signed, draw, keys, seed_words
+from quire.worker.sample.processors import Picked
+from quire.worker.sample.rules import Penalties
+
+torch.set_num_threads(1)
+VOCAB = 1500  # two chunks, the second not whole
+
+
+def some_keys(count: int) -> torch.Tensor:
+    seeds = [7 + (n << 33) for n in range(count)]
+    return torch.from_numpy(keys(seed_words(seeds), np.arange(count) * 1000 + 3)).to(DEVICE)
+
+
+def logits(rows: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(rows, VOCAB, generator=made)).to(DEVICE)
+
+
+def test_the_words_of_noise_are_the_same_to_the_bit() -> None:
+    rows = some_keys(5)
+    got = sampling.noise_words(rows, VOCAB)
+    ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE)
+    want = ids * _signed(GOLDEN) + rows[0, :, None]
+    spare = torch.empty_like(want)
+    _mix_(want, spare)
+    want ^= rows[1, :, None]
+    _mix_(want, spare)
+    assert torch.equal(got, want & 0x7FFFFFFF)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.5])
+def test_tokens_are_those_of_the_definition(spread: float) -> None:
+    x, rows = logits(60, spread), some_keys(60)
+    assert torch.equal(sampling.draw(x, rows), draw(x, rows))
+
+
+def test_of_equals_the_lowest_id_is_drawn() -> None:
+    """Where noise cannot decide: it is lost beside such numbers."""
+    x = torch.full((2, VOCAB), -1e30, device=DEVICE)
+    x[0, [1400, 1200, 77, 78]] = 1e30
+    x[1, [1033, 1024]] = 1e30
+    assert sampling.draw(x, some_keys(2)).tolist() == [77, 1024]
+
+
+LIMITS = {
+    "top-k": (5, 1.0, 0.0),
+    "one": (1, 1.0, 0.0),
+    "more than there are": (5000, 1.0, 0.0),
+    "top-p": (0, 0.7, 0.0),
+    "hardly any": (0, 1e-9, 0.0),
+    "min-p": (0, 1.0, 0.2),
+    "all three": (40, 0.8, 0.01),
+    "none": (0, 1.0, 0.0),
+}
+
+
+def test_thresholds_are_those_of_the_definition() -> None:
+    """All kinds side by side, on logits with many ties and some that are out."""
+    found = list(LIMITS.values())
+    made = limits.Limits(
+        *(
+            np.array(c, t)
+            for c, t in zip(zip(*found, strict=True), (np.int64, float, float), strict=True)
+        )
+    )
+    x = (logits(len(found)) * 4).round() / 4
+    x[:, ::7] = -torch.inf
+    got = compiled.full_threshold(x, made)
+    want = limits.threshold(x, x.sort(dim=-1, descending=True).values, made)[0]
+    for name, a, b in zip(LIMITS, got[:, 0].tolist(), want[:, 0].tolist(), strict=True):
+        assert a == b, name
+    rows = some_keys(len(found))
+    drawn = limits.draw_limited(x.clone(), made, rows)
+    assert torch.equal(sampling.draw(x, rows, got[:, 0]), drawn)
+
+
+def test_a_row_alone_draws_what_it_draws_among_others() -> None:
+    x, rows = logits(8), some_keys(8)
+    whole = sampling.draw(x, rows)
+    assert [
+        int(sampling.draw(x[n : n + 1], rows[:, n : n + 1])) for n in range(8)
+    ] == whole.tolist()
+
+
+def test_penalties_are_those_of_the_definition() -> None:
+    rows = Rows(4, 60, 1, 16, device=DEVICE)
+    draw_ids = torch.Generator().manual_seed(3)
+    rows.token_ids_RL[:] = torch.randint(0, 40, rows.token_ids_RL.shape, generator=draw_ids)
+    rows.num_prompt[:] = [5, 20, 1, 9]
+    rows.params = [
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5),
+        None,
+        SamplingParams(frequency_penalty=1.1),
+        SamplingParams(repetition_penalty=0.7),
+    ]  # fmt: skip
+    picked = Picked(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
+    x = logits(4)
+    got = compiled.CompiledPenalties().apply(x.clone(), picked)
+    want = Penalties().apply(x.clone(), picked)
+    assert not torch.equal(want, x)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_scores_are_those_of_the_definition(normalise: bool) -> None:
+    x = logits(5)
+    x[:, 3:900:7] = -torch.inf
+    chosen = torch.tensor([0, 1499, 10, 1024, 7], device=DEVICE)
+    also = torch.tensor([[4, 1498]] * 5, device=DEVICE)
+    for top, given in ((4, None), (0, None), (0, also)):
+        got = compiled.score(x, chosen, top, given, normalise)
+        want = logprobs.score(x, chosen, top, given, normalise)
+        assert torch.equal(got.ids_NK, want.ids_NK)
+        assert torch.equal(got.ranks_N, want.ranks_N)
+        torch.testing.assert_close(got.values_NK, want.values_NK, atol=1e-5, rtol=0)
