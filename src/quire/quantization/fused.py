@@ -29,7 +29,8 @@ _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 class _Weight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        ("data", _P), ("scale", _P), ("sum", _P), ("bias", _P), ("outs", _L), ("ins", _L),
+        *((name, _P) for name in ("data", "scale", "sum", "zero", "order", "bias")),
+        *((name, _L) for name in ("outs", "ins", "group")),
     ]  # fmt: skip
 
 

@@ -66,11 +66,7 @@ class Int4Weight(Weight):
 
     def __init__(self, grouped: Grouped, gated: bool, kernels: Kernels | None):
         outs, ins = grouped.q_OI.shape
-        if (
-            not self.fits(outs, ins, gated, STEP)
-            or grouped.group % STEP
-            or not hasattr(kernels, "linear_int4")
-        ):
+        if not self.fits(outs, ins, gated, STEP) or grouped.group % STEP:
             kernels = None
         super().__init__(outs, ins, gated, kernels)
         self.group, self.order_I = grouped.group, grouped.order_I

@@ -25,6 +25,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "pack": (_P, _P, _L, _L, _L, _I),
     "linear_int8": (_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
+    "linear_int4": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _I),
     "pack_int8": (_P, _P, _L, _L, _L, _I),
     "attention": (_P, _L, _P, _P, _P, _P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _F, _F),
     "write_cache": (_P, _L, _P, _P, _L, _L, _L, _L),
@@ -42,6 +43,7 @@ class Kernels:
     linear: Callable[..., None]
     pack: Callable[..., None]
     linear_int8: Callable[..., None]
+    linear_int4: Callable[..., None]
     pack_int8: Callable[..., None]
     attention: Callable[..., None]
     write_cache: Callable[..., None]

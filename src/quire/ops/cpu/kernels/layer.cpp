@@ -11,13 +11,17 @@ namespace quire {
 
 struct Weight {
   const void* data;
-  const float* scale;  // null: bf16
-  const int32_t* sum;
+  const float* scale;    // null: bf16
+  const int32_t* sum;    // int8
+  const uint8_t* zero;   // int4: not null
+  const int32_t* order;  // int4; may be null
   const bf16* bias;
-  int64_t outs, ins;
+  int64_t outs, ins, group;
 
   void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, bool gated) const {
-    if (scale)
+    if (zero)
+      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, gated);
+    else if (scale)
       quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, gated);
     else
       quire_linear(x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, gated);

@@ -1,0 +1,98 @@
+// How weights of four bits meet activations of eight, exactly, whatever the machine. Only this file, product.h and vector.h
+// have instructions of one machine.
+//
+// A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of
+// 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two. Activations are words of four inputs, as `Word`.
+#pragma once
+#include "common.h"
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int NIBBLE_ROWS = 12, NIBBLE_SUMS = 24;
+#elif defined(__aarch64__)
+constexpr int NIBBLE_ROWS = 6, NIBBLE_SUMS = 24;
+#elif defined(__AVX2__)
+constexpr int NIBBLE_ROWS = 4, NIBBLE_SUMS = 8;
+#else
+constexpr int NIBBLE_ROWS = 2, NIBBLE_SUMS = 8;
+#endif
+
+#if defined(__AVX512VNNI__)
+
+using Word = int32_t;  // four signed bytes
+using Part = Ints;
+inline Word word_of(const int8_t* x) {
+  Word word;
+  memcpy(&word, x, 4);
+  return word;
+}
+inline Part part_of(Ints line, int part) { return (part ? logical_right(line, 4) : line) & 0x0f0f0f0f; }
+inline Ints meet(Ints sums, const Part& w, Word x) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)ints(x));
+}
+
+#else
+
+struct Word {  // two shorts each
+  int32_t even, odd;
+};
+struct Part {
+  Ints even, odd;
+};
+inline Word word_of(const int8_t* x) {
+  const auto shorts = [](int a, int b) { return (int32_t)(((uint32_t)b << 16) | ((uint32_t)a & 0xffff)); };
+  return {shorts(x[0], x[2]), shorts(x[1], x[3])};
+}
+inline Part part_of(Ints line, int part) {
+  return {logical_right(line, part * 4) & 0x000f000f, logical_right(line, part * 4 + 8) & 0x000f000f};
+}
+inline Ints meet(Ints sums, const Part& w, const Word& x) {
+  return sums + multiply_shorts(ints(x.even), w.even) + multiply_shorts(ints(x.odd), w.odd);
+}
+
+#endif
+
+#ifdef QUIRE_AMX
+
+// Tiles 0..3 sums, 4 and 5 rows of x (signed), 6 and 7 outputs (unsigned); `deep` inputs at once, 32 or 64.
+inline void configure_nibbles(int deep) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 8; i++) {
+    config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? deep : 64);
+    config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : 16);
+  }
+  _tile_loadconfig(&config);
+}
+
+// sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
+inline void meet_tiles(const int8_t* x, const uint8_t* w, long times, int deep, int32_t* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long i = 0; i < times; i++, x += 32 * deep, w += 32 * deep) {
+    _tile_loadd(4, x, deep);
+    _tile_loadd(6, w, 64);
+    _tile_loadd(7, w + 16 * deep, 64);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    _tile_loadd(5, x + 16 * deep, deep);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
+
+inline void end_tiles() { _tile_release(); }
+
+#endif
+
+}  // namespace quire
