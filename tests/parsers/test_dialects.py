@@ -105,6 +105,77 @@ def test_responses(pieces: int):
         assert found.usage.output_tokens_details.reasoning_tokens == count
 
 
+ORDER = {
+    RESPONSES: (
+        {"input": "hi", "tools": FLAT},
+        "created in_progress"
+        " output_item.added content_part.added reasoning_text.delta reasoning_text.done content_part.done output_item.done"
+        " output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done"
+        " output_item.added function_call_arguments.delta function_call_arguments.done output_item.done"
+        " output_item.added function_call_arguments.delta function_call_arguments.done output_item.done completed",
+    ),
+    MESSAGES: (
+        {"messages": [{"role": "user", "content": "hi"}], "tools": BLOCKS, "max_tokens": 50, "thinking": {"type": "adaptive"}},
+        "message_start" + " content_block_start content_block_delta content_block_stop" * 4
+        + " message_delta message_stop",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ORDER)
+@pytest.mark.parametrize("pieces", [1, 9, 1000])
+def test_events_come_in_their_order(path: str, pieces: int):
+    """Each item is closed before the next is opened; deltas may be many."""
+    body, wanted = ORDER[path]
+    found = ask(scripted(EVERYTHING, pieces), "POST", path, {**body, "stream": True}, **FORMATS)
+    events = [json.loads(one.split("data: ", 1)[1]) for one in found.text.split("\n\n") if one]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    once = [kind for at, kind in enumerate(kinds) if not kind.endswith("delta") or kinds[at - 1] != kind or kind == "message_delta"]  # fmt: skip
+    assert once == wanted.split()
+    if path == RESPONSES:
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        places = [event["output_index"] for event in events if "output_index" in event]
+        assert places == sorted(places)
+        parts = [event["part"]["type"] for event in events if "part" in event]
+        assert parts == ["reasoning_text"] * 2 + ["output_text"] * 2
+
+
+def test_thoughts_that_are_not_asked_for_are_counted_all_the_same():
+    count = len("<think>\nhm\n</think>")
+    engine = scripted(EVERYTHING, 9)
+    whole = ask(engine, "POST", RESPONSES, {"input": "hi", "include_reasoning": False}, **FORMATS).json()  # fmt: skip
+    assert [item["type"] for item in whole["output"]] == ["message"]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    body = {"input": "hi", "include_reasoning": False, "stream": True}
+    events = ask(scripted(EVERYTHING, 9), "POST", RESPONSES, body, **FORMATS).text
+    assert "reasoning_text" not in events
+    assert f'"reasoning_tokens":{count}' in events
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "much"}, "reasoning_effort"),
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": "much"}}, "reasoning.effort"),
+        (MESSAGES, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "output_config": {"effort": 7}}, "output_config.effort"),
+    ],
+)  # fmt: skip
+def test_efforts_that_nobody_knows(path: str, body: dict[str, Any], field: str):
+    found = ask(ScriptedEngine("x"), "POST", path, body, **FORMATS)
+    assert found.status_code == 400
+    assert f"`{field}` must be one of none, minimal, low" in found.json()["error"]["message"]
+
+
+def test_effort_reaches_the_template_from_each_protocol():
+    for path, body in (
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": "none"}}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "output_config": {"effort": "none"}}),
+    ):  # fmt: skip
+        engine = Rendered("x")
+        assert ask(engine, "POST", path, body, **FORMATS).status_code == 200
+        assert engine.options.template_kwargs == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}  # fmt: skip
+
+
 def test_a_history_of_messages():
     engine = Rendered("Three.")
     history = [

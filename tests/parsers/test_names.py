@@ -14,16 +14,26 @@ from quire.errors import ConfigError
 from quire.frontend.front import response_template
 from quire.frontend.parsers.formats import TOOLS
 from quire.frontend.parsers.model import ModelFormats
-from quire.frontend.parsers.names import LATER, REASONING_NAMES, TOOL_NAMES, Registry
-from quire.frontend.parsers.plugins import registry
+from quire.frontend.parsers.names import (
+    LATER,
+    REASONING_NAMES,
+    REASONING_ORDER,
+    TOOL_NAMES,
+    TOOL_ORDER,
+    Registry,
+)
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.table import Marks
 
-NAMED = """hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_coder qwen3_xml deepseek_v3
-deepseek_v31 deepseek_v32 glm45 glm47 kimi_k2 granite granite4 granite-20b-fc jamba internlm phi4_mini_json openai
-xlam minimax_m2 gemma4 functiongemma olmo3 seed_oss ernie45 lfm2 longcat"""
-REASON = """deepseek_r1 deepseek_v3 qwen3 granite mistral gemma4 glm45 kimi_k2 minimax_m2 minimax_m2_append_think
-openai_gptoss olmo3 seed_oss step3 nemotron_v3 ernie45"""
+# Of vLLM's versions up to 0.30; those that we refuse are in LATER.
+NAMED = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots
+ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 hy_v4
+internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax
+minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"""
+REASON = """cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47
+granite holo2 hunyuan_a13b hy_v3 hy_v4 k2_horizon kimi_k2 ling3 mimo minimax_m2 minimax_m2_append_think minimax_m3
+mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5"""
+REFUSED = "hf inkling kimi_k3 minimax_m3 muse_glimmer plamo3"
 
 TEMPLATES = {
     ("hermes", "qwen3"): '<tool_call>\\n{\\"name\\": <n>, \\"arguments\\": <a>}</tool_call> <think>\\n\\n</think>',
@@ -31,18 +41,47 @@ TEMPLATES = {
     ("openai", "openai_gptoss"): "<|start|>assistant<|channel|>analysis<|message|> functions <tool_call>",
     ("mistral", "mistral"): "[TOOL_CALLS] + name + [ARGS] [THINK]",
     ("kimi_k2", "kimi_k2"): "<|tool_calls_section_begin|> <think></think>",
+    ("k2_horizon", "k2_horizon"): "<ifm|think> <ifm|tool_calls> <ifm|tool_call>{{ name }}",
     ("deepseek_v3", "deepseek_r1"): "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json <｜Assistant｜> </think>",
     ("deepseek_v31", "deepseek_r1"): "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} <｜Assistant｜></think>",
+    ("deepseek_v32", "deepseek_r1"): "<｜DSML｜function_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
+    ("deepseek_v4", "deepseek_r1"): "<｜DSML｜tool_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
+    ("deepseek_v41", "deepseek_r1"): "<｜DSML｜ calls> <｜DSML｜ invoke name= <｜Assistant｜> </think>",
     ("glm45", "glm45"): "<tool_call>{f}<arg_key>{k}</arg_key> <think> {\"arguments\"}",
+    ("hy_v3", "hy_v3"): "<tool_calls:opensource> <tool_call:opensource> <tool_sep:opensource> <arg_key:opensource> <think:opensource>",
     ("llama3_json", ""): '<|start_header_id|> {"name": f, "parameters": {}}',
+    ("llama4_pythonic", ""): "<|header_start|> <|python_start|>[f(a=1)]<|python_end|>",
     ("minimax_m2", "minimax_m2"): "<minimax:tool_call> <invoke name= <think>",
+    ("", "minimax_m3"): "]<]minimax[>[<tool_call> <mm:think>",
+    ("dots", ""): "<dots_function_call> <invoke name= <parameter name=",
     ("gemma4", "gemma4"): '<|tool_call>call: <|channel>thought',
+    ("functiongemma", ""): "<start_function_call>call:{{ name }}",
     ("olmo3", "olmo3"): "<functions></functions> <function_calls> <think>",
+    ("lfm2", ""): "<|tool_list_start|> <|tool_call_start|>",
     ("seed_oss", "seed_oss"): "<seed:tool_call> <seed:think>",
+    ("step3", ""): "<｜tool_calls_begin｜> <steptml:invoke name=",
+    ("minicpm5", "qwen3"): '<function name="{{ f }}"><param name="{{ k }}"> <think></think>',
     ("granite", "granite"): "<|tool_call|> Here is my thought process: Here is my response:",
+    ("granite-20b-fc", ""): "<function_call> {{ call | tojson }}",
     ("phi4_mini_json", ""): "<|tool|>' + tools + '<|/tool|> <|tool_call|>",
+    ("internlm", ""): "<|action_start|><|plugin|>",
+    ("longcat", ""): "<longcat_tool_call>",
+    ("apertus", "apertus"): "<|tools_prefix|> <|inner_prefix|>",
+    ("cohere_command3", "cohere_command3"): "<|START_THINKING|> <|START_ACTION|> <|START_RESPONSE|>",
+    ("cohere_command3", "cohere_command4"): "<|START_THINKING|> <|START_ACTION|> <|START_TEXT|>",
+    ("gigachat3", ""): "<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    ("jamba", "hunyuan_a13b"): "<tool_calls>[ <think> <answer>",
+    ("hermes", "ernie45"): '<tool_call> {"name": n, "arguments": a} </think> <response>',
     ("", ""): "{{ messages }}",
 }  # fmt: skip
+
+
+def test_every_family_has_a_template():
+    assert {names[0] for names in TEMPLATES} == {"", *TOOL_ORDER}
+    assert {names[1] for names in TEMPLATES} == {"", *REASONING_ORDER}
+    # Those of which no template tells: it is like that of another, or says nothing.
+    assert set(TOOLS) - set(TOOL_ORDER) == {"pythonic", "xlam", "minimax", "mimo"}
+    assert set(REASONING) == set(REASONING_ORDER)
 
 
 def test_known_names():
@@ -51,6 +90,7 @@ def test_known_names():
         assert known.choose_tools(name, "").name in TOOLS
     for name in REASON.split():
         assert known.choose_reasoning(name, "").name in REASONING
+    assert set(REFUSED.split()) == set(LATER)
     assert set(TOOL_NAMES.values()) <= set(TOOLS)
     assert set(REASONING_NAMES.values()) <= set(REASONING)
 
@@ -71,6 +111,8 @@ def test_others_are_refused_by_name():
     for name in LATER:
         with pytest.raises(ConfigError, match=f"tool_call_parser='{name}' is not supported yet"):
             known.choose_tools(name, "")
+    with pytest.raises(ConfigError, match=r"tool_call_parser='hf' .* auto reads the checkpoint's"):
+        known.choose_tools("hf", "")
     with pytest.raises(ConfigError, match="reasoning_parser='qwen33' is not known; there are"):
         known.choose_reasoning("qwen33", "")
 
@@ -138,30 +180,3 @@ def test_no_mark_hides_another():
             assert not marks.beginnings & set(state.on), state
     assert set(WRITERS) == set(TOOLS)
     assert set(THOUGHTS) == set(REASONING)
-
-
-def test_a_plugin_adds_a_format(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from quire.frontend.parsers.formats import tagged\n"
-        "from quire.frontend.parsers.table import Reasoning\n"
-        "def register(registry):\n"
-        "    registry.add_tools('mine', tagged('<<', '>>'))\n"
-        "    registry.add_reasoning('mine', Reasoning(('(((',), (')))',)))\n"
-    )
-    found = ModelFormats("mine", "mine", "", registry=registry([str(file)]))
-    reading = found.reading([{"function": {"name": "f"}}])
-    assert reading is not None
-    parser = reading.parser()
-    parsed = parser.feed('(((hm)))Ok <<{"name": "f"}>>')
-    assert (parsed.reasoning, parsed.content, parsed.calls[0].name) == ("hm", "Ok", "f")
-
-
-@pytest.mark.parametrize("text", ["x = 1", "1 / 0", "class P: pass", "def register(r): r.add()"])
-def test_plugins_that_are_none(tmp_path, text):
-    file = tmp_path / "bad.py"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"bad\.py"):
-        registry([str(file)])
-    with pytest.raises(ConfigError, match="no Python file"):
-        registry([str(tmp_path / "missing.py")])

@@ -31,6 +31,15 @@ from quire.server.sse import DONE, EventStream, or_hung_up
 from quire.server.state import ServerState
 from quire.server.tools import choice_of, with_calls_read
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def effort_of(asked: Any, said: str) -> str | None:
+    """Raises ApiError 400 that names the field."""
+    if asked is None or asked in EFFORTS:
+        return None if asked is None else str(asked)
+    raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; what else a template knows goes into `chat_template_kwargs`", said)  # fmt: skip
+
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
     """Raises ApiError 400: a template of the client's own, where the server does not trust clients."""
@@ -47,7 +56,7 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Cha
             "continue_final_message",
         )
     kwargs = dict(server.default_chat_template_kwargs)
-    effort = getattr(body, "reasoning_effort", None)
+    effort = effort_of(getattr(body, "reasoning_effort", None), "reasoning_effort")
     if effort is not None:
         thinks = effort != "none"
         kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from quire.errors import EngineDeadError
 from quire.server.bodies import json_response, read
-from quire.server.chat import chat_prompt, generation_of
+from quire.server.chat import chat_prompt, effort_of, generation_of
 from quire.server.constraints import of_format
 from quire.server.errors import as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
@@ -105,7 +105,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         cache_salt=body.cache_salt, chat_template_kwargs=wishes | body.chat_template_kwargs,
         tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice) if body.tools else None,
         parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
-        response_format=output.get("format"), reasoning_effort=output.get("effort"), vllm_xargs=body.vllm_xargs,
+        response_format=output.get("format"), reasoning_effort=effort_of(output.get("effort"), "output_config.effort"), vllm_xargs=body.vllm_xargs,
         kv_transfer_params=body.kv_transfer_params, thinking_token_budget=budget,
         add_generation_prompt=not goes_on, continue_final_message=goes_on,
     )  # fmt: skip

@@ -117,6 +117,10 @@ def part_of(text: str) -> JSON:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def thought_of(text: str) -> JSON:
+    return {"type": "reasoning_text", "text": text}
+
+
 @dataclass(slots=True)
 class Items:
     """The output of one answer as it grows."""
@@ -157,8 +161,9 @@ class Items:
         again = sum(item["id"].startswith(f"{kind}_") for item in self.done)
         self._id = f"{kind}_{self.id}" + (f"_{again}" if again else "")
         yield self.event("output_item.added", **self._place(), item=self._item("in_progress", None))
-        if new.kind == "text":
-            yield self.event("content_part.added", **self._inside(), part=part_of(""))
+        if new.kind != "call":
+            part = part_of("") if new.kind == "text" else thought_of("")
+            yield self.event("content_part.added", **self._inside(), part=part)
 
     def _item(self, status: str, text: str | None) -> JSON:
         new, id_ = self._new, self._id
@@ -166,7 +171,7 @@ class Items:
             content = [] if text is None else [part_of(text)]
             return {"id": id_, "type": "message", "role": "assistant", "status": status, "content": content}  # fmt: skip
         if new.kind == "thinking":
-            thoughts = [] if text is None else [{"type": "reasoning_text", "text": text}]
+            thoughts = [] if text is None else [thought_of(text)]
             return {"id": id_, "type": "reasoning", "status": status, "summary": [], "content": thoughts}  # fmt: skip
         return {
             "id": id_, "type": "function_call", "status": status, "call_id": new.id, "name": new.name,
@@ -191,6 +196,7 @@ class Items:
             yield self.event("content_part.done", **self._inside(), part=part_of(text))
         elif kind == "thinking":
             yield self.event("reasoning_text.done", **self._inside(), text=text)
+            yield self.event("content_part.done", **self._inside(), part=thought_of(text))
         else:
             place = {**self._place(), "item_id": self._id}
             yield self.event("function_call_arguments.done", **place, name=item["name"], arguments=text)  # fmt: skip

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.bodies import json_response, read
-from quire.server.chat import generation_of
+from quire.server.chat import effort_of, generation_of
 from quire.server.constraints import of_format
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
@@ -81,7 +81,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         skip_special_tokens=body.skip_special_tokens, priority=body.priority,
         request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
-        reasoning_effort=(body.reasoning or {}).get("effort"), tools=tools_of(body.tools),
+        reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
+        include_reasoning=body.include_reasoning, tools=tools_of(body.tools),
         tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
         response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
     )  # fmt: skip

@@ -158,6 +158,7 @@ class ResponsesRequest(Struct, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     reasoning: dict[str, Any] | None = None
+    include_reasoning: bool = True
     text: dict[str, Any] | None = None
     truncation: str | None = None
     priority: int = 0

@@ -14,6 +14,10 @@ from quire.errors import ConfigError
 from quire.frontend.parsers.names import Registry
 
 GROUP = "quire.parsers"
+REMEDY = (
+    "a format is a table here, not a class: write register(registry) with registry.add_tools(NAME, FORMAT) or"
+    " registry.add_reasoning(NAME, REASONING); docs/tools.md has one"
+)
 
 
 def registry(files: Iterable[str] = ()) -> Registry:
@@ -43,12 +47,13 @@ def _from_file(file: str, made: Registry) -> None:
         spec.loader.exec_module(module)
         register = getattr(module, "register", None)
         if not callable(register):
-            raise ConfigError(
-                f"the parser plugin {file!r} has no function register(registry); plugins of other engines are"
-                " classes, and a format is a table here (quire.frontend.parsers.table)"
-            )
+            raise ConfigError(f"the parser plugin {file!r} has no function register(registry): {REMEDY}")  # fmt: skip
         register(made)
     except ConfigError:
         raise
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise ConfigError(f"the parser plugin {file!r} fails: {error!r}") from error
+        raise ConfigError(f"the parser plugin {file!r} is written for vLLM: {REMEDY}") from error
     except Exception as error:
         raise ConfigError(f"the parser plugin {file!r} fails: {error!r}") from error
