@@ -8,6 +8,9 @@ Shape suffixes: T tokens of this step, B rows of this step, B1 = B + 1, M blocks
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +18,44 @@ from torch import Tensor
 from quire.batch import Batch
 from quire.protocol.plan import StepPlan
 from quire.worker.rows import Rows
+
+
+@dataclass(slots=True)
+class Counts:
+    """A step's integers, int64 on the host."""
+
+    rows_B: np.ndarray
+    count_B: np.ndarray
+    start_B: np.ndarray
+    end_B: np.ndarray
+    samples_B: np.ndarray  # bool
+    query_start_B1: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_B1[-1])
+
+    @property
+    def longest(self) -> int:
+        return int(self.end_B.max())
+
+    @property
+    def sample_at_S(self) -> np.ndarray:
+        found: np.ndarray = self.query_start_B1[1:][self.samples_B] - 1
+        return found
+
+    def batch(self, **tensors: Any) -> Batch:
+        """The batch that these and the tensors make."""
+        return Batch(
+            max_query=int(self.count_B.max()),
+            max_length=self.longest,
+            num_tokens=self.num_tokens,
+            num_rows=len(self.rows_B),
+            query_lens=self.count_B.tolist(),
+            lengths=self.end_B.tolist(),
+            drawing=self.samples_B.nonzero()[0].tolist(),
+            **tensors,
+        )
 
 
 class Batcher:
@@ -30,6 +71,29 @@ class Batcher:
         Raises:
             RuntimeError: a row has not as many tokens as the plan wants to compute.
         """
+        counts = self.count(plan)
+        rows_B, start_B, starts_B1 = counts.rows_B, counts.start_B, counts.query_start_B1
+        if counts.num_tokens == len(rows_B):
+            row_T, position_T = rows_B, start_B
+        else:
+            row_T = np.repeat(rows_B, counts.count_B)
+            position_T = np.arange(counts.num_tokens)
+            position_T += np.repeat(start_B - starts_B1[:-1], counts.count_B)
+        tables, slots = self._places(rows_B, row_T, position_T, counts.longest)
+        positions_T = self._tensor(position_T)
+        return counts.batch(
+            token_ids_T=self.rows.token_ids_RL[self._tensor(row_T), positions_T].long(),
+            positions_T=positions_T,
+            rows_B=self._tensor(rows_B),
+            query_start_B1=self._tensor(starts_B1.astype(np.int32)),
+            lengths_B=self._tensor(counts.end_B.astype(np.int32)),
+            block_tables=tables,
+            slots=slots,
+            sample_at_S=self._tensor(counts.sample_at_S),
+        )
+
+    def count(self, plan: StepPlan) -> Counts:
+        """What the host knows of a step; moves the rows on. Raises: as `build`."""
         rows, work = self.rows, plan.work
         rows.grow(work)
         rows_B = np.array([item.row for item in work], np.int64)
@@ -41,32 +105,8 @@ class Batcher:
         samples_B = np.array([item.samples for item in work], bool) & (end_B == rows.length[rows_B])
         query_start_B1 = np.zeros(len(work) + 1, np.int64)
         np.cumsum(count_B, out=query_start_B1[1:])
-        num_tokens = int(query_start_B1[-1])
-        if num_tokens == len(work):
-            row_T, position_T = rows_B, start_B
-        else:
-            row_T = np.repeat(rows_B, count_B)
-            position_T = np.arange(num_tokens) + np.repeat(start_B - query_start_B1[:-1], count_B)
-        tables, slots = self._places(rows_B, row_T, position_T, int(end_B.max()))
         rows.advance(rows_B, end_B, samples_B)
-        positions_T = self._tensor(position_T)
-        return Batch(
-            token_ids_T=rows.token_ids_RL[self._tensor(row_T), positions_T].long(),
-            positions_T=positions_T,
-            rows_B=self._tensor(rows_B),
-            query_start_B1=self._tensor(query_start_B1.astype(np.int32)),
-            lengths_B=self._tensor(end_B.astype(np.int32)),
-            block_tables=tables,
-            slots=slots,
-            sample_at_S=self._tensor(query_start_B1[1:][samples_B] - 1),
-            max_query=int(count_B.max()),
-            max_length=int(end_B.max()),
-            num_tokens=num_tokens,
-            num_rows=len(work),
-            query_lens=count_B.tolist(),
-            lengths=end_B.tolist(),
-            drawing=samples_B.nonzero()[0].tolist(),
-        )
+        return Counts(rows_B, count_B, start_B, end_B, samples_B, query_start_B1)
 
     def _places(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int

@@ -74,12 +74,17 @@ class Rows:
         self.ids[row], self.params[row] = new.id, new.params
         self.told[row] = Told(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sink refuses the request
-            self.token_ids_RL[row, :length] = torch.tensor(new.tokens, dtype=torch.int32)
+            self.put(row, 0, new.tokens)
         self.num_prompt[row], self.computed[row], self.length[row] = (
             new.num_prompt, new.computed, length,
         )  # fmt: skip
         self.num_blocks[:, row] = 0
         self.add_blocks(row, new.blocks)
+
+    def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Write tokens into a row, from a place on."""
+        end = start + len(tokens)
+        self.token_ids_RL[row, start:end] = torch.tensor(tokens, dtype=torch.int32)
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """Append blocks to a row's tables, by cache group; nothing if no group grew."""
@@ -99,7 +104,7 @@ class Rows:
         """Tokens that follow what was told, and need no draw. A draw in flight at their places is the same."""
         start, told.count = told.count, told.count + len(tokens)
         if self.told[row] is told:  # else another sits there by now
-            self.token_ids_RL[row, start : told.count] = torch.tensor(tokens, dtype=torch.int32)
+            self.put(row, start, tokens)
             self.length[row] = max(self.length[row], told.count)
 
     def grow(self, work: Sequence[Work]) -> None:

@@ -95,7 +95,7 @@ class SampleSink:
         row, params = new.row, new.params
         if (wrong := self._out_of_vocabulary(new)) is not None:
             self.broken[row] = wrong
-            self.rows.token_ids_RL[row] = 0
+            self.rows.put(row, 0, [0] * len(new.tokens))  # what it has would not be found
             return
         self.greedy[row] = params.greedy
         self.temperature[row] = 1.0 if params.greedy else params.temperature
