@@ -14,8 +14,9 @@ from grammar_reader import Reader
 from quire.errors import ValidationError
 from quire.features.structured.check import checked
 from quire.features.structured.gate import GrammarGate, announced
-from quire.features.structured.masks import BIASES, GrammarMasks, bar
+from quire.features.structured.masks import GrammarMasks
 from quire.features.structured.refusal import Refused
+from quire.ops.choose import bits, num_words
 from quire.protocol.constraint import StructuredOutputsParams as Form
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan
@@ -36,9 +37,8 @@ def entered(row: int, form: Form | None, outputs: list[int], **more: Any) -> Ent
     return Entered(row, str(row), [5, 6, *outputs], 2, 0, [[]], params)
 
 
-def masks(reader: Reader, *new: Entered, on_host: bool = True) -> GrammarMasks:
+def masks(reader: Reader, *new: Entered) -> GrammarMasks:
     made = GrammarMasks(reader.compiler, Rows(8, 64, 1, 8))
-    made.on_host = on_host
     for one in new:
         made.rows.enter(one)
         made.enter(one)
@@ -46,7 +46,7 @@ def masks(reader: Reader, *new: Entered, on_host: bool = True) -> GrammarMasks:
 
 
 def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set[int]]:
-    """What is left of logits that are all finite, by row."""
+    """What is left of logits that are all finite, by row; and the masks for greedy rows say the same."""
     logits = torch.arange(len(rows) * width, dtype=torch.float32).view(len(rows), width)
     at = np.arange(len(rows))
     picked = Picked(at, np.array(rows), made.rows.length[rows], made.rows)
@@ -54,11 +54,13 @@ def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set
     assert not picked.errors
     left = out.isfinite()
     assert torch.equal(out[left], logits[left])
+    words = np.full((len(rows), num_words(width)), -1, np.int32)
+    made.bar(words, picked)
+    assert torch.equal(bits(torch.from_numpy(words), width), left)
     return [set(row.nonzero().flatten().tolist()) for row in left]
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_what_is_allowed(reader: Reader, on_host: bool):
+def test_what_is_allowed(reader: Reader):
     forms = [
         entered(0, Form(regex="a*"), []),
         entered(1, Form(regex="a*b"), [A, A]),
@@ -66,26 +68,12 @@ def test_what_is_allowed(reader: Reader, on_host: bool):
         entered(4, Form(regex="ab"), [A, B, EOS, EOS]),
         entered(6, Form(regex="a*"), [A], ignore_eos=True),
     ]
-    made = masks(reader, *forms, on_host=on_host)
+    made = masks(reader, *forms)
     expected = [{A, EOS}, {A, B}, {EOS}, {EOS}, {A}]
     assert allowed(made, [0, 1, 3, 4, 6]) == expected
     assert allowed(made, [6, 0]) == [{A}, {A, EOS}]
     # a model may have more logits than the tokenizer has tokens
     assert allowed(made, [1, 3], width=WIDTH + 100) == [{A, B}, {EOS}]
-
-
-def test_the_host_adds_what_a_device_bars():
-    draw = np.random.default_rng(0)
-    words = draw.integers(-(1 << 31), 1 << 31, (5, 9)).astype(np.int32)
-    biases = BIASES[words.view(np.uint8)].reshape(5, -1)
-    logits = torch.randn(7, 9 * 32 - 5)
-    at = [6, 0, 2, 5, 1]
-    by_host, by_device = logits.clone(), logits.clone()
-    by_host[at] += torch.from_numpy(biases[:, : logits.shape[1]])
-    bar(by_device, at, torch.from_numpy(words))
-    assert torch.equal(by_host, by_device)
-    assert torch.equal(by_host[3], logits[3])
-    assert (by_host[at] == -torch.inf).any()
 
 
 def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):

@@ -32,22 +32,19 @@ from torch import Tensor
 from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import NAME, announced
 from quire.features.structured.grammar import explained
+from quire.ops import choose
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
-from quire.worker.sample.processors import Picked, Processor
+from quire.worker.sample.processors import Picked, Processor, keep_only
 from quire.worker.sample.rules import only
 
 if TYPE_CHECKING:
     from quire.batch import Batch
     from quire.protocol.plan import StepPlan
 
-NEVER = -torch.inf
-NO_BIAS = np.zeros(0, np.float32)
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-BIASES = np.where(BITS, np.float32(0), np.float32(-np.inf))  # of each byte of a mask: its 8 tokens
 DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
 
 
@@ -66,7 +63,6 @@ class Held:
     jumps: bool
     known: list[int]  # the output so far, with what is forced next
     num_fed: int  # how many of them the matcher has read: all up to the first end
-    bias_V: np.ndarray  # 0 where a token is allowed, else -inf; empty where a device makes its own
     matcher: LLMatcher | None = None
     renewed: bool = False
     over: bool = False  # only an end may come now
@@ -79,12 +75,13 @@ class Held:
 class GrammarMasks(Processor):
     """One for a worker; `hook` goes to the worker's hooks."""
 
+    bars = True
+
     def __init__(self, compiler: Compiler, rows: Rows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
         self.held: dict[int, Held] = {}
         self.found: dict[int, Future[dict[int, list[int]]]] = {}  # by step: what is certain, by row
         self.hook = GrammarHook(self)
-        self.on_host = rows.device.type == "cpu"
         self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
@@ -99,7 +96,7 @@ class GrammarMasks(Processor):
         one_end = len(ends) == 1 and not params.ignore_eos
         held = Held(
             new.row, constraint, ends, params.ignore_eos, compiled, new.num_prompt, room,
-            params.min_tokens if one_end else room, self.jumps and may_jump(params), [], 0, NO_BIAS,
+            params.min_tokens if one_end else room, self.jumps and may_jump(params), [], 0,
         )  # fmt: skip
         self.held[new.row] = held
         held.job = self._thread.submit(self._begin, held, new.tokens[new.num_prompt :])
@@ -114,6 +111,19 @@ class GrammarMasks(Processor):
         self._drawing = None
 
     def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        words_SW = np.full((len(logits_SV), choose.num_words(logits_SV.shape[1])), -1, np.int32)
+        settled = self._lay(words_SW, picked)
+        choose.bar(logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True))
+        for at, tokens in settled:
+            only(logits_SV[at], tokens)
+        return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        for at, tokens in self._lay(words_SW, picked):
+            keep_only(words_SW[at], tokens)
+
+    def _lay(self, words_SW: np.ndarray, picked: Picked) -> list[tuple[int, list[int]]]:
+        """Masks of the picked rows, once they are filled; rows whose token is settled are told instead, with it."""
         helds = [self.held[row] for row in picked.rows.tolist()]
         for at, held in zip(picked.at.tolist(), helds, strict=True):
             if held.job is not None:
@@ -121,25 +131,19 @@ class GrammarMasks(Processor):
             if held.error is not None:
                 picked.errors.setdefault(at, held.error)
         self._drawing = helds, picked.rows, picked.lengths
-        whole = []
+        settled: list[tuple[int, list[int]]] = []
         for at, held, length in zip(
             picked.at.tolist(), helds, picked.lengths.tolist(), strict=True
         ):
             if (place := length - held.start) < len(held.known):
-                only(logits_SV[at], [held.known[place]])
+                settled.append((at, [held.known[place]]))
+            elif held.error is None and held.over:
+                settled.append((at, held.ends))
             elif held.error is None:
-                whole.append((at, held))
-        masked = [(at, held) for at, held in whole if not held.over]
-        if self.on_host:
-            for at, held in masked:
-                _add(logits_SV[at], held.bias_V)
-        elif masked:
-            words_PW = self._masks()[[held.row for _, held in masked]]
-            bar(logits_SV, [at for at, _ in masked], torch.from_numpy(words_PW))
-        for at, held in whole:
-            if held.over:
-                only(logits_SV[at], held.ends)
-        return logits_SV
+                mask_W = self._masks()[held.row, : words_SW.shape[1]]
+                words_SW[at, : len(mask_W)] &= mask_W
+                words_SW[at, len(mask_W) :] = 0
+        return settled
 
     def drew(self, step: int) -> None:
         """The step's tokens stand in the rows: feed them, in the thread."""
@@ -307,32 +311,6 @@ class GrammarMasks(Processor):
         elif may_end and not held.ends_late:
             for token in held.ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
-        if self.on_host and not held.over:
-            # Made here, in the thread: adding it takes a tenth of the time that choosing by bits takes.
-            if not len(held.bias_V):
-                held.bias_V = np.empty(32 * len(words_W), np.float32)
-            np.take(BIASES, words_W.view(np.uint8), 0, held.bias_V.reshape(-1, 8), "clip")
-
-
-def _add(logits_V: Tensor, bias_V: np.ndarray) -> None:
-    known = min(len(logits_V), len(bias_V))
-    logits_V[:known].add_(torch.from_numpy(bias_V[:known]))
-    logits_V[known:] = NEVER
-
-
-def bar(logits_SV: Tensor, at: list[int], words_PW: Tensor) -> None:
-    """As `_add`, on a device, which gets the packed masks: 1/32 of the bytes."""
-    device, width = logits_SV.device, logits_SV.shape[1]
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    bits_PV = (words_PW.to(device, non_blocking=True)[:, :, None] >> shifts & 1).flatten(1)[
-        :, :width
-    ]
-    at_P = torch.tensor(at, device=device)
-    known = bits_PV.shape[1]
-    rows_PV = logits_SV[at_P]
-    rows_PV[:, :known].masked_fill_(bits_PV == 0, NEVER)
-    rows_PV[:, known:] = NEVER
-    logits_SV[at_P] = rows_PV
 
 
 def may_jump(params: SamplingParams) -> bool:

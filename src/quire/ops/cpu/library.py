@@ -33,6 +33,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_rms_norm": (_P, _P, _P, _L, _L, _F, _I),
     "rotate": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L),
     "silu_and_mul": (_P, _P, _L, _L),
+    "best": (_P, _L, _I, _P, _L, _L, _P, _P, _P),
+    "bar": (_P, _L, _P, _L, _L),
     "layer": (_P, _P, _P, _P, _I),
 }
 
@@ -51,6 +53,8 @@ class Kernels:
     add_rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     silu_and_mul: Callable[..., None]
+    best: Callable[..., None]
+    bar: Callable[..., None]
     layer: Callable[..., None]
 
     def __init__(self, which: isa.Isa):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import pieces, reference  # noqa: F401  (pieces registers what we fall back on)
+from quire.ops.cpu import choose  # noqa: F401  (as above)
 from quire.ops.cpu.library import best
 
 

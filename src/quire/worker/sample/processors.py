@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.logging import get_logger
+from quire.ops.choose import num_words
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.worker.rows import Rows
@@ -48,6 +50,9 @@ class Processor:
     changes_argmax = True
     """False: it never changes which token is likeliest. Then it sees logits divided by the temperature,
     and runs only in steps where some row is not greedy."""
+    bars = False
+    """True: all that it does is to take tokens out, and `bar` says which. Steps of greedy rows then need no logits in
+    float32: the best token is looked for among those that are left."""
     watches = False
     """True: `drawn` is called with each step's tokens (which makes the host wait for the device)."""
 
@@ -69,6 +74,13 @@ class Processor:
         """Change float32 logits of the picked rows, in place or in a new tensor, and return all S rows.
 
         To fail one row, put a message in picked.errors. An exception fails all picked rows, and no others.
+        """
+        raise NotImplementedError
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        """Of the picked rows, clear the bits of the tokens that may not come; token t is bit t % 32 of word t // 32.
+
+        If `bars`; it takes the place of `apply`, with the same errors.
         """
         raise NotImplementedError
 
@@ -127,13 +139,28 @@ class Pipeline:
             try:
                 logits_SV = processor.apply(logits_SV, picked)
             except Exception as error:
-                log.exception("logits processor %s failed", processor.name)
-                message = (
-                    f"logits processor {processor.name} failed: {type(error).__name__}: {error}"
-                )
-                for index in at.tolist():
-                    errors.setdefault(index, message)
+                _blame(processor, picked, error)
         return logits_SV
+
+    def allowed(
+        self,
+        stage: Sequence[tuple[Processor, np.ndarray]],
+        vocab: int,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        errors: dict[int, str],
+    ) -> Tensor | None:
+        """Run a stage that only takes tokens out: which are left, int32 [S, words]; None: all."""
+        if not stage:
+            return None
+        words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
+        for processor, at in stage:
+            picked = Picked(at, rows_S[at], lengths_S[at], self.rows, errors)
+            try:
+                processor.bar(words_SW, picked)
+            except Exception as error:
+                _blame(processor, picked, error)
+        return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
 
     def drawn(self, rows_S: np.ndarray, tokens: list[int]) -> None:
         """Tell those that watch."""
@@ -141,3 +168,18 @@ class Pipeline:
             if processor.watches and self.counts[index]:
                 at = self.uses[index, rows_S].nonzero()[0]
                 processor.drawn(rows_S[at].tolist(), [tokens[i] for i in at])
+
+
+def keep_only(words_W: np.ndarray, tokens: Sequence[int]) -> None:
+    """A mask that allows these and nothing else."""
+    words_W[:] = 0
+    for token in tokens:
+        words_W.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _blame(processor: Processor, picked: Picked, error: Exception) -> None:
+    """All rows that it was to work on fail."""
+    log.exception("logits processor %s failed", processor.name)
+    message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"
+    for index in picked.at.tolist():
+        picked.errors.setdefault(index, message)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
+from quire.ops import choose
 from quire.protocol.plan import Entered, StepPlan
 from quire.worker.rows import Rows
 from quire.worker.sample.draw import keys, seed_words
@@ -163,14 +164,19 @@ class SampleSink:
         stage = self.pipeline.stage(rows_S, changes_argmax=True)
         asked = self._asked(rows_S) if self.scored else {}
         all_greedy = bool(self.greedy[rows_S].all())
-        if all_greedy and not stage and not asked:
-            best_S, tokens_S = logits_SV.max(dim=-1)
-            outcome.codes_S = (~best_S.isfinite()).to(torch.int8) * NOT_FINITE
+        errors: dict[int, str] = {}
+        if all_greedy and not asked and all(processor.bars for processor, _ in stage):
+            vocab = logits_SV.shape[1]
+            words_SW = self.pipeline.allowed(stage, vocab, rows_S, lengths_S, errors)
+            tokens_S, whole_S, kept_S = choose.best(logits_SV, words_SW)
+            outcome.codes_S = (~whole_S.isfinite()).to(torch.int8) * NOT_FINITE
+            if stage:
+                empty_S = ~kept_S.isfinite() & (outcome.codes_S == 0)
+                outcome.codes_S = outcome.codes_S + empty_S.to(torch.int8) * NO_TOKEN_LEFT
         else:
             logits_SV = logits_SV.float()
             outcome.codes_S = (~logits_SV.amax(dim=-1).isfinite()).to(torch.int8) * NOT_FINITE
             reported_SV = logits_SV.clone() if asked and self.raw and stage else logits_SV
-            errors: dict[int, str] = {}
             changed_SV = self.pipeline.apply(stage, logits_SV, rows_S, lengths_S, errors)
             tokens_S, scaled_SV, more = self._draw(changed_SV, rows_S, lengths_S, errors)
             if stage or more:
@@ -180,7 +186,7 @@ class SampleSink:
                 if not self.raw:
                     reported_SV = self._processed(scaled_SV, rows_S)
                 self._score(asked, reported_SV, tokens_S, rows_S, lengths_S, outcome)
-            outcome.errors.update({outcome.items[at]: text for at, text in errors.items()})
+        outcome.errors.update({outcome.items[at]: text for at, text in errors.items()})
         where = (self._tensor(rows_S), self._tensor(lengths_S))
         self.rows.token_ids_RL[where] = tokens_S.to(torch.int32)
         outcome.tokens_S = tokens_S
@@ -193,7 +199,7 @@ class SampleSink:
         """(tokens_S, logits by temperature, whether processors changed these)."""
         greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
         if greedy_S.all():
-            return logits_SV.max(dim=-1).indices, logits_SV, False
+            return choose.best(logits_SV)[0], logits_SV, False
         scaled_SV = logits_SV / self._tensor(self.temperature[rows_S])[:, None]
         stage = self.pipeline.stage(rows_S, changes_argmax=False)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
@@ -204,7 +210,7 @@ class SampleSink:
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
             at = self._tensor(greedy_S.nonzero()[0])
-            tokens_S[at] = scaled_SV[at].max(dim=-1).indices
+            tokens_S[at] = choose.best(scaled_SV[at])[0]
         if plain_S.any():
             at = self._tensor(plain_S.nonzero()[0])
             tokens_S[at] = self.how.draw(scaled_SV[at], keys_2S[:, at])

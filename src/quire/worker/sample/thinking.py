@@ -6,13 +6,14 @@ to be kept over a preemption, and a row that cannot have spent its budget costs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from quire.protocol.params import Thoughts
 from quire.protocol.plan import Entered
-from quire.worker.sample.processors import Picked, Processor
+from quire.worker.sample.processors import Picked, Processor, keep_only
 from quire.worker.sample.rules import only
 
 
@@ -55,6 +56,8 @@ class Thinking:
 class ThinkingBudget(Processor):
     """`thinking_token_budget`."""
 
+    bars = True
+
     def __init__(self) -> None:
         self.rows: dict[int, Thinking] = {}
 
@@ -68,6 +71,16 @@ class ThinkingBudget(Processor):
         del self.rows[row]
 
     def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        for at, token in self._forced(picked):
+            only(logits_SV[at], [token])
+        return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        for at, token in self._forced(picked):
+            keep_only(words_SW[at], [token])
+
+    def _forced(self, picked: Picked) -> Iterator[tuple[int, int]]:
+        """(index in S, token) of rows whose next token is settled."""
         for at, row, length in zip(
             picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(), strict=True
         ):
@@ -76,5 +89,4 @@ class ThinkingBudget(Processor):
                 continue
             one.take(picked.state.token_ids_RL[row, one.read : length].tolist())
             if (token := one.forced()) is not None:
-                only(logits_SV[at], [token])
-        return logits_SV
+                yield at, token

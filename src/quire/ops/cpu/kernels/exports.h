@@ -30,3 +30,7 @@ EXPORT void quire_add_rms_norm(quire::bf16* x, quire::bf16* residual, const quir
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
                          long rows, long heads, long D, long P);
 EXPORT void quire_silu_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I);
+
+EXPORT void quire_best(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
+                       float* whole, float* kept);
+EXPORT void quire_bar(float* x, long step, const uint32_t* words, long rows, long V);

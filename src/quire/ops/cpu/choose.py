@@ -1,0 +1,46 @@
+"""`ops/choose.py` by our kernels.
+
+Knows dtypes and strides. Results are the definition's, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops import choose
+from quire.ops.cpu.library import best as library
+
+
+def _lies_well(logits_SV: Tensor) -> bool:
+    return logits_SV.dim() == 2 and logits_SV.stride(1) == 1 and logits_SV.numel() > 0
+
+
+@choose.best.on("native")
+def _best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    kernels, dtype = library(), logits_SV.dtype
+    if kernels is None or dtype not in (torch.bfloat16, torch.float32) or not _lies_well(logits_SV):
+        return choose.best.reference(logits_SV, words_SW)
+    rows, vocab = logits_SV.shape
+    tokens_S = torch.empty(rows, dtype=torch.int64)
+    whole_S, kept_S = torch.empty(2, rows).unbind()
+    words = 0
+    if words_SW is not None:
+        words_SW = words_SW.contiguous()
+        words = words_SW.data_ptr()
+    kernels.best(
+        logits_SV.data_ptr(), logits_SV.stride(0), dtype == torch.bfloat16, words, rows, vocab,
+        tokens_S.data_ptr(), whole_S.data_ptr(), kept_S.data_ptr(),
+    )  # fmt: skip
+    return tokens_S, whole_S, kept_S
+
+
+@choose.bar.on("native")
+def _bar(logits_SV: Tensor, words_SW: Tensor) -> Tensor:
+    kernels = library()
+    if kernels is None or logits_SV.dtype != torch.float32 or not _lies_well(logits_SV):
+        return choose.bar.reference(logits_SV, words_SW)
+    words_SW = words_SW.contiguous()
+    rows, vocab = logits_SV.shape
+    kernels.bar(logits_SV.data_ptr(), logits_SV.stride(0), words_SW.data_ptr(), rows, vocab)
+    return logits_SV
