@@ -15,6 +15,7 @@ KINDS = {
     "latency": "one batch, again and again, without a server",
     "startup": "from nothing to ready, in new processes",
     "offline": "throughput beside Transformers; also without a word",
+    "peers": "throughput beside vLLM and OpenVINO, each in its own environment",
     "serving": "what serving costs: the API process's CPU, tokens a second at 1, 16 and 64 clients",
     "steps": "what a step costs the scheduler",
     "divergence": "how often company changes a bf16 answer",

@@ -60,12 +60,21 @@ PREDICTED = Shares(0.55, 0.05, 0.85, 0.12)
 
 
 def seconds(
-    shape: Shape, workload: Workload, itemsize: int, machine: Probe, share: Shares
+    shape: Shape,
+    workload: Workload,
+    itemsize: float,
+    machine: Probe,
+    share: Shares,
+    kv_itemsize: float | None = None,
 ) -> float:
     """The time of a workload in which every part runs at its share of the probed speed.
 
     A step takes the longer of reading its weights and multiplying with them, and then attends.
+
+    Args:
+        itemsize: bytes of a weight, and of a number in the KV cache if `kv_itemsize` is unset.
     """
+    kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
     rows, prompt = workload.rows, workload.prompt
     stream, product = machine.bytes_per_s * share.stream, machine.flops_per_s * share.product
     attend = machine.flops_per_s * share.attention
@@ -76,7 +85,7 @@ def seconds(
     total = max(read, flops / product) + scores / attend
     flops = 2 * (shape.layer_parameters + shape.head_parameters) * rows
     for step in range(1, workload.output):
-        kv = rows * (prompt + step) * shape.kv_elements * itemsize
+        kv = rows * (prompt + step) * shape.kv_elements * kv_itemsize
         total += max(read, flops / product) + kv / (machine.bytes_per_s * share.kv)
     return total
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -135,25 +134,12 @@ def _measure(
         "shape": shape.name,
         "dtype": args.dtype,
         "rounds": args.rounds,
-        "commit": _commit(),
+        "commit": report.commit(),
         "machine": described,
         "probes": [asdict(p) for p in probes],
         "workloads": rows,
         "steps": [asdict(cost) for cost in step_costs],
     }
-
-
-def _commit() -> str:
-    """The commit of the source, with a + if it is changed; "unknown" outside a repository."""
-    here = Path(__file__).parent
-    try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+"],
-            cwd=here, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return said.stdout.strip()
 
 
 def _keep(result: dict[str, Any], folder: Path) -> None:

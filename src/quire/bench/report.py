@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -127,3 +128,16 @@ def free_name(folder: Path, stem: str) -> Path:
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1
     return path
+
+
+def commit() -> str:
+    """The commit of the source, with a + if it is changed; "unknown" outside a repository."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],
+            cwd=here, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.stdout.strip()

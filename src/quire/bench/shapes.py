@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 decoder with a tied head."""
+    """A decoder with a tied head: Qwen3, or Llama, which has no norm of queries and keys."""
 
     name: str
     layers: int
@@ -25,6 +25,7 @@ class Shape:
     head_dim: int
     ff: int
     vocab: int
+    family: str = "qwen3"
 
     @property
     def layer_parameters(self) -> int:
@@ -52,8 +53,9 @@ class Shape:
             yield f"{at}.self_attn.k_proj.weight", (kv, self.hidden)
             yield f"{at}.self_attn.v_proj.weight", (kv, self.hidden)
             yield f"{at}.self_attn.o_proj.weight", (self.hidden, q)
-            yield f"{at}.self_attn.q_norm.weight", (self.head_dim,)
-            yield f"{at}.self_attn.k_norm.weight", (self.head_dim,)
+            if self.family == "qwen3":
+                yield f"{at}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{at}.self_attn.k_norm.weight", (self.head_dim,)
             yield f"{at}.mlp.gate_proj.weight", (self.ff, self.hidden)
             yield f"{at}.mlp.up_proj.weight", (self.ff, self.hidden)
             yield f"{at}.mlp.down_proj.weight", (self.hidden, self.ff)
@@ -65,7 +67,9 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151_936),
+        Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, "llama"),
         Shape("tiny", 2, 64, 4, 2, 16, 128, 512),
+        Shape("tiny-llama", 2, 128, 2, 1, 64, 256, 512, "llama"),
     )
 }
 
@@ -99,10 +103,13 @@ WORKLOADS = [
 ]
 
 
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
         "dtype": dtype,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -142,3 +149,41 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     done.write_text(json.dumps(config_of(shape, dtype), indent=2), encoding="utf-8")
     return path
+
+
+def compressed(path: Path) -> Path:
+    """The checkpoint with linears of int8, a scale a row, activations to be rounded by token, as compressed-tensors
+    keeps it; beside the first one, made once."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = path.with_name(f"{path.name}-w8a8")
+    done = folder / "config.json"  # written last
+    if done.exists():
+        return folder
+    folder.mkdir(exist_ok=True)
+    weights = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            weights[name] = weight
+            continue
+        scale_O1 = weight.float().abs().amax(1, keepdim=True) / 127
+        weights[name] = (weight.float() / scale_O1).round_().to(torch.int8)
+        weights[f"{name}_scale"] = scale_O1.to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+    }
+    how = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    done.write_text(json.dumps(config | {"quantization_config": how}, indent=2), encoding="utf-8")
+    return folder

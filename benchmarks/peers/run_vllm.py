@@ -1,0 +1,46 @@
+"""vLLM on a CPU, token ids in and out: see lines.py. Run by the Python of its own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import lines
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    answers = lines.own_output()
+    # By itself it leaves one core to its other processes, and runs on the others: one, of two.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
+    import torch
+    import vllm
+
+    llm = vllm.LLM(
+        model=asked["model"], dtype=asked["dtype"], skip_tokenizer_init=True, max_model_len=asked["length"],
+        max_num_seqs=asked["rows"], enable_prefix_caching=False, disable_log_stats=True, **asked["options"],
+    )  # fmt: skip
+
+    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
+        )
+        told: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = llm.generate(told, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done]
+
+    about = {
+        "version": vllm.__version__,
+        "torch": torch.__version__,
+        "threads": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+        "preloaded": os.environ.get("LD_PRELOAD", ""),
+        "keys and values": asked["dtype"],
+    }
+    lines.serve(answers, about, generate)
+
+
+if __name__ == "__main__":  # its engine is a process that imports this file again
+    main()

