@@ -4,6 +4,7 @@
 #   make test         every test that needs no accelerator
 #   make check        format, lint, types, architecture (CONTRIBUTING.md)
 #   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
+#   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
 #   make test-long    the slow tests
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv
@@ -26,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve test test-long soak check format bench clean
+.PHONY: install serve test test-long soak check format bench bench-peers clean
 
 install: $(INSTALLED)
 
@@ -63,6 +64,13 @@ format: install
 
 bench: install
 	$(BIN)/python -m quire.bench $(ARGS)
+
+.cache/peers/.installed:
+	$(BIN)/python benchmarks/peers/install.py --torch "$(TORCH)"
+	@touch $@
+
+bench-peers: install .cache/peers/.installed
+	$(BIN)/python -m quire.bench peers $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

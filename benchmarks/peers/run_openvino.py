@@ -27,6 +27,7 @@ def main() -> None:
         wanted.max_new_tokens = output
         wanted.do_sample = False
         wanted.ignore_eos = True
+        wanted.set_eos_token_id(0)  # the checkpoint has none, and it asks for one
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         done = pipe.generate(tensors, [wanted] * len(tensors))
         return [list(one.m_generation_ids[0]) for one in done]

@@ -196,7 +196,7 @@ class Running:
         self.name, self.asked = name, asked
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         began = time.perf_counter()
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [str(python), str(given.scripts / asked["script"]), json.dumps(asked)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment,
             start_new_session=True,
@@ -213,7 +213,6 @@ class Running:
 
     def ask(self, prompts: list[list[int]], output: int) -> dict[str, Any]:
         """Its answer: see benchmarks/peers/lines.py."""
-        assert self.process.stdin is not None
         self.signal(signal.SIGCONT)
         print(
             json.dumps({"prompts": prompts, "output": output}), file=self.process.stdin, flush=True
@@ -226,7 +225,6 @@ class Running:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         late = threading.Timer(PATIENCE_S, self.signal, [signal.SIGKILL])
         late.start()
         line = self.process.stdout.readline()
@@ -253,13 +251,13 @@ class Running:
 
     def close(self) -> None:
         self.signal(signal.SIGCONT)
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
         self.signal(signal.SIGKILL)
         self.process.wait()
+        self.process.stdout.close()
         self.said.close()
 
 
@@ -285,7 +283,9 @@ def _rounds(
     running: dict[str, Running], shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> list[Turn]:
     turns: list[Turn] = []
-    probe = machine.probe("bfloat16") if running else None
+    if not running:
+        return turns
+    probe = machine.probe("bfloat16")
     for number in range(1, given.rounds + 1):
         for workload in chosen:
             if number > 1 and workload.name in given.once:
@@ -296,7 +296,6 @@ def _rounds(
                 before = probe
                 answer = one.ask(prompts, workload.output)
                 probe = machine.probe("bfloat16")
-                assert before is not None
                 engine = ENGINES[name]
                 least = machine.seconds(
                     shape, workload, engine.weight_bytes, _between(before, probe, engine.speedup),

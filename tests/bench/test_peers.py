@@ -1,0 +1,127 @@
+"""Beside other engines: the arithmetic and the table, and the lines that are spoken with an engine's process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.bench import beside, peers
+from quire.bench.beside import Turn
+from quire.bench.machine import FLOOR, Probe, seconds
+from quire.bench.shapes import SHAPES, Shape, Workload, checkpoint, compressed
+from quire.errors import StartupError
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "peers"
+ENGINE = """
+import json, sys
+sys.path.insert(0, {scripts!r})
+import lines
+answers = lines.own_output()
+print("this is not an answer")
+def generate(prompts, output):
+    if output == 9:
+        raise ValueError("nine")
+    return [[prompt[0]] * (output - (output == 8)) for prompt in prompts]
+lines.serve(answers, {{"asked": json.loads(sys.argv[1])["model"]}}, generate)
+"""
+
+
+def a_turn(engine: str, seconds: float, **more: float) -> dict[str, object]:
+    told = {"floor": 1.0, "bytes_per_s": 2e10, "equal": 1.0} | more
+    return Turn(engine, "1x32/64", 64, seconds, **told).kept()
+
+
+def a_result() -> dict[str, object]:
+    started = {"about": {"version": "1"}, "ready_s": 1.0, "first_token_s": 2.0, "resident_mib": 3}
+    return {
+        "date": "2026-01-01", "command": "-", "commit": "-", "shape": "tiny", "rounds": 3,
+        "machine": {
+            "cpu": "Intel", "cores": 2, "memory_gib": 1.0, "capability": "-", "load": 0.0, "system": "-", "python": "-", "torch": "-"
+        },
+        "engines": {
+            "quire": {"group": "16 bits", **started}, "a": {"group": "16 bits", **started}, "b": {"group": "16 bits", **started},
+            "c": {"group": "8 bits", "failed": "no such thing"}, "quire-int8": {"group": "8 bits", **started},
+        },
+        "turns": [
+            a_turn("quire", 2.0, floor=1.0), a_turn("a", 4.0), a_turn("b", 8.0), a_turn("quire", 4.0, floor=3.0), a_turn("a", 3.0),
+            a_turn("quire", 1.0, floor=0.6), a_turn("quire-int8", 1.0),
+        ],
+    }  # fmt: skip
+
+
+def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
+    ours, a, b, short = beside.rows(a_result())
+    assert [row["engine"] for row in (ours, a, b, short)] == ["quire", "a", "b", "quire-int8"]
+    assert (ours["turns"], ours["tokens_per_s"]) == (3, 32.0)  # 64 tokens in 2 s
+    assert a["tokens_per_s"] == pytest.approx(64 / 3.5)
+    assert ours["of_best_peer"] == pytest.approx(3.5 / 2)
+    assert a["of_best_peer"] == 1.0
+    assert b["of_best_peer"] == pytest.approx(3.5 / 8)
+    assert short["of_best_peer"] is None  # its only peer did not run
+    assert ours["of_floor"] == pytest.approx(0.6)  # of 1/2, 3/4 and 0.6/1
+
+
+def test_page_has_a_row_for_what_could_not_run_and_for_other_machines():
+    text = beside.page(a_result())
+    assert (
+        "| 16 bits | 1x32/64 | **quire** | 3 | 32 | 1.75x | 20.0 | 1 | 60% | 100% | 2.0 |" in text
+    )
+    assert "| c | could not run: no such thing |" in text
+    assert "| AMD Zen 5 (AVX512-BF16, no AMX), 2 cores | open" in text
+    assert "Intel Xeon (AMX)" not in text
+
+
+def test_floor_with_short_weights_and_short_keys_and_values():
+    shape = Shape("one", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ff=1, vocab=3)
+    slow = Probe(bytes_per_s=10.0, flops_per_s=1e12)
+    # 10 weights of a byte, twice; keys and values of 5 tokens, 2 numbers of 2 bytes
+    assert seconds(shape, Workload(1, 4, 2), 1.0, slow, FLOOR, 2.0) == pytest.approx(2 + 2)
+
+
+def an_engine(tmp_path: Path, script: str = ENGINE) -> peers.Running:
+    (tmp_path / "engine.py").write_text(script.format(scripts=str(SCRIPTS)))
+    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
+    asked = {"python": None, "script": "engine.py", "model": "m", "group": "16 bits", "kv_gib": 1}
+    return peers.Running("made up", asked, given)
+
+
+def test_an_engine_answers_and_is_stopped_between(tmp_path):
+    engine = an_engine(tmp_path)
+    try:
+        assert engine.about == {"asked": "m"}
+        assert engine.ask([[7, 8], [9]], 3)["tokens"] == [[7, 7, 7], [9, 9, 9]]
+        state = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T"
+        assert 0 < engine.told()["ready_s"] <= engine.told()["first_token_s"]
+        with pytest.raises(StartupError, match="not 8 tokens"):
+            engine.ask([[1]], 8)
+        with pytest.raises(StartupError, match="ended: ValueError: nine"):
+            engine.ask([[1]], 9)
+    finally:
+        engine.close()
+    assert engine.process.poll() is not None
+
+
+def test_an_engine_that_is_not_installed_or_ends_says_so(tmp_path):
+    with pytest.raises(StartupError, match="ended: ModuleNotFoundError: No module named 'nothing'"):
+        an_engine(tmp_path, "import nothing")
+    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
+    with pytest.raises(StartupError, match=r"no .*/other/bin/python; run .*install\.py other"):
+        peers.Running("made up", {"python": "other", "script": "engine.py"}, given)
+
+
+def test_the_checkpoint_of_int8_is_the_first_one_rounded(tmp_path):
+    from safetensors.torch import load_file
+
+    path = checkpoint(SHAPES["tiny-llama"], "bfloat16", tmp_path)
+    folder = compressed(path)
+    before, after = (load_file(at / "model.safetensors") for at in (path, folder))
+    assert set(before) == {name.removesuffix("_scale") for name in after}
+    name = "model.layers.0.mlp.up_proj.weight"
+    back = after[name].float() * after[f"{name}_scale"].float()
+    step = before[name].float().abs().amax(1, keepdim=True) / 127
+    assert ((back - before[name].float()).abs() <= step).all()
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
