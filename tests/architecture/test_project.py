@@ -18,7 +18,7 @@ IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 # Imported if it is there, never required.
 OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
-    "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]"
+    "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
 }
 # Places that exist only where this was written.
 PRIVATE = re.compile("/work" + r"/(shared|main|\.library)|/tmp/" + r"b/")

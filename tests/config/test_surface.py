@@ -46,7 +46,7 @@ enable_lora lora_modules=a=b enable_prompt_adapter speculative_config={"method":
 spec_method=ngram spec_model=m spec_tokens=3 ngram_prompt_lookup_max=4 ngram_prompt_lookup_min=1 speculative_draft_tensor_parallel_size=1
 speculative_max_model_len=9 speculative_disable_by_batch_size=3 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
-kv_offloading_size=4 enable_sleep_mode profiler_config={"profiler":"torch"}
+kv_offloading_size=4 profiler_config={"profiler":"torch"}
 pooler_config={"a":1} convert=embed io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
 enable_eplb enable_dbo headless grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_rank=1 data_parallel_hybrid_lb tokens_only enable_scale_out
@@ -68,7 +68,7 @@ attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backen
 disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """
 SILENT = """
-enable_reasoning language_model_only max_loras=1 swap_space=0 limit_mm_per_prompt={"image":0} device=auto device=cpu task=generate
+enable_reasoning enable_sleep_mode language_model_only max_loras=1 swap_space=0 limit_mm_per_prompt={"image":0} device=auto device=cpu task=generate
 mm_processor_cache_gb=0 mm_encoder_tp_mode=data scheduler_delay_factor=0 convert=none
 """
 
@@ -223,10 +223,13 @@ KEYWORDS = {
     "refused": {
         "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},
         "speculative_model": "m", "num_speculative_tokens": 3, "limit_mm_per_prompt": {"image": 2},
-        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, "enable_sleep_mode": True,
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         "pooler_config": {"a": 1}, "kv_offloading_size": 4.0,
     },
-    "silent": {"mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1, "limit_mm_per_prompt": {}},
+    "silent": {
+        "enable_sleep_mode": True, "mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1,
+        "limit_mm_per_prompt": {},
+    },
 }  # fmt: skip
 
 

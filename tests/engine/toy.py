@@ -88,7 +88,9 @@ class ToyDevice:
         return _Late(self, plan.step)
 
     def call(self, name, *args):
-        raise NotImplementedError
+        if name not in ("put_away", "bring_back"):
+            raise NotImplementedError
+        return [None]
 
     def close(self):
         pass

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from toy import VOCAB, ToyDevice, next_token
 
 from quire.engine.core import EngineCore
+from quire.engine.rest import Rest
 from quire.kvcache.hashing import Hasher
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import NULL_BLOCK, BlockPool
@@ -330,11 +331,21 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
             ], f"block {block} is published and holds something else"
 
 
+def nap(s: Setting, rest: Rest, check: Check) -> None:
+    """Asleep and awake again: nothing is in flight, and what blocks held is gone."""
+    rest.sleep(1)
+    check.take(s.core.said)
+    s.core.said.clear()
+    s.device.memory = [None] * len(s.device.memory)
+    rest.wake_up()
+
+
 def trial(seed: int) -> tuple[int, int]:
     """(preemptions, reads) of one random workload that came out right."""
     s = draw_setting(seed)
     draw_requests(s)
     check, rng = Check(s), s.rng
+    rest, naps = Rest(s.core), random.Random(seed)
     to_come, spins = list(s.arrivals), 0
     while to_come or s.scheduler.has_requests or s.core.in_flight:
         while to_come and rng.random() < 0.4:
@@ -343,6 +354,8 @@ def trial(seed: int) -> tuple[int, int]:
             s.core.inbox.put(Abort([rng.choice(s.arrivals).id]))
         if rng.random() < 0.005:
             s.scheduler.kv.reset()
+        if naps.random() < 0.005:
+            nap(s, rest, check)
         s.late.now += 1
         moves(s, check)
         if rng.random() < 0.1:

@@ -18,7 +18,7 @@ from spelling import byte_level, save_byte_level
 
 from quire.config.compat import engine_config
 from quire.config.engine import Resolved
-from quire.engine import admin
+from quire.engine import admin, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.kvcache.manager import KVManager
@@ -172,7 +172,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         max_waiting=asked.scheduler.max_num_queued_reqs or 0,
     )  # fmt: skip
     core = EngineCore(Scheduler(KVManager(BlockPool(301), groups, 4), limits), Executor(Model()), 1)
-    core.functions.update(admin.functions(core))
+    core.functions |= admin.functions(core) | rest.functions(core)
     resolved = Resolved(
         asked=asked, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
         dtype="float32", device="cpu", max_model_len=length, auto_max_model_len=False, block_size=4,

@@ -155,6 +155,66 @@ def test_one_id_at_both(server: Served, clients: list[httpx.Client]):
     assert [answer.status_code for answer in found] == [200, 200]
 
 
+@pytest.mark.parametrize(
+    ("still", "on", "flag", "state"),
+    [
+        ("/pause?mode=wait", "/resume", "is_paused", "awake"),
+        ("/sleep?level=1", "/wake_up", "is_sleeping", "weights_offloaded"),
+        ("/sleep?level=2&mode=keep", "/wake_up", "is_sleeping", "discard_all"),
+    ],
+)
+def test_a_pause_and_a_sleep_are_everybodys(
+    server: Served, clients: list[httpx.Client], still: str, on: str, flag: str, state: str
+):
+    """Whoever is asked, the engine holds back what comes through any of them."""
+    one, other = clients
+    text = one.post(TEXT, json=GREEDY).json()["choices"][0]["text"]
+    answer = one.post(still)
+    assert answer.status_code == 200, answer.text
+    assert other.get(f"/{flag}").json() == {flag: True}
+    found: list[httpx.Response] = []
+
+    def ask() -> None:
+        found.append(httpx.post(server.url + TEXT, json=GREEDY, timeout=60))
+
+    late = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in late:
+        thread.start()
+    until(lambda: server.metric("vllm:num_requests_waiting") == 8)
+    name = f'vllm:engine_sleep_state{{engine="0",model_name="tiny",sleep_state="{state}"}}'
+    until(lambda: told(other)[name] == 1)
+    assert not found
+    assert other.post(on).status_code == 200
+    for thread in late:
+        thread.join(60)
+    assert [one.json()["choices"][0]["text"] for one in found] == [text] * 8
+    assert one.get(f"/{flag}").json() == {flag: False}
+
+
+def test_requests_are_ended_whoever_took_them(server: Served, clients: list[httpx.Client]):
+    asked = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "n": 2}
+    clients[0].post("/pause", params={"mode": "keep"})  # so that none ends by itself
+    found: dict[str, httpx.Response] = {}
+
+    def ask(number: int) -> None:
+        headers = {"X-Request-Id": str(number)}
+        found[str(number)] = clients[number].post(TEXT, json=asked, headers=headers)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    until(lambda: server.metric("vllm:num_requests_waiting") == 4)
+    for wanted, ended in ([["cmpl-1"], ["cmpl-1"]], [[], ["cmpl-0"]]):
+        body = {"request_ids": wanted}
+        answer = server.client.post("/abort_requests", json=body)
+        assert answer.json() == {"status": "aborted", "request_ids": ended}
+    for thread in threads:
+        thread.join(60)
+    clients[0].post("/resume")
+    for answer in found.values():
+        assert [one["finish_reason"] for one in answer.json()["choices"]] == ["abort"] * 2
+
+
 def test_load_is_of_all(server: Served, clients: list[httpx.Client]):
     streams = [Stream(server.url) for _ in range(8)]
     until(lambda: clients[0].get("/load").json() == {"server_load": 8})

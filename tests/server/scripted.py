@@ -32,6 +32,8 @@ class ScriptedEngine:
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")
         self.finish = finish
         self.gate: asyncio.Event | None = None  # outputs after the first wait for it
+        self.held: asyncio.Event | None = None  # all outputs wait for it
+        self.asleep = False
         self.asked: list[Object] = []
         self.aborted: list[str] = []
         self.closed: list[str] = []
@@ -64,6 +66,8 @@ class ScriptedEngine:
             Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)
         )
         try:
+            if self.held is not None:
+                await self.held.wait()
             if params.output_kind == FINAL_ONLY:
                 texts = [text for text in self.script if isinstance(text, str)]
                 failures = [one for one in self.script if isinstance(one, Exception)]
@@ -138,7 +142,23 @@ class ScriptedEngine:
 
     async def call(self, name: str, *args: Any) -> Any:
         self.called.append((name, *args))
-        return [args] if name == "collective_rpc" else True
+        match name:
+            case "collective_rpc":
+                return [args]
+            case "hold":
+                self.held = asyncio.Event()
+                return 0
+            case "resume" if self.held is not None:
+                self.held.set()
+                self.held = None
+            case "is_paused":
+                return self.held is not None
+            case "sleep" | "wake_up":
+                self.asleep = name == "sleep"
+                return ["kv_cache"] if args == (["weights"],) else []
+            case "is_sleeping":
+                return self.asleep
+        return True
 
 
 def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:

@@ -59,12 +59,12 @@ async def test_a_hang_up_in_a_stream_aborts_in_the_engine():
 async def test_a_hang_up_before_the_first_token_aborts_in_the_engine():
     engine = waiting("a", "b")
     state = make_state(engine)
-    state.paused = asyncio.Event()  # nothing comes at all
+    engine.held = asyncio.Event()  # nothing comes at all
     async with calling(state, CHAT, HI | {"stream": True}) as call:
         await asyncio.sleep(0.05)
         call.hang_up()
         await call.ended()
-    assert not engine.asked
+    assert engine.aborted == engine.closed == [engine.asked[0].id]
     assert not state.active
 
 
@@ -128,11 +128,11 @@ async def test_headers_go_out_though_the_first_token_takes_long(monkeypatch: pyt
     monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.05)
     engine = ScriptedEngine("a")
     state = make_state(engine)
-    state.paused = asyncio.Event()
+    engine.held = asyncio.Event()
     async with calling(state, CHAT, HI | {"stream": True}) as call:
         start = await call.next()
         assert (start["type"], start["status"]) == ("http.response.start", 200)
-        state.paused.set()
+        engine.held.set()
         assert "assistant" in await call.frame()
 
 
@@ -143,10 +143,10 @@ async def test_an_error_after_the_headers_is_an_event_and_the_stream_ends(
     monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.01)
     engine = ScriptedEngine(QueueFull("full"))
     state = make_state(engine)
-    state.paused = asyncio.Event()
+    engine.held = asyncio.Event()
     async with calling(state, CHAT, HI | {"stream": True}) as call:
         assert (await call.next())["status"] == 200
-        state.paused.set()
+        engine.held.set()
         event, done = frames(await call.frame())
         assert event["error"]["code"] == 503
         assert done == "data: [DONE]".removeprefix("data: ")
@@ -191,11 +191,10 @@ async def test_a_pause_holds_new_requests_back():
     async with browser(state) as client:
         await client.post("/pause")
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
-        assert ("reset_prefix_cache",) in engine.called
+        assert engine.called[:2] == [("hold", "abort", "pause"), ("reset_prefix_cache",)]
         late = asyncio.ensure_future(client.post(CHAT, json=HI))
         await asyncio.sleep(0.05)
         assert not late.done()
-        assert not engine.asked
         await client.post("/resume")
         assert (await late).status_code == 200
 

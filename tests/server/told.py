@@ -60,7 +60,7 @@ class ToldClient:
         return [output]
 
     def call(self, name: str, *args: Any) -> Any:
-        return EngineStats()
+        return 0 if name in ("hold", "left") else EngineStats()
 
     def close(self) -> None:
         self.spoken.put(None)

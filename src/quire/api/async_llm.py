@@ -23,6 +23,7 @@ from quire import env
 from quire.api.later import Later
 from quire.api.metrics import engine_stats
 from quire.config.engine import EngineConfig
+from quire.engine import rest
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
 from quire.frontend.collect import Collector
@@ -54,7 +55,6 @@ class AsyncLLM(Later):
         self._wake: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
-        self._resumed: asyncio.Event | None = None  # while paused
         self._close = weakref.finalize(self, client.close)
         self._stats = StatsLog(lambda: engine_stats(client))
 
@@ -132,8 +132,6 @@ class AsyncLLM(Later):
         if hasattr(prompt, "__aiter__"):
             raise Unsupported("a prompt that is streamed in", "give all of it")
         self._enter_loop()
-        if self._resumed is not None:
-            await self._resumed.wait()
         accepted = await self._accept(
             prompt, sampling_params, id=request_id, lora_request=lora_request, priority=priority,
             tokenization_kwargs=tokenization_kwargs, arrived=arrival_time, tenant=tenant,
@@ -271,31 +269,33 @@ class AsyncLLM(Later):
         self._post(self._fail, self._dead)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """New requests wait until `resume_generation`; running ones are aborted, or (mode "wait") end.
+        """New requests wait until `resume_generation`; running ones are aborted, end ("wait"), or stand still ("keep").
 
         Raises:
-            Unsupported: mode "keep".
+            ValidationError: another mode.
         """
-        if mode not in ("abort", "wait"):
-            raise Unsupported(f"pause_generation(mode={mode!r})", "use abort or wait")
-        if self._resumed is None:
-            self._resumed = asyncio.Event()
-        if mode == "abort":
-            await self.abort(list(self.front.live))
-        await self.wait_for_requests_to_drain(float("inf"))
+        await rest.quiet(self.call, rest.checked_mode(mode))
         if clear_cache:
             await self.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        if self._resumed is not None:
-            self._resumed.set()
-            self._resumed = None
+        await self.call("resume")
 
     async def is_paused(self) -> bool:
-        return self._resumed is not None
+        return bool(await self.call("is_paused"))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """As `LLM.sleep`; requests that come meanwhile wait."""
+        rest.checked_level(level)
+        await rest.quiet(self.call, rest.checked_mode(mode), rest.SLEEP)
+        await self.call("sleep", level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """As `LLM.wake_up`."""
+        return not await self.call("wake_up", list(rest.checked_tags(tags)))
 
     async def is_sleeping(self) -> bool:
-        return False
+        return bool(await self.call("is_sleeping"))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Until no request runs.

@@ -6,7 +6,7 @@ Knows how lists pair up. The checks of each request are `frontend/inputs.py`'s.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -21,19 +21,33 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 
 
+class Options(TypedDict, total=False):
+    """What may be said of prompts besides their parameters."""
+
+    lora_request: Any
+    priority: Priority
+    tokenization_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
 def accept_all(
     front: FrontRoom,
     ids: Iterator[str],
     prompts: Any,
     params: Params,
+    *,
+    lora_request: Any = None,
     priority: Priority = None,
-    tokenization: Mapping[str, Any] | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Accepted]:
     """All of them checked before any is sent; each is answered once, when it is done.
 
     Raises:
         ValidationError: with the number of the prompt, where there are several.
+        Unsupported: a LoRA, or options of media.
     """
+    refuse_media_and_lora(mm_processor_kwargs, lora_request)
     found = read_prompts(prompts)
     each = spread("sampling_params", params, len(found))
     order = spread("priority", 0 if priority is None else priority, len(found))
@@ -50,7 +64,7 @@ def accept_all(
         try:
             one = front.accept(
                 prompt, final[id(each[number])], id=next(ids), priority=order[number],
-                tokenization_kwargs=tokenization,
+                tokenization_kwargs=tokenization_kwargs,
             )  # fmt: skip
         except ValidationError as error:
             if len(found) == 1:

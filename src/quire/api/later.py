@@ -7,13 +7,12 @@ from typing import Any, NoReturn
 from quire.errors import Unsupported
 
 POOLING = "load a model that generates and use generate; vectors and scores come with pooling"
-SLEEP = "end the program, or make a new LLM: it starts in seconds"
 WEIGHTS = "make a new LLM from the new checkpoint"
 LORA = "serve a checkpoint with the adapter merged into it"
 
 LATER: dict[str, tuple[str, str]] = {
     **{name: ("pooling", POOLING) for name in ("encode", "embed", "classify", "score", "reward")},
-    **{name: ("sleeping", SLEEP) for name in ("sleep", "wake_up", "release_kv_cache_memory")},
+    "release_kv_cache_memory": ("giving back the KV cache alone", "use sleep(level=1): on a CPU it is the same"),
     **{name: ("media input", "send text") for name in ("reset_mm_cache", "reset_encoder_cache")},
     **{
         name: ("profiling", "run the program under py-spy or torch.profiler")

@@ -11,17 +11,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from quire.api import beam
-from quire.api.batch import Params, Priority, accept_all, refuse_media_and_lora
+from quire.api.batch import Options, Params, accept_all, refuse_media_and_lora
 from quire.api.later import Later
 from quire.api.metrics import Metric, Watch
 from quire.api.progress import Progress, progress
 from quire.config.compat import engine_config
 from quire.config.engine import EngineConfig
+from quire.engine import rest
 from quire.engine.client import EngineClient
-from quire.errors import Unsupported, ValidationError
+from quire.errors import QuireError, Unsupported, ValidationError
 from quire.frontend.chat import ChatOptions, conversations
 from quire.frontend.front import FrontRoom
 from quire.frontend.inputs import Accepted
@@ -91,20 +92,14 @@ class LLM(Later):
         self.request_counter = itertools.count()
         self._running = threading.RLock()  # one thread drives the engine, the others wait
         self._kept: dict[str, RequestOutput] = {}
+        self._asleep = False
         self._close = weakref.finalize(self, client.close)
 
     # -- texts ----------------------------------------------------------------------------------
     def generate(
-        self,
-        prompts: Any,
-        sampling_params: Params = None,
-        *,
-        use_tqdm: Progress = True,
-        lora_request: Any = None,
-        priority: Priority = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+        self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
+        **options: Unpack[Options],
+    ) -> list[RequestOutput]:  # fmt: skip
         """Outputs of one prompt or of several, in the order of the prompts.
 
         Args:
@@ -120,23 +115,12 @@ class LLM(Later):
             ValidationError: a prompt or a parameter that cannot be served; nothing was generated then.
             EngineDeadError: the engine has stopped.
         """
-        accepted = self._accept(
-            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
-        )  # fmt: skip
-        return self.run_accepted(accepted, use_tqdm)
+        return self.run_accepted(self._accept(prompts, sampling_params, **options), use_tqdm)
 
     def chat(
-        self,
-        messages: Any,
-        sampling_params: Params = None,
-        use_tqdm: Progress = True,
-        lora_request: Any = None,
-        *,
-        priority: Priority = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[RequestOutput]:
+        self, messages: Any, sampling_params: Params = None, use_tqdm: Progress = True,
+        lora_request: Any = None, **options: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answers to one conversation (a list of messages), or to several.
 
         Args:
@@ -147,43 +131,22 @@ class LLM(Later):
         Raises:
             ValidationError: as `generate`; also messages that the template does not take.
         """
-        prompts = self._chat_prompts(messages, **options)
-        accepted = self._accept(
-            prompts, sampling_params, lora_request, priority,
-            {"add_special_tokens": False, **(tokenization_kwargs or {})}, mm_processor_kwargs,
-        )  # fmt: skip
-        return self.run_accepted(accepted, use_tqdm)
+        options["lora_request"] = lora_request
+        return self.run_accepted(self._accept_chat(messages, sampling_params, **options), use_tqdm)
 
     def enqueue(
-        self,
-        prompts: Any,
-        sampling_params: Params = None,
-        *,
-        use_tqdm: Progress = True,
-        lora_request: Any = None,
-        priority: Priority = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[str]:
+        self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
+        **options: Unpack[Options],
+    ) -> list[str]:  # fmt: skip
         """As `generate`, but only hands the requests over; their ids. `wait_for_completion` has the outputs."""
-        accepted = self._accept(
-            prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
-        )  # fmt: skip
-        return self._submit(accepted)
+        return self._submit(self._accept(prompts, sampling_params, **options))
 
     def enqueue_chat(
         self, messages: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
-        lora_request: Any = None, priority: Priority = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        **options: Any,
     ) -> list[str]:  # fmt: skip
         """As `chat`, but only hands the requests over; their ids."""
-        return self.enqueue(
-            self._chat_prompts(messages, **options), sampling_params, use_tqdm=use_tqdm,
-            lora_request=lora_request, priority=priority,
-            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
-            mm_processor_kwargs=mm_processor_kwargs,
-        )  # fmt: skip
+        return self._submit(self._accept_chat(messages, sampling_params, **options))
 
     def wait_for_completion(
         self, request_ids: Sequence[str] | None = None, *, use_tqdm: Progress = True
@@ -223,9 +186,14 @@ class LLM(Later):
         refuse_media_and_lora(None, lora_request)
         return beam.search(self, read_prompts(prompts), params, use_tqdm, concurrency_limit)
 
-    def _chat_prompts(
+    # -- from prompts to outputs ----------------------------------------------------------------
+    def _accept(self, prompts: Any, params: Params, **options: Unpack[Options]) -> list[Accepted]:
+        return accept_all(self.front, map(str, self.request_counter), prompts, params, **options)
+
+    def _accept_chat(
         self,
         messages: Any,
+        params: Params,
         *,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -234,8 +202,10 @@ class LLM(Later):
         tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Prompt]:
-        options = ChatOptions(
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Accepted]:
+        how = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template=chat_template,
@@ -244,16 +214,9 @@ class LLM(Later):
             documents=documents,
             content_format=chat_template_content_format,
         )
-        return [Prompt(self.front.render(chat, options)) for chat in conversations(messages)]
-
-    # -- from prompts to outputs ----------------------------------------------------------------
-    def _accept(
-        self, prompts: Any, params: Params, lora: Any, priority: Priority,
-        tokenization: Mapping[str, Any] | None, media: Mapping[str, Any] | None,
-    ) -> list[Accepted]:  # fmt: skip
-        refuse_media_and_lora(media, lora)
-        ids = map(str, self.request_counter)
-        return accept_all(self.front, ids, prompts, params, priority, tokenization)
+        prompts = [Prompt(self.front.render(chat, how)) for chat in conversations(messages)]
+        tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
+        return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)
 
     def _submit(self, accepted: Sequence[Accepted]) -> list[str]:
         with self._running:
@@ -281,6 +244,10 @@ class LLM(Later):
     def _wait(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
         """Drive the engine until these are finished."""
         open_ones = {id for id in ids if id not in self._kept}
+        if open_ones and self._asleep:
+            raise QuireError(
+                "the engine sleeps, so these requests would never end: call wake_up() first"
+            )
         with progress(use_tqdm, len(ids)) as bar:
             bar.update(len(ids) - len(open_ones))
             while open_ones:
@@ -379,6 +346,41 @@ class LLM(Later):
                 "use distributed_executor_backend='uni'",
             )
         return list(self.client.call("collective_rpc", "apply_model", [func], {}))
+
+    # -- sleeping -------------------------------------------------------------------------------
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`; nothing can be generated meanwhile, and cached prefixes are forgotten.
+
+        Args:
+            level: 1 gives back the KV cache; 2 the weights as well, which are loaded again later; 0 neither.
+            mode: what becomes of requests that run in other threads or were enqueued: abort; wait (until they are
+                done); keep (they go on after `wake_up`, with the same tokens).
+
+        Raises:
+            ValidationError: no such level or mode.
+        """
+        rest.checked_level(level)
+        if rest.checked_mode(mode) == "wait":
+            with self._running:  # other threads are done then; what was enqueued is driven here
+                while self.front.live:
+                    for _ in self._turn():
+                        pass
+        self.client.call("hold", mode, rest.SLEEP)
+        self.client.call("sleep", level)
+        self._asleep = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.
+
+        Raises:
+            ValidationError: no such tag.
+            QuireError: the weights could not be loaded again; it still sleeps.
+        """
+        self._asleep = bool(self.client.call("wake_up", list(rest.checked_tags(tags))))
+        return not self._asleep
+
+    def is_sleeping(self) -> bool:
+        return self._asleep
 
     def shutdown(self) -> None:
         """Stop the engine and give its memory back. Dropping the object does the same."""

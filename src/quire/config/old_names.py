@@ -135,7 +135,7 @@ _rows("E", "weights on the host: serve a smaller model, or on more memory", """
 _rows("W", "it tunes a feature that comes later, and is off", """
     kv_offloading_backend=native offload_num_in_group=1 offload_prefetch_step=1 kv_sharing_fast_prefill""")
 _rows("E", "prompt embeddings and hidden states: send text or token ids", "enable_return_routed_experts return_sampling_mask")
-_rows("E", "sleeping: stop the server; it starts in seconds", "enable_sleep_mode")
+_rows("A", "any engine can sleep", "enable_sleep_mode")
 _rows("W", "spans have all latencies that there are", "collect_detailed_traces*")
 _rows("E", "profiling: use py-spy on the engine's process, or QUIRE_LOGGING_LEVEL=DEBUG", "profiler_config=")
 _rows("E", "marks of thoughts by hand: name a format with reasoning_parser", "reasoning_config=")

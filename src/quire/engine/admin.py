@@ -42,5 +42,14 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
             scheduler.abort(id)
         return len(ids)
 
-    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client)
+    def requests() -> list[str]:
+        """Ids of all that wait or run."""
+        return list(core.scheduler.requests)
+
+    def end(ids: list[str]) -> None:
+        """End these requests; each front room is told of its own, with finish "abort"."""
+        ended = (core.scheduler.abort(id) for id in ids)
+        core.said += [output for output in ended if output is not None]
+
+    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client, requests, end)
     return {f.__name__: f for f in named}

@@ -21,7 +21,7 @@ from quire.config.keys import read_keys
 from quire.config.resolve import resolve
 from quire.config.structured import wishes
 from quire.config.wire import from_wire, to_wire
-from quire.engine import admin, live
+from quire.engine import admin, live, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
@@ -134,7 +134,8 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
-    core.functions.update(admin.functions(core) | live.functions(core, cut.bytes_per_block))
+    core.functions |= admin.functions(core) | rest.functions(core)
+    core.functions |= live.functions(core, cut.bytes_per_block)
     ready = Ready(
         max_model_len=about.max_model_len,
         num_blocks=about.num_blocks,
@@ -242,6 +243,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model
         from quire.platforms.cpu import CpuPlatform
+        from quire.worker.rest import Rest
         from quire.worker.rows import Rows
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
@@ -257,7 +259,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         specs = layer_specs(resolved, model)
         plan = replan(resolved, forecast, specs)
         log.info("memory plan\n%s", table(plan.table()))
-        hand_out_cache(resolved, platform, model, plan)
+        storages = hand_out_cache(resolved, platform, model, plan)
     groups = plan.layout.groups
     rows = Rows(
         resolved.max_num_seqs, plan.max_model_len, len(groups), resolved.block_size, platform.device
@@ -277,7 +279,12 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         stages=stages.done,
     )
     worker.functions["facts"] = lambda: msgspec.to_builtins(about)
-    worker.functions["apply_model"] = lambda function: function(model)
+    worker.functions["apply_model"] = lambda function: function(worker.model)
+    Rest(
+        worker, storages,
+        load=lambda: build_model(resolved, platform),
+        equip=lambda model: hand_out_cache(resolved, platform, model, plan),
+    )  # fmt: skip
     return worker
 
 
@@ -310,14 +317,14 @@ def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
     return specs or specs_of(resolved.hf_config, dtype)
 
 
-def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> None:
-    """Choose a backend that serves every layer, and give each its part of the cache."""
+def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:
+    """Choose a backend that serves every layer, and give each its part of the cache; the storages."""
     from quire.attention.base import Needs, choose
     from quire.worker.cache import allocate_cache
 
     layers = model.attention_layers()
     if not layers:
-        return
+        return []
     needs = Needs.of(
         layers,
         device=resolved.device,
@@ -327,7 +334,9 @@ def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPl
     )
     _, backend = choose(resolved.attention_backend, platform.attention, needs)
     groups = plan.layout.groups
-    allocate_cache(model, groups, plan.num_blocks + 1, resolved.block_size, backend, platform)
+    return allocate_cache(
+        model, groups, plan.num_blocks + 1, resolved.block_size, backend, platform
+    )
 
 
 def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:

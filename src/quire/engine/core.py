@@ -41,6 +41,8 @@ class EngineCore:
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, Pending]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
+        self.said: Outbox = []  # what a function has to tell besides its reply
+        self.state = "awake"
         self.idle = True
 
     # -- the loop -------------------------------------------------------------------------------
@@ -71,6 +73,14 @@ class EngineCore:
         if not self.in_flight:
             self._rest()
             return []
+        return self._commit()
+
+    def settle(self) -> None:
+        """Commit all that is in flight, launching nothing: for a function that needs the device idle."""
+        while self.in_flight:
+            self.said += self._commit()
+
+    def _commit(self) -> Outbox:
         step, pending = self.in_flight.popleft()
         try:
             result = pending.result()
@@ -96,7 +106,9 @@ class EngineCore:
             case Abort(ids=ids):
                 outputs += [out for id in ids if (out := self.scheduler.abort(id)) is not None]
             case Call():
-                outputs.append(self._answer(message))
+                reply = self._answer(message)
+                outputs += [*self.said, reply]
+                self.said.clear()
 
     def _answer(self, call: Call) -> Reply:
         """Run a named function; its failure is the caller's, not ours."""
@@ -130,4 +142,5 @@ class EngineCore:
             steps=scheduler.steps,
             deferred=scheduler.deferred,
             residency=kv.pool.told(),
+            state=self.state,
         )

@@ -120,7 +120,7 @@ def loop(core: EngineCore, link: Link, pulse: Pulse) -> None:
         if outbox:
             link.send(outbox)
         now = time.monotonic()
-        if now - told > STATS_EVERY_S or (outbox and not core.scheduler.has_requests):
+        if core.idle or now - told > STATS_EVERY_S:
             told = now
             link.tell_all(core.stats())
 

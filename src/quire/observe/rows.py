@@ -38,6 +38,7 @@ class Observed:
     help: str
 
 
+STATES = ("awake", "weights_offloaded", "discard_all")
 REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -76,7 +77,7 @@ SNAPSHOTS: tuple[Snapshot, ...] = (
     Snapshot("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
     Snapshot("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
     Snapshot("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",
-             lambda s: {"awake": 1, "weights_offloaded": 0, "discard_all": 0}, label="sleep_state"),
+             lambda s: {state: state == s.state for state in STATES}, label="sleep_state"),
     Snapshot("quire:engine_steps", "counter", "Forward passes.", lambda s: s.steps),
     # old names
     Snapshot("vllm:gpu_cache_usage_perc", "gauge", "Old name of kv_cache_usage_perc.", lambda s: s.kv_usage, legacy=True),

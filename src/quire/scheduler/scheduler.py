@@ -270,6 +270,11 @@ class Scheduler:
         if not first.pending and (victim := self.waiting.gives_way(first, self.running)):
             self._set_back(victim)
 
+    def set_back_all(self) -> None:
+        """Nobody keeps row or blocks. Nothing may be in flight."""
+        for request in sorted(self.running, key=lambda r: r.order, reverse=True):
+            self._set_back(request)
+
     def _set_back(self, request: Request) -> None:
         """Take back row and blocks; what it has is computed again later."""
         self._leave(request)

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__, env
+from quire.engine.rest import SLEEP, checked_level, checked_mode, checked_tags, quiet
 from quire.server.bodies import convert, json_response, read, read_object
 from quire.server.errors import ApiError, invalid
+from quire.server.generation import own_name
 from quire.server.health import state_of
 from quire.server.schemas import AbortRequest, RpcRequest
-from quire.server.state import ServerState
 
 RPC_TIMEOUT_S = 300.0
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
@@ -70,69 +71,65 @@ async def collective_rpc(request: Request) -> Response:
     return json_response({"results": [told(result) for result in results]})
 
 
-def alone(state: ServerState) -> None:
-    """Raises ApiError 501: others of our kind would not hear of it."""
-    if state.fronts > 1:
-        raise ApiError(501, "this needs a server with one HTTP process: --api-server-count 1")
-
-
 async def abort_requests(request: Request) -> Response:
-    """End these generations, or all of them when no ids are given."""
+    """End these generations, or all of them when no ids are given, whichever HTTP process they came through."""
     state = state_of(request)
-    alone(state)
     engine = state.serving()
     raw = await read_object(request) if request.headers.get("content-length", "0") != "0" else {}
-    body = convert(raw, AbortRequest)
-    wanted = set(body.request_ids)
-    ids = [name for name in sorted(state.active) if not wanted or name in wanted]
-    for name in ids:
-        await engine.abort(name)
-    return json_response({"status": "aborted", "request_ids": ids})
+    wanted = set(convert(raw, AbortRequest).request_ids)
+    if state.fronts == 1:
+        ids = [name for name in state.active if not wanted or name in wanted]
+        for name in ids:
+            await engine.abort(name)
+    else:
+        here = [
+            one for one in await engine.call("requests") if not wanted or own_name(one) in wanted
+        ]
+        await engine.call("end", here)
+        ids = list({own_name(one) for one in here})
+    return json_response({"status": "aborted", "request_ids": sorted(ids)})
 
 
 async def sleep(request: Request) -> Response:
-    """Not here yet."""
-    raise ApiError(
-        501, "sleeping is not supported yet; /pause holds requests back and keeps the memory"
-    )
+    """Give memory back, and hold generations back until `/wake_up`. `mode`: as of `/pause`."""
+    engine = state_of(request).serving()
+    asked = request.query_params.get("level", "1")
+    level = checked_level(int(asked) if asked.isdecimal() else -1)
+    await quiet(engine.call, checked_mode(request.query_params.get("mode", "abort")), SLEEP)
+    await engine.call("sleep", level)
+    return json_response({"status": "sleeping", "level": level})
+
+
+async def wake_up(request: Request) -> Response:
+    """Take memory back: all of it, or what `tags` say. Generations go on when all is back."""
+    engine = state_of(request).serving()
+    tags = request.query_params.getlist("tags")
+    away = await engine.call("wake_up", list(checked_tags(tags)))
+    return json_response({"status": "sleeping" if away else "awake", "tags": tags or None})
 
 
 async def is_sleeping(request: Request) -> Response:
     """Whether the engine has given its memory back."""
-    return json_response({"is_sleeping": False})
+    asleep = await state_of(request).serving().call("is_sleeping")
+    return json_response({"is_sleeping": bool(asleep)})
 
 
 async def pause(request: Request) -> Response:
-    """Take no new generations: they wait. `mode`: keep what runs, wait for its end, or abort it."""
-    state = state_of(request)
-    alone(state)
-    engine = state.serving()
-    mode = request.query_params.get("mode", "abort")
-    if mode not in ("abort", "wait", "keep"):
-        raise invalid("`mode` must be abort, wait or keep", "mode")
-    if state.paused is None:
-        state.paused = asyncio.Event()
-    state.paused.clear()
-    if mode == "abort":
-        for name in sorted(state.active):
-            await engine.abort(name)
-    while mode != "keep" and state.active:
-        await asyncio.sleep(0.02)
+    """Begin no new generations: they wait. `mode`: abort what runs, wait for its end, or keep it standing still."""
+    engine = state_of(request).serving()
+    await quiet(engine.call, checked_mode(request.query_params.get("mode", "abort")))
     if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
         await engine.call("reset_prefix_cache")
     return json_response({"status": "paused"})
 
 
 async def resume(request: Request) -> Response:
-    """Take new generations again."""
-    state = state_of(request)
-    if state.paused is not None:
-        state.paused.set()
-        state.paused = None
+    """Go on."""
+    await state_of(request).serving().call("resume")
     return json_response({"status": "resumed"})
 
 
 async def is_paused(request: Request) -> Response:
-    """Whether new generations wait."""
-    paused = state_of(request).paused
-    return json_response({"is_paused": paused is not None and not paused.is_set()})
+    """Whether generations are held back."""
+    paused = await state_of(request).serving().call("is_paused")
+    return json_response({"is_paused": bool(paused)})

@@ -68,7 +68,7 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/collective_rpc", admin.collective_rpc),
     ("POST", "/abort_requests", admin.abort_requests),
     ("POST", "/sleep", admin.sleep),
-    ("POST", "/wake_up", admin.sleep),
+    ("POST", "/wake_up", admin.wake_up),
     ("GET", "/is_sleeping", admin.is_sleeping),
     ("POST", "/pause", admin.pause),
     ("POST", "/resume", admin.resume),

@@ -230,10 +230,9 @@ class Generation:
         prompt, count, n = self.prompts[which], self.counts[which], self.params.n
         name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # the other processes' clients choose ids too
-            name = f"{name}@{self.state.front}"
+            name = shared_name(name, self.state.front)
         if name in self.state.active:  # clients choose ids, and may choose one twice
             name = f"{name}-{secrets.token_hex(4)}"
-        await self.state.admitted()
         timer = RequestTimer(self.state.metrics)
         # A copy: the rooms below fill in what is this request's own (seed, ends of text).
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
@@ -283,6 +282,16 @@ class Generation:
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
             name, text, prompt.tokens[:most], params,
         )  # fmt: skip
+
+
+def shared_name(name: str, front: int) -> str:
+    """What the engine knows a request by, where several HTTP processes ask it."""
+    return f"{name}@{front}"
+
+
+def own_name(shared: str) -> str:
+    """The name again, from that or from what the rooms below made of it."""
+    return shared.rpartition("@")[0]
 
 
 def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:

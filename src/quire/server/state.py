@@ -5,7 +5,6 @@ Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,8 +42,6 @@ class ServerState:
     """Generations under way, by request id."""
     http_requests: int = 0
     """HTTP requests under way (/load)."""
-    paused: asyncio.Event | None = None
-    """Set while new generations may start; None: never paused."""
     hurry: bool = False
     """Told twice to stop: nobody is waited for."""
     formats: ModelFormats | None = None
@@ -105,11 +102,6 @@ class ServerState:
                 engine = self.engine
                 replaced = engine is not None and not engine.serving()
                 return "the engine is being restarted" if replaced else ""
-
-    async def admitted(self) -> None:
-        """Wait while new generations are paused."""
-        if self.paused is not None:
-            await self.paused.wait()
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """Runs the model on a batch: hidden states of its tokens, [T, D]."""
 
+    model: LanguageModel
+
     def forward(self, batch: Batch) -> Tensor: ...
 
 

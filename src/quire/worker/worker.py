@@ -36,6 +36,8 @@ class Pending(Protocol):
 class Sink(Protocol):
     """What is made of the model's output."""
 
+    model: LanguageModel
+
     def enter(self, new: Entered) -> None: ...
     def leave(self, row: int) -> None: ...
     def finish(self, plan: StepPlan, batch: Batch, hidden_TD: Tensor) -> Pending: ...
@@ -61,14 +63,19 @@ class Worker:
         batcher: Batcher | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
     ):
-        self.platform, self.model, self.source, self.sink = platform, model, source, sink
+        self.platform, self.source, self.sink = platform, source, sink
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or Batcher(rows)
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
-            "num_parameters": lambda: sum(p.numel() for p in model.parameters()),
+            "num_parameters": lambda: sum(p.numel() for p in self.model.parameters()),
             "collective_rpc": self._rpc,
             **(functions or {}),
         }
+        self.place(model)
+
+    def place(self, model: LanguageModel) -> None:
+        """Run this model from now on. Nobody may be seated."""
+        self.model = self.source.model = self.sink.model = model
         # Some models keep a cache of their own for each row, and must be told when one changes hands.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None

@@ -183,8 +183,48 @@ def test_pausing(slow: AsyncLLM):
         await slow.pause_generation(mode="wait")
         assert (await ending)[-1].outputs[0].finish_reason == "length"
         await slow.resume_generation()
-        with pytest.raises(Unsupported, match="keep"):
-            await slow.pause_generation(mode="keep")
+        with pytest.raises(ValidationError, match="abort, wait or keep"):
+            await slow.pause_generation(mode="odd")
+
+    run(main())
+
+
+def test_what_is_kept_goes_on_with_the_same_tokens(slow: AsyncLLM):
+    async def main() -> None:
+        (whole,) = await outputs(slow, "x", greedy(max_tokens=40, output_kind=FINAL), "a")
+        for still, on in (
+            (slow.pause_generation(mode="keep"), slow.resume_generation),
+            (slow.sleep(mode="keep"), slow.wake_up),
+        ):
+            kept = asyncio.create_task(
+                outputs(slow, "x", greedy(max_tokens=40, output_kind=FINAL), "b")
+            )
+            await asyncio.sleep(0.02)
+            await still
+            begun = (await slow.call("stats"))["generation_tokens"]
+            await asyncio.sleep(0.05)
+            assert not kept.done()
+            assert (await slow.call("stats"))["generation_tokens"] == begun
+            await on()
+            assert (await kept)[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+
+    run(main())
+
+
+def test_sleeping(llm: AsyncLLM):
+    async def main() -> None:
+        await llm.sleep(2)
+        assert await llm.is_sleeping()
+        late = asyncio.create_task(outputs(llm, "y", GREEDY, "y"))
+        assert await llm.wake_up(["weights"]) is False
+        await asyncio.sleep(0.02)
+        assert not late.done()
+        assert await llm.wake_up(["kv_cache"]) is True
+        assert (await late)[-1].finished
+        with pytest.raises(ValidationError, match="tags"):
+            await llm.wake_up(["odd"])
+        with pytest.raises(ValidationError, match="level"):
+            await llm.sleep(3)
 
     run(main())
 
@@ -199,8 +239,6 @@ def test_names_that_programs_call(llm: AsyncLLM):
         assert not await llm.is_sleeping()
         await llm.do_log_stats()
         await llm.wait_for_requests_to_drain(1)
-        with pytest.raises(Unsupported, match=r"AsyncLLM\.sleep"):
-            await llm.sleep()
         with pytest.raises(Unsupported, match=r"AsyncLLM\.encode"):
             llm.encode("x")
 
