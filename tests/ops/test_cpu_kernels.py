@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.attention.cpu import cache_addresses
 from quire.ops import reference
 from quire.ops.cpu import build, isa, library
 
@@ -152,11 +153,14 @@ class Paged:
         E, D = self.values.shape[-1], self.keys.shape[-1]
         o = torch.full((len(q), self.heads, E), float("nan"), dtype=torch.bfloat16)
         kernels.attention(
-            ADDRESS(q), q.stride(0), ADDRESS(o), ADDRESS(self.keys), ADDRESS(self.values), ADDRESS(table),
+            ADDRESS(q), q.stride(0), ADDRESS(o), *self.addresses(), ADDRESS(table),
             table.shape[1], ADDRESS(starts), ADDRESS(lengths), ADDRESS(self.sinks) if sinks else None,
             len(rows), self.heads, self.kv, D, E, self.block, window, D**-0.5, cap,
         )  # fmt: skip
         return o
+
+    def addresses(self) -> tuple[int | None, ...]:
+        return cache_addresses((self.keys, self.values))
 
     def definition(self, window: int, cap: float, sinks: bool) -> Tensor:
         out = []

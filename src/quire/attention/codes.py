@@ -87,7 +87,8 @@ def encode(x_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales [X] of vectors."""
     x, top = x_XD.float(), TOP[dtype]
     most_X1 = x.abs().amax(-1, keepdim=True)
-    x = x * torch.where(most_X1 > NOTHING, top / most_X1, 0.0)
+    factor_X1 = torch.full_like(most_X1, top) / most_X1  # `top / most_X1` would round twice
+    x = x * torch.where(most_X1 > NOTHING, factor_X1, 0.0)
     return (x.round() if dtype == torch.int8 else x).to(dtype), most_X1[..., 0] / top
 
 

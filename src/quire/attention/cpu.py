@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 STEP = 32  # head sizes are multiples
 TOKENS = 16  # and so are blocks
+KINDS = (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # kernels/codes.h
 
 
 @dataclass(slots=True)
@@ -40,12 +41,12 @@ class Plan:
 
 
 class NativeAttention:
-    """Cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E], bf16."""
+    """Cache: as `codes.parts` says."""
 
     can = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"bfloat16"}),
-        kv_dtypes=frozenset({"auto", "bfloat16"}),
+        kv_dtypes=frozenset({"auto", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"}),
         head_dims=range(STEP, 513, STEP),
         block_sizes=range(TOKENS, 4097, TOKENS),
         differing_values=True,
@@ -77,27 +78,41 @@ class NativeAttention:
     def attend(
         self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
     ) -> Tensor:
-        keys, values = layer.cache
-        self._write(keys, k_TKD, meta.slots_T)
-        self._write(values, v_TKE, meta.slots_T)
+        told, block_size = cache_addresses(layer.cache), layer.cache[0].shape[2]
+        keys, values, key_scales, value_scales, kind = told
+        self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
+        self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
         q_THD = _side_by_side(q_THD)
         sinks_H = None if layer.sinks is None else layer.sinks.float().contiguous()
         o_THE = torch.empty((len(q_THD), layer.num_heads, layer.v_head_dim), dtype=torch.bfloat16)
         self.kernels.attention(
-            q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), *told, meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             None if sinks_H is None else sinks_H.data_ptr(), meta.rows, layer.num_heads, layer.num_kv_heads,
-            layer.head_dim, layer.v_head_dim, keys.shape[2], layer.window or 0, layer.scale, layer.softcap or 0.0,
+            layer.head_dim, layer.v_head_dim, block_size, layer.window or 0, layer.scale, layer.softcap or 0.0,
         )  # fmt: skip
         return o_THE
 
-    def _write(self, cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
+    def _write(
+        self,
+        new_TKD: Tensor,
+        into: tuple[int, int | None],
+        slots_T: Tensor,
+        block_size: int,
+        kind: int,
+        key: bool,
+    ) -> None:
         new_TKD = _side_by_side(new_TKD)
         tokens, heads, size = new_TKD.shape
         self.kernels.write_cache(
-            new_TKD.data_ptr(), new_TKD.stride(0), cache.data_ptr(), slots_T.data_ptr(),
-            tokens, heads, size, cache.shape[2],
+            new_TKD.data_ptr(), new_TKD.stride(0), *into, slots_T.data_ptr(), tokens, heads, size, block_size, kind, key,
         )  # fmt: skip
+
+
+def cache_addresses(cache: tuple[Tensor, ...]) -> tuple[int, int, int | None, int | None, int]:
+    """Of keys, values, and the scales of codes; and the kind of these, as the kernels call it."""
+    keys, values, *scales = (part.data_ptr() for part in cache)
+    key_scales, value_scales = scales or (None, None)
+    return keys, values, key_scales, value_scales, KINDS.index(cache[0].dtype)
 
 
 def _side_by_side(x_THD: Tensor) -> Tensor:

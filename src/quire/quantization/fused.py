@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.attention.cpu import NativeAttention, Plan
+from quire.attention.cpu import NativeAttention, Plan, cache_addresses
 from quire.batch import current_batch
 from quire.layers.attention import Attention
 from quire.layers.blocks import GatedMLP, PreNormLayer, SelfAttention
@@ -38,8 +38,8 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *((name, _Weight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
-        *((name, _P) for name in ("keys", "values", "sinks")),
-        *((name, _L) for name in ("hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
+        *((name, _P) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
+        *((name, _L) for name in ("kind", "hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
         *((name, _F) for name in ("eps", "head_eps", "scale", "softcap")),
     ]  # fmt: skip
 
@@ -128,7 +128,7 @@ class FusedLayer:
         attention: Any = self.layer.self_attn  # of the kinds that `fits` let through
         mlp: Any = self.layer.mlp
         attend = attention.attend
-        keys, values = attend.cache
+        told, block_size = cache_addresses(attend.cache), attend.cache[0].shape[2]
         if attend.sinks is not None:
             self.sinks_H = attend.sinks.float().contiguous()
         q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -138,10 +138,10 @@ class FusedLayer:
             self.layer.post_attention_layernorm.weight.data_ptr(),
             None if q_norm is None else q_norm.weight.data_ptr(),
             None if k_norm is None else k_norm.weight.data_ptr(),
-            keys.data_ptr(), values.data_ptr(),
+            *told[:4],
             None if self.sinks_H is None else self.sinks_H.data_ptr(),
-            attention.qkv.num_in, attention.heads, attention.kv_heads, attention.size,
-            attention.rope, keys.shape[2], attend.window or 0,
+            told[4], attention.qkv.num_in, attention.heads, attention.kv_heads, attention.size,
+            attention.rope, block_size, attend.window or 0,
             self.layer.input_layernorm.eps, 0.0 if q_norm is None else q_norm.eps,
             attend.scale, attend.softcap or 0.0,
         )  # fmt: skip

@@ -1,86 +1,84 @@
 // Attention of a step over the paged cache: any mix of prompts, chunks and single tokens, in one way.
 //
-// Keys are taken in tiles of TILE tokens that start at multiples of TILE, one after the other, with a running
-// softmax in float. A query therefore meets the same products in the same order however it came here, alone or in a
-// batch, in one chunk or in many: its bits do not change. A tile it does not see changes nothing.
+// Keys are taken in tiles of TILE tokens that start at multiples of TILE, one after the other, with a running softmax in
+// float; every SPLIT tokens it begins anew, and what was found is merged, in order. A query therefore meets the same
+// products in the same order however it came here: alone or in a batch, in one chunk or in many, its splits on one thread
+// or on several. Its bits do not change. A tile or a split that it does not see changes nothing.
 //
-//   item      one row of the batch, one key/value head, up to GROUP of its queries
+//   item      one row of the batch, one key/value head, up to GROUP of its queries; all splits, or one
 //   query     a token times one of the heads that share the key/value head
 //   scores    [queries, TILE] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
-// Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E]; a block holds a multiple of 16
-// tokens. Both are repacked tile by tile for the product (product.h); for a prompt that is done once for GROUP queries.
+// Keys and values are repacked for the product (tiles.h); for a prompt that is done once for GROUP queries. The scales of
+// codes go with the scores and the weights.
+#include <vector>
+
 #include "exports.h"
-#include "product.h"
+#include "tiles.h"
 
 namespace quire {
 
 constexpr long TILE = 256;
+constexpr long SPLIT = 8 * TILE;
 constexpr long GROUP = 256;
 constexpr float LOWEST = -1e30f;  // the running maximum before any key: differences with it are never NaN
 
 struct Call {
-  const bf16* q;  // [tokens, heads, D], token_step elements from token to token
+  const bf16* q;  // [tokens, heads, D], q_step elements from token to token
   bf16* o;        // [tokens, heads, E], contiguous
-  const bf16 *keys, *values;
-  const int* table;  // [rows, table_step]: blocks of each row
+  Paged cache;
   const int *starts, *lengths;
   const float* sinks;  // [heads], or null
-  long q_step, table_step, rows, heads, kv_heads, D, E, block_size, window;
+  long q_step, rows, heads, window;
   float scale, softcap;  // 0: none
 
-  long shared() const { return heads / kv_heads; }
+  long shared() const { return heads / cache.heads; }
+  long queries(long row) const { return starts[row + 1] - starts[row]; }
+  long before(long row) const { return lengths[row] - queries(row); }
+};
+
+struct State {  // of `count` queries: [count], [count], [count, E]
+  float *top, *total, *sums;
 };
 
 struct Item {
   long row, head, first, count;  // queries of the row: token * shared + head among those that share
+  long split;                    // the only one to do, or -1
+  size_t found;                  // where its State goes, then
 };
 
 struct Memory {  // of one thread
-  Scratch<bf16> packed, q, weights;
-  Scratch<float> scores, sums;
-  Scratch<float> top, total;
+  Scratch<bf16> keys, values, q, weights;
+  Scratch<float> scores, scales, running, merged;
 };
 
-inline long padded(long n, long to) { return (n + to - 1) / to * to; }
-
-// 16 keys of D -> the two halves of a panel of 32 columns, for each 32 of D.
-inline void pack_keys(const bf16* from, long D, long half, bf16* to) {
-  for (long d = 0; d < D / 32; d++) transpose_words(from + d * 32, D * 2, to + d * STEP + half * HALF);
+inline State state_in(float* memory, long count) {
+  const long wide = padded(count, 16);
+  return {memory, memory + wide, memory + 2 * wide};
 }
+inline long state_size(const Call& call, long count) { return 2 * padded(count, 16) + count * call.cache.E; }
 
-// 16 values of E -> rows r..r+7 (pairs of tokens) of each panel of 32 columns; tokens from `count` on are zeros.
-inline void pack_values(const bf16* from, long E, long r, long count, bf16* to, long panel_step) {
-  for (long pair = 0; pair < 8; pair++)
-    for (long e = 0; e < E / 32; e++) {
-      const bf16* at = from + 2 * pair * E + e * 32;
-      bf16* line = to + e * panel_step + (r + pair) * 32;
-      interleave(2 * pair < count ? at : nullptr, 2 * pair + 1 < count ? at + E : nullptr, line, line + HALF);
-    }
-}
-
-// Keys as [TILE / 32][D / 32] steps, values as [E / 32][TILE / 32] steps. Tokens from `end` on are zeros.
-void pack_tile(const Call& call, const Item& item, long start, long end, bf16* keys, bf16* values) {
-  const int* table = call.table + item.row * call.table_step;
-  for (long t = start; t < padded(end, 32); t += 16) {
-    const long at = std::min(t, (end - 1) / 16 * 16), here = t - start;
-    const long slot = ((long)table[at / call.block_size] * call.kv_heads + item.head) * call.block_size + at % call.block_size;
-    pack_keys(call.keys + slot * call.D, call.D, here / 16 % 2, keys + here / 32 * (call.D / 32) * STEP);
-    const long count = std::max<long>(0, std::min<long>(16, end - t));
-    pack_values(call.values + slot * call.E, call.E, here % 32 / 2, count, values + here / 32 * STEP, TILE / 32 * STEP);
-  }
-}
-
-struct State {  // of one query
-  float *top, *total, *sums;
+// How an item's queries lie: positions, and the first token that one sees.
+struct Reach {
+  long before, first, shared, window;
+  Reach(const Call& call, const Item& item)
+      : before(call.before(item.row)), first(item.first), shared(call.shared()), window(call.window) {}
+  long position(long i) const { return before + (first + i) / shared; }
+  long low(long i) const { return window ? std::max<long>(0, position(i) - window + 1) : 0; }
+  long first_split() const { return low(0) / SPLIT; }
+  long last_split(long count) const { return position(count - 1) / SPLIT; }
 };
 
 // Scores of keys [from, to) of the tile -> weights in bf16; the state moves on. Others get weight 0, up to `width`.
-inline void soften(const Call& call, float* scores, bf16* weights, long from, long to, long width, State s) {
+// scales: of codes, [2, TILE], keys' and values'.
+template <bool CODES>
+inline void soften(const Call& call, float* scores, bf16* weights, long from, long to, long width, const float* scales,
+                   State s) {
   Floats most = floats(LOWEST);
   const Floats factor = floats(call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E);
   for (long t = from / 16 * 16; t < to; t += 16) {
     Floats x = load(scores + t) * factor;
+    if (CODES) x = x * load(scales + t);
     if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
     store(scores + t, x);
     most = select(span(from - t, to - t), max(most, x), most);
@@ -92,105 +90,231 @@ inline void soften(const Call& call, float* scores, bf16* weights, long from, lo
     if (t + 16 > from && t < to) {
       x = keep(span(from - t, to - t), exp2_of(load(scores + t) - floats(top)));
       total = total + x;
+      if (CODES) x = x * load(scales + TILE + t);
     }
     store(weights + t, x);
   }
   *s.total = fmaf(*s.total, shrink, sum_of(total));
   if (shrink != 1.f)
-    for (long e = 0; e < call.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
+    for (long e = 0; e < call.cache.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
   *s.top = top;
 }
 
+// A tile of the cache while an item's queries meet it: packed as far as they have asked for.
+struct Tile {
+  Memory& m;
+  Tokens tokens;
+  long start, end;
+  bool once;  // only one group of queries asks: what is packed need not last
+  long keys = 0, values = 0;
+
+  const bf16* keys_at(long t) {
+    bf16* to = m.keys.data + (once ? 0 : t * tokens.cache.D);
+    if (t < keys) return to;
+    pack_32_keys(tokens, start + t, to, m.scales.data + t, m.scales.data + TILE + t);
+    keys = t + 32;
+    return to;
+  }
+  const bf16* values_at(long t) {
+    bf16* to = m.values.data + (once ? 0 : t / 32 * STEP);
+    if (t < values) return to;
+    pack_32_values(tokens, start + t, to, panel());
+    values = t + 32;
+    return to;
+  }
+  long panel() const { return (once ? 1 : TILE / 32) * STEP; }
+};
+
 // Queries [first, first + count) of an item against one tile.
-void meet(const Call& call, const Item& item, Memory& m, long first, int count, long start, long end, const bf16* keys,
-          const bf16* values) {
-  const long shared = call.shared(), before = call.lengths[item.row] - (call.starts[item.row + 1] - call.starts[item.row]);
-  const auto position = [&](long i) { return before + (item.first + first + i) / shared; };
-  const auto low = [&](long i) { return call.window ? std::max<long>(0, position(i) - call.window + 1) : 0; };
-  const long to = std::min(end, position(count - 1) + 1);
-  if (to <= start || low(0) >= end) return;
+void meet(const Call& call, const Reach& reach, Memory& m, Tile& tile, long first, int count, State s) {
+  const long D = call.cache.D, E = call.cache.E, start = tile.start;
+  const long to = std::min(tile.end, reach.position(first + count - 1) + 1);
+  if (to <= start || reach.low(first) >= tile.end) return;
   const long width = padded(to - start, 32);
   bf16* weights = m.weights.data;
   float* scores = m.scores.data;
   for (long t = 0; t < width; t += 32)
-    product_of_rows<Bf16, false>(count, m.q.data + first * call.D, call.D, keys + t / 32 * (call.D / 32) * STEP, STEP,
-                           call.D / 32, scores + t, TILE);
+    product_of_rows<Bf16, false>(count, m.q.data + first * D, D, tile.keys_at(t), STEP, D / 32, scores + t, TILE);
   for (int i = 0; i < count; i++) {
-    const long from = std::max<long>(0, low(i) - start), until = std::min(end, position(i) + 1) - start;
+    const long from = std::max<long>(0, reach.low(first + i) - start);
+    const long until = std::min(tile.end, reach.position(first + i) + 1) - start;
     if (until <= from) {
       memset(weights + i * TILE, 0, width * sizeof(bf16));
       continue;
     }
-    soften(call, scores + i * TILE, weights + i * TILE, from, until, width,
-           {m.top.data + first + i, m.total.data + first + i, m.sums.data + (first + i) * call.E});
+    const State one = {s.top + first + i, s.total + first + i, s.sums + (first + i) * E};
+    const auto soften_kind = call.cache.kind == SHORT ? soften<false> : soften<true>;
+    soften_kind(call, scores + i * TILE, weights + i * TILE, from, until, width, m.scales.data, one);
   }
-  for (long e = 0; e < call.E; e += 32)
-    product_of_rows<Bf16, true>(count, weights, TILE, values + e / 32 * (TILE / 32) * STEP, STEP, width / 32,
-                          m.sums.data + first * call.E + e, call.E);
+  // In steps of 32 tokens, or all at once: the same sums in the same order.
+  const long stride = tile.once ? 32 : width;
+  if (!tile.once)
+    for (long t = 0; t < width; t += 32) tile.values_at(t);
+  for (long t = 0; t < width; t += stride) {
+    const bf16* values = tile.values_at(t);
+    for (long e = 0; e < E; e += 32)
+      product_of_rows<Bf16, true>(count, weights + t, TILE, values + e / 32 * tile.panel(), STEP, stride / 32,
+                                  s.sums + first * E + e, E);
+  }
 }
 
-void begin_item(const Call& call, const Item& item, Memory& m) {
-  const long shared = call.shared(), room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));
-  bf16* q = m.q.at_least(room * call.D);
-  float* top = m.top.at_least(room);
-  float* total = m.total.at_least(room);
-  memset(m.sums.at_least(room * call.E), 0, room * call.E * sizeof(float));
-  m.weights.at_least(ROWS * TILE);
-  m.scores.at_least(ROWS * TILE);
-  m.packed.at_least(TILE * (call.D + call.E));
+void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
+  const long D = call.cache.D, shared = call.shared();
+  bf16* q = m.q.at_least(room * D);
+  for (long i = 0; i < item.count; i++, q += D) {
+    const long query = item.first + i, token = call.starts[item.row] + query / shared;
+    const bf16* from = call.q + token * call.q_step + (item.head * shared + query % shared) * D;
+    if (call.cache.kind != INT8) {
+      memcpy(q, from, D * sizeof(bf16));
+      continue;
+    }
+    float* x = m.scores.data;  // no scores are there yet
+    for (long d = 0; d < D; d += 16) store(x + d, widen(from + d));
+    turn(x, D);
+    for (long d = 0; d < D; d += 16) store(q + d, load(x + d));
+  }
+}
+
+void begin(const Call& call, State s, long count) {
+  std::fill_n(s.top, count, LOWEST);
+  memset(s.total, 0, count * sizeof(float));
+  memset(s.sums, 0, count * call.cache.E * sizeof(float));
+}
+
+// a takes in b, which met later keys.
+void merge(const Call& call, State a, State b, long count) {
+  const long E = call.cache.E;
+  for (long i = 0; i < count; i++) {
+    const float top = std::max(a.top[i], b.top[i]), fade = exp2f(a.top[i] - top), part = exp2f(b.top[i] - top);
+    a.top[i] = top;
+    a.total[i] = a.total[i] * fade + b.total[i] * part;
+    for (long e = i * E; e < (i + 1) * E; e += 16)
+      store(a.sums + e, fma(load(a.sums + e), floats(fade), load(b.sums + e) * floats(part)));
+  }
+}
+
+void finish(const Call& call, const Item& item, State s) {
+  const long E = call.cache.E, shared = call.shared();
   for (long i = 0; i < item.count; i++) {
-    const long query = item.first + i, token = call.starts[item.row] + query / shared, head = item.head * shared + query % shared;
-    memcpy(q + i * call.D, call.q + token * call.q_step + head * call.D, call.D * sizeof(bf16));
-    top[i] = call.sinks ? call.sinks[head] * LOG2E : LOWEST;
-    total[i] = call.sinks ? 1.f : 0.f;
+    const long query = item.first + i, token = call.starts[item.row] + query / shared;
+    bf16* o = call.o + (token * call.heads + item.head * shared + query % shared) * E;
+    const Floats part = floats(1.f / s.total[i]);
+    for (long e = 0; e < E; e += 16) store(o + e, part * load(s.sums + i * E + e));
   }
 }
 
-void run_item(const Call& call, const Item& item, Memory& m) {
-  begin_item(call, item, m);
-  const long length = call.lengths[item.row], queries = call.starts[item.row + 1] - call.starts[item.row];
-  const long shared = call.shared(), before = length - queries;
-  const long last = before + (item.first + item.count - 1) / shared;
-  const long lowest = call.window ? std::max<long>(0, before + item.first / shared - call.window + 1) : 0;
-  bf16 *keys = m.packed.data, *values = keys + TILE * call.D;
-  for (long start = lowest / TILE * TILE; start <= last; start += TILE) {
+// A sink is a score without a value, before all keys.
+void begin_merging(const Call& call, const Item& item, State s) {
+  begin(call, s, item.count);
+  if (!call.sinks) return;
+  for (long i = 0; i < item.count; i++) {
+    s.top[i] = call.sinks[item.head * call.shared() + (item.first + i) % call.shared()] * LOG2E;
+    s.total[i] = 1.f;
+  }
+}
+
+void run_split(const Call& call, const Item& item, const Reach& reach, Memory& m, long split, State s) {
+  const long last = reach.position(item.count - 1), stop = std::min(last + 1, (split + 1) * SPLIT);
+  begin(call, s, item.count);
+  for (long start = std::max(reach.low(0) / TILE * TILE, split * SPLIT); start < stop; start += TILE) {
     const long end = std::min(start + TILE, last + 1);
     // What lies before the window may be another's: it is packed, and gets weight 0 -- but 0 times NaN is NaN.
-    pack_tile(call, item, start, end, keys, values);
+    Tile tile = {m, Tokens(call.cache, item.row, item.head, end), start, end, item.count <= ROWS};
     for (long i = 0; i < item.count; i += ROWS)
-      meet(call, item, m, i, (int)std::min<long>(ROWS, item.count - i), start, end, keys, values);
+      meet(call, reach, m, tile, i, (int)std::min<long>(ROWS, item.count - i), s);
   }
-  for (long i = 0; i < item.count; i++) {
-    const long query = item.first + i, token = call.starts[item.row] + query / shared, head = item.head * shared + query % shared;
-    bf16* o = call.o + (token * call.heads + head) * call.E;
-    const Floats part = floats(1.f / m.total.data[i]);
-    for (long e = 0; e < call.E; e += 16) store(o + e, part * load(m.sums.data + i * call.E + e));
+}
+
+void run_item(const Call& call, const Item& item, Memory& m, float* found) {
+  const long D = call.cache.D, E = call.cache.E;
+  const long room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));
+  m.keys.at_least(TILE * D), m.values.at_least(TILE * E), m.weights.at_least(ROWS * TILE);
+  m.scores.at_least(std::max(ROWS * TILE, D)), m.scales.at_least(2 * TILE);
+  gather_queries(call, item, m, room);
+  const Reach reach(call, item);
+  // The product writes whole groups of sums: those are last in a state.
+  const State running = state_in(m.running.at_least(state_size(call, room)), item.count);
+  if (item.split >= 0) {
+    run_split(call, item, reach, m, item.split, running);
+    memcpy(found + item.found, running.top, state_size(call, item.count) * sizeof(float));
+    return;
   }
+  const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
+  begin_merging(call, item, merged);
+  for (long split = reach.first_split(); split <= reach.last_split(item.count); split++) {
+    run_split(call, item, reach, m, split, running);
+    merge(call, merged, running, item.count);
+  }
+  finish(call, item, merged);
+}
+
+// What one call does: items, and those whose splits are items of their own.
+struct Work {
+  std::vector<Item> items, divided;
+  std::vector<float> found;  // States of splits; those of one item side by side
+
+  // Few rows with long contexts are divided, so that no thread waits; nobody's bits change.
+  Work(const Call& call, int threads) {
+    for (long row = 0; row < call.rows; row++) {
+      const long queries = call.queries(row) * call.shared();
+      for (long first = 0; first < queries; first += GROUP)
+        for (long head = 0; head < call.cache.heads; head++)
+          items.push_back({row, head, first, std::min(GROUP, queries - first), -1, 0});
+    }
+    if ((long)items.size() < 4 * threads) divide(call);
+    // The longest first, so that no thread begins one when the others are done.
+    const auto effort = [&](const Item& item) {
+      return item.count * (item.split < 0 ? (long)call.lengths[item.row] : std::min<long>(SPLIT, call.lengths[item.row]));
+    };
+    std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return effort(a) > effort(b); });
+  }
+
+  void divide(const Call& call) {
+    std::vector<Item> whole;
+    whole.swap(items);
+    size_t size = 0;
+    for (Item item : whole) {
+      const Reach reach(call, item);
+      if (reach.first_split() == reach.last_split(item.count)) {
+        items.push_back(item);
+        continue;
+      }
+      item.found = size;
+      divided.push_back(item);
+      for (item.split = reach.first_split(); item.split <= reach.last_split(item.count); item.split++) {
+        item.found = size;
+        items.push_back(item);
+        size += state_size(call, item.count);
+      }
+    }
+    found.resize(size);
+  }
+};
+
+// The splits of a divided item, in order, as run_item does.
+void join(const Call& call, const Item& item, Memory& m, float* found) {
+  const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
+  begin_merging(call, item, merged);
+  const Reach reach(call, item);
+  found += item.found;
+  for (long split = reach.first_split(); split <= reach.last_split(item.count); split++) {
+    merge(call, merged, state_in(found, item.count), item.count);
+    found += state_size(call, item.count);
+  }
+  finish(call, item, merged);
 }
 
 void attend(const Call& call) {
-  static Scratch<Item> items;  // one call at a time
-  long count = 0, most = 0;
-  for (long row = 0; row < call.rows; row++)
-    most += call.kv_heads * ((call.starts[row + 1] - call.starts[row]) * call.shared() / GROUP + 1);
-  Item* item = items.at_least(most + 1);
-  for (long row = 0; row < call.rows; row++) {
-    const long queries = (call.starts[row + 1] - call.starts[row]) * call.shared();
-    for (long first = 0; first < queries; first += GROUP)
-      for (long head = 0; head < call.kv_heads; head++)
-        item[count++] = {row, head, first, std::min(GROUP, queries - first)};
-  }
-  // The longest first, so that no thread begins one when the others are done.
-  std::stable_sort(item, item + count, [&](const Item& a, const Item& b) {
-    return a.count * call.lengths[a.row] > b.count * call.lengths[b.row];
-  });
+  Work work(call, omp_get_max_threads());
 #pragma omp parallel
   {
     static thread_local Memory memory;
     begin_products();
 #pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < count; i++) run_item(call, item[i], memory);
+    for (size_t i = 0; i < work.items.size(); i++) run_item(call, work.items[i], memory, work.found.data());
     end_products();
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < work.divided.size(); i++) join(call, work.divided[i], memory, work.found.data());
   }
 }
 
@@ -198,21 +322,11 @@ void attend(const Call& call) {
 
 using namespace quire;
 
-EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const bf16* keys, const bf16* values, const int* table,
+EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const void* keys, const void* values,
+                            const float* key_scales, const float* value_scales, long kind, const int* table,
                             long table_step, const int* starts, const int* lengths, const float* sinks, long rows,
                             long heads, long kv_heads, long D, long E, long block_size, long window, float scale,
                             float softcap) {
-  attend({q, o, keys, values, table, starts, lengths, sinks, q_step, table_step, rows, heads, kv_heads, D, E, block_size,
-          window, scale, softcap});
-}
-
-// New keys (or values) of T tokens, [T, heads, D] with `step` elements from token to token, to their slots.
-EXPORT void quire_write_cache(const bf16* from, long step, bf16* cache, const int64_t* slots, long tokens, long heads,
-                              long D, long block_size) {
-#pragma omp parallel for if (tokens >= 64) schedule(static)
-  for (long t = 0; t < tokens; t++) {
-    const long block = slots[t] / block_size, place = slots[t] % block_size;
-    for (long h = 0; h < heads; h++)
-      memcpy(cache + ((block * heads + h) * block_size + place) * D, from + t * step + h * D, D * sizeof(bf16));
-  }
+  const Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
+  attend({q, o, cache, starts, lengths, sinks, q_step, rows, heads, window, scale, softcap});
 }

@@ -16,12 +16,13 @@ EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w
 EXPORT void quire_pack(const quire::bf16* w, quire::bf16* packed, long outs, long filled, long ins, int gated);
 EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated);
 
-EXPORT void quire_attention(const quire::bf16* q, long q_step, quire::bf16* o, const quire::bf16* keys,
-                            const quire::bf16* values, const int* table, long table_step, const int* starts,
-                            const int* lengths, const float* sinks, long rows, long heads, long kv_heads, long D, long E,
-                            long block_size, long window, float scale, float softcap);
-EXPORT void quire_write_cache(const quire::bf16* from, long step, quire::bf16* cache, const int64_t* slots, long tokens,
-                              long heads, long D, long block_size);
+EXPORT void quire_attention(const quire::bf16* q, long q_step, quire::bf16* o, const void* keys, const void* values,
+                            const float* key_scales, const float* value_scales, long kind, const int* table,
+                            long table_step, const int* starts, const int* lengths, const float* sinks, long rows,
+                            long heads, long kv_heads, long D, long E, long block_size, long window, float scale,
+                            float softcap);
+EXPORT void quire_write_cache(const quire::bf16* from, long step, void* cache, float* scales, const int64_t* slots,
+                              long tokens, long heads, long D, long block_size, long kind, int key);
 
 EXPORT void quire_rms_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
                            long heads, long D, float eps, int plus_one);

@@ -31,9 +31,10 @@ struct Weight {
 struct Layer {  // fixed once the model is loaded
   Weight qkv, o, gate_up, down;
   const bf16 *first_norm, *second_norm, *q_norm, *k_norm;  // the last two may be null
-  bf16 *keys, *values;
+  void *keys, *values;
+  float *key_scales, *value_scales;  // of codes
   const float* sinks;
-  int64_t hidden, heads, kv_heads, D, turns, block_size, window;
+  int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window;
   float eps, head_eps, scale, softcap;
 };
 
@@ -72,10 +73,10 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
     quire_rotate(qkv, width, s.cos, s.sin, qkv, width, T, l.heads, D, s.pairs);
     quire_rotate(k, width, s.cos, s.sin, k, width, T, l.kv_heads, D, s.pairs);
   }
-  quire_write_cache(k, width, l.keys, s.slots, T, l.kv_heads, D, l.block_size);
-  quire_write_cache(v, width, l.values, s.slots, T, l.kv_heads, D, l.block_size);
-  quire_attention(qkv, width, o, l.keys, l.values, s.table, s.table_step, s.starts, s.lengths, l.sinks, s.rows, l.heads,
-                  l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
+  quire_write_cache(k, width, l.keys, l.key_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 1);
+  quire_write_cache(v, width, l.values, l.value_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 0);
+  quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
+                  s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
   l.o.multiply(o, l.heads * D, x, l.hidden, T, false);
   quire_add_rms_norm(x, residual, l.second_norm, T, l.hidden, l.eps, 0);
   bf16* gated = keep_inner.at_least(T * inner);

@@ -47,9 +47,29 @@ inline void interleave(const bf16* a, const bf16* b, bf16* early, bf16* late) {
   _mm512_storeu_si512(late, _mm512_permutex2var_epi16(x, second, y));
 }
 
+// Lanes i and i + APART, for each i without that bit, become their sum and their difference.
+template <int APART>
+inline Floats sums_and_differences(Floats x) {
+  constexpr __mmask16 upper = APART == 1 ? 0xaaaa : APART == 2 ? 0xcccc : APART == 4 ? 0xf0f0 : 0xff00;
+  __m512 other;
+  if constexpr (APART < 4)
+    other = _mm512_permute_ps(x, APART == 1 ? 0xb1 : 0x4e);
+  else
+    other = _mm512_shuffle_f32x4(x, x, APART == 4 ? 0xb1 : 0x4e);
+  return _mm512_mask_sub_ps(_mm512_add_ps(x, other), upper, other, x);
+}
+
 #else
 
 typedef int32_t Words __attribute__((vector_size(16)));
+
+template <int APART>
+inline Floats sums_and_differences(Floats x) {
+  alignas(64) float in[16], out[16];
+  store(in, x);
+  for (int i = 0; i < 16; i++) out[i] = i & APART ? in[i - APART] - in[i] : in[i] + in[i + APART];
+  return load(out);
+}
 
 inline void transpose_words(const void* from, long step, void* to) {
   for (int i = 0; i < 16; i += 4)
