@@ -10,14 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from asgi import browser, frames
 
-from quire.server.app import build_app
 from quire.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
@@ -58,24 +54,6 @@ def talk(state: ServerState, work: Callable[[Ask], Awaitable[Any]]) -> Any:
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
     functions = [call["function"] for call in message.get("tool_calls") or []]
     return [(one["name"], json.loads(one["arguments"])) for one in functions]
-
-
-def test_a_call_its_result_and_the_answer(state: ServerState):
-    async def work(ask: Ask) -> None:
-        first = await ask(QUESTION, tools=[WEATHER])
-        assert first["finish_reason"] == "tool_calls"
-        assert calls_of(first["message"]) == [("get_weather", {"city": "Paris"})]
-        result = {
-            "role": "tool",
-            "tool_call_id": first["message"]["tool_calls"][0]["id"],
-            "content": json.dumps({"city": "Paris", "weather": "sunny", "temperature": 21}),
-        }
-        second = await ask(QUESTION, first["message"], result, tools=[WEATHER])
-        assert second["finish_reason"] == "stop"
-        assert calls_of(second["message"]) == []
-        assert "Paris" in second["message"]["content"]
-
-    talk(state, work)
 
 
 def test_a_stream_is_the_same_call(state: ServerState):
@@ -167,87 +145,6 @@ def test_a_schema_that_cannot_be_enforced_fails_alone(state: ServerState):
             assert fine.json()["choices"][0]["finish_reason"] == "tool_calls"
             # What nothing has to enforce is no fault.
             assert (await client.post(CHAT, json=body)).status_code == 200
-
-    asyncio.run(main())
-
-
-def test_nobody_sees_the_others_constraint(state: ServerState):
-    """16 requests at once, of four kinds: each answer is of its own kind."""
-
-    async def work(ask: Ask) -> None:
-        hello = {"role": "user", "content": "Hello!"}
-        plain = await ask(hello)
-        kinds = [
-            ask(QUESTION, tools=[WEATHER], tool_choice="required", reasoning_effort="none"),
-            ask(hello),
-            ask(hello, structured_outputs={"choice": ["north", "south"]}, reasoning_effort="none"),
-            ask(QUESTION, tools=[WEATHER]),
-        ]
-        rest = [
-            ask(hello if at % 2 else QUESTION, tools=None if at % 2 else [WEATHER])
-            for at in range(12)
-        ]
-        must, free, chosen, auto, *others = await asyncio.gather(*kinds, *rest)
-        assert calls_of(must["message"])[0][0] == "get_weather"
-        assert free["message"] == plain["message"]
-        assert chosen["message"]["content"] in ("north", "south")
-        assert calls_of(auto["message"]) == [("get_weather", {"city": "Paris"})]
-        for at, other in enumerate(others):
-            if at % 2:
-                assert other["message"] == plain["message"]
-            else:
-                assert calls_of(other["message"]) == calls_of(auto["message"])
-
-    talk(state, work)
-
-
-def test_the_openai_package_understands_it(state: ServerState):
-    openai = pytest.importorskip("openai")
-
-    async def main() -> None:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(state)))
-        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="x", http_client=http) as client:  # fmt: skip
-            body: Any = {
-                "model": "toy",
-                "messages": [QUESTION],
-                "tools": [WEATHER],
-                "temperature": 0,
-            }
-            whole = await client.chat.completions.create(**body)
-            async with client.chat.completions.stream(**body) as stream:
-                async for _ in stream:
-                    pass
-                streamed = await stream.get_final_completion()
-            for found in (whole, streamed):
-                (call,) = found.choices[0].message.tool_calls
-                assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})  # fmt: skip
-                assert found.choices[0].finish_reason == "tool_calls"
-            second = await client.chat.completions.create(
-                model="toy", tools=[WEATHER], temperature=0,
-                messages=[
-                    QUESTION, whole.choices[0].message.model_dump(exclude_none=True),
-                    {"role": "tool", "tool_call_id": whole.choices[0].message.tool_calls[0].id, "content": '{"weather": "sunny"}'},
-                ],
-            )  # fmt: skip
-            assert second.choices[0].message.content
-            assert not second.choices[0].message.tool_calls
-
-    asyncio.run(main())
-
-
-def test_a_pydantic_schema_is_parsed(state: ServerState):
-    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
-    person = pydantic.create_model("Person", name=(str, ...), age=(int, ...), city=(str, ...))
-    text = "Extract name, age and city as JSON: Ada Baker is 30 years old and lives in Rome."
-
-    async def main() -> None:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(state)))
-        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="x", http_client=http) as client:  # fmt: skip
-            found = await client.chat.completions.parse(
-                model="toy", temperature=0, response_format=person,
-                messages=[{"role": "user", "content": text}],
-            )  # fmt: skip
-            assert found.choices[0].message.parsed == person(name="Ada Baker", age=30, city="Rome")
 
     asyncio.run(main())
 
