@@ -24,18 +24,24 @@ struct Job4 {
   const uint8_t* w_zero;
   const bf16* bias;  // [N], or null
   bf16* y;
-  long y_row, rows, outs, ins, group;
+  long y_row, rows, outs, ins, group, groups;
 
-  long groups() const { return ins / group; }
   const uint8_t* panel(long p) const { return w + p * ins * 16; }
 };
 
-// total += scale * scale of x * (sums - zero * sum of x), for 16 outputs.
-inline void add_group(const Job4& job, long row, long panel, long g, int part, Ints sums, float* total) {
-  const long at = row * job.groups() + g, out = (panel * job.groups() + g) * 32 + part * 16;
-  const Floats exact = fnma(to_floats(widen(job.w_zero + out)), floats(job.x_sum[at]), to_floats(sums));
-  store(total, fma(exact, load(job.w_scale + out) * floats(job.x_scale[at]), load(total)));
-}
+// What 16 outputs of a panel have for a group.
+struct Outputs {
+  Floats scale, zero;
+  Outputs(const Job4& job, long panel, long g, int part) {
+    const long at = (panel * job.groups + g) * 32 + part * 16;
+    scale = load(job.w_scale + at), zero = to_floats(widen(job.w_zero + at));
+  }
+  // total += scale * scale of x * (sums - zero * sum of x)
+  void add(Ints sums, float x_scale, float x_sum, float* total) const {
+    const Floats exact = fnma(zero, floats(x_sum), to_floats(sums));
+    store(total, fma(exact, scale * floats(x_scale), load(total)));
+  }
+};
 
 template <bool GATED>
 inline void finish(const Job4& job, long row, long panel, const float* total) {
@@ -55,7 +61,7 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
   const uint8_t* w = job.panel(panel);
   const long lines = job.group / 4, step = job.ins / 4;
   const Word* x = job.words + row * step;
-  for (long g = 0; g < job.groups(); g++) {
+  for (long g = 0; g < job.groups; g++) {
     Ints sums[N][TILES];
 #pragma GCC unroll 16
     for (int m = 0; m < N; m++)
@@ -72,11 +78,15 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
 #pragma GCC unroll 2
         for (int t = 0; t < TILES; t++) sums[m][t] = meet(sums[m][t], parts[t], x[m * step]);
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
-      for (int t = 0; t < TILES; t++)
-        add_group(job, row + m, panel, g, FIRST + t, sums[m][t], total + m * 32 + (FIRST + t) * 16);
+    for (int t = 0; t < TILES; t++) {
+      const Outputs outputs(job, panel, g, FIRST + t);
+#pragma GCC unroll 16
+      for (int m = 0; m < N; m++) {
+        const long at = (row + m) * job.groups + g;
+        outputs.add(sums[m][t], job.x_scale[at], job.x_sum[at], total + m * 32 + (FIRST + t) * 16);
+      }
+    }
   }
 }
 
@@ -126,14 +136,17 @@ void by_registers(const Job4& job, long panel0, long panel1) {
 
 #ifdef QUIRE_AMX
 
-constexpr long MANY = 16;  // rows, from which on tiles are faster
+constexpr long MANY = 24;  // rows, from which on tiles are faster
 
-// Two tiles of bytes from the lines of `deep` inputs.
-inline void unpack(const uint8_t* w, int deep, uint8_t* to) {
+// Two tiles of signed bytes, zero points taken off, from the lines of `deep` inputs.
+inline void unpack(const uint8_t* w, const uint8_t* zero, int deep, int8_t* to) {
+  const Ints high = ints((int32_t)0x80808080);  // keeps a byte's borrow in it
+  const auto four = [](const uint8_t* p) { return widen(p) * ints(0x01010101); };
+  const Ints left = four(zero), right = four(zero + 16);
   for (int i = 0; i < deep / 4; i++) {
     const Ints line = load((const int32_t*)(w + i * 64));
-    store((int32_t*)(to + i * 64), part_of(line, 0));
-    store((int32_t*)(to + 16 * deep + i * 64), part_of(line, 1));
+    store((int32_t*)(to + i * 64), ((part_of(line, 0) | high) - left) ^ high);
+    store((int32_t*)(to + 16 * deep + i * 64), ((part_of(line, 1) | high) - right) ^ high);
   }
 }
 
@@ -149,16 +162,29 @@ inline void gather(const Job4& job, long first, int deep, int8_t* to) {
     }
 }
 
+// Zero points are off already: the same integers as by registers, and the same float instructions after them.
+inline void add_tiles(const Job4& job, long row, long panel, long g, const int32_t* sums, float* total) {
+  const float* w_scale = job.w_scale + (panel * job.groups + g) * 32;
+  const Floats left = load(w_scale), right = load(w_scale + 16);
+  const long rows = std::min<long>(32, job.rows - row), step = job.groups;
+  const float* scale = job.x_scale + row * step + g;
+  for (long r = 0; r < rows; r++, sums += 32, total += 32, scale += step) {
+    const Floats x_scale = floats(*scale);
+    store(total, fma(to_floats(load(sums)), left * x_scale, load(total)));
+    store(total + 16, fma(to_floats(load(sums + 16)), right * x_scale, load(total + 16)));
+  }
+}
+
 template <bool GATED>
 void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int deep) {
   static thread_local Scratch<float> keep;
-  static thread_local Scratch<uint8_t> keep_bytes;
+  static thread_local Scratch<int8_t> keep_bytes;
   alignas(64) int32_t sums[32 * 32];
   const long padded = (job.rows + 31) / 32 * 32;
   const long block = std::max<long>(64, std::min<long>(512, (1 << 20) / job.ins / 32 * 32));
   const long chunk = std::max<long>(1, 512 / job.group) * job.group;  // inputs whose bytes stay in the L1 cache
   float* total = keep.at_least(block * 32);
-  uint8_t* bytes = keep_bytes.at_least(chunk * 32);
+  int8_t* bytes = keep_bytes.at_least(chunk * 32);
   configure_nibbles(deep);
   for (long m0 = 0; m0 < padded; m0 += block) {
     const long m1 = std::min(padded, m0 + block);
@@ -168,16 +194,13 @@ void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int de
         const long k1 = std::min(job.ins, k0 + chunk);
         for (long k = k0; k < k1; k += deep) {
           fetch(job.panel(panel) + k * 16 + FAR);
-          unpack(job.panel(panel) + k * 16, deep, bytes + (k - k0) * 32);
+          const uint8_t* zero = job.w_zero + (panel * job.groups + k / job.group) * 32;
+          unpack(job.panel(panel) + k * 16, zero, deep, bytes + (k - k0) * 32);
         }
         for (long m = m0; m < m1; m += 32)
-          for (long k = k0; k < k1; k += job.group) {
+          for (long k = k0, g = k0 / job.group; k < k1; k += job.group, g++) {
             meet_tiles(x + m * job.ins + k * 32, bytes + (k - k0) * 32, job.group / deep, deep, sums);
-            const long rows = std::min<long>(32, job.rows - m);
-            for (long r = 0; r < rows; r++)
-              for (int t = 0; t < 2; t++)
-                add_group(job, m + r, panel, k / job.group, t, load(sums + r * 32 + t * 16),
-                          total + (m - m0 + r) * 32 + t * 16);
+            add_tiles(job, m, panel, g, sums, total + (m - m0) * 32);
           }
       }
       for (long r = m0; r < std::min(job.rows, m1); r++) finish<GATED>(job, r, panel, total + (r - m0) * 32);
@@ -259,6 +282,6 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
       group_to_bytes(from + g * group, bytes + r * ins + g * group, group, scales + r * groups + g, sums + r * groups + g);
     for (long k = 0; k < ins / 4; k++) words[r * (ins / 4) + k] = word_of(bytes + r * ins + k * 4);
   }
-  const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group};
+  const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group, groups};
   gated ? multiply<true>(job) : multiply<false>(job);
 }

@@ -55,7 +55,7 @@ inline Ints meet(Ints sums, const Part& w, const Word& x) {
 
 #ifdef QUIRE_AMX
 
-// Tiles 0..3 sums, 4 and 5 rows of x (signed), 6 and 7 outputs (unsigned); `deep` inputs at once, 32 or 64.
+// Tiles 0..3 sums, 4 and 5 rows of x, 6 and 7 outputs, all signed; `deep` inputs at once, 32 or 64.
 inline void configure_nibbles(int deep) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -70,7 +70,7 @@ inline void configure_nibbles(int deep) {
 }
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
-inline void meet_tiles(const int8_t* x, const uint8_t* w, long times, int deep, int32_t* sums) {
+inline void meet_tiles(const int8_t* x, const int8_t* w, long times, int deep, int32_t* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -79,11 +79,11 @@ inline void meet_tiles(const int8_t* x, const uint8_t* w, long times, int deep, 
     _tile_loadd(4, x, deep);
     _tile_loadd(6, w, 64);
     _tile_loadd(7, w + 16 * deep, 64);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(1, 4, 7);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
     _tile_loadd(5, x + 16 * deep, deep);
-    _tile_dpbsud(2, 5, 6);
-    _tile_dpbsud(3, 5, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
   }
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
