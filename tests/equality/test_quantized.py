@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.config.quantized import online_schemes
 from quire.ops.cpu.library import best
 
 COMPANY: list[dict[str, Any]] = [
@@ -23,7 +22,7 @@ DTYPES = ["float32", *(["bfloat16"] if best() is not None else [])]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", online_schemes())
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_company_changes_nothing(scheme: str, dtype: str, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     settings = {"dtype": dtype, "quantization": scheme}

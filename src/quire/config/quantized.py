@@ -14,7 +14,9 @@ from quire.errors import ConfigError, Unsupported
 
 ONLINE = {
     "int8": "8 bits, a scale a row; activations 8 bits, a scale a token",
-    "int4": "4 bits, a scale and a zero point a group of 128; activations as with int8; the head in 8 bits",
+    "int4": "4 bits, a scale and a zero point a group of 128; activations 8 bits, a scale a group; the head as int8",
+    "int4_g64": "as int4 with groups of 64: nearer to the weights, slower for many tokens",
+    "int4_g32": "as int4 with groups of 32",
     "fp8": "as int8: a CPU multiplies bytes, not 8-bit floats",
 }
 """Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""

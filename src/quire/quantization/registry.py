@@ -5,6 +5,8 @@ Knows models, and the table of checkpoint formats. Does not know any format's te
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from quire.config.quantized import Quantized
@@ -22,11 +24,17 @@ from quire.quantization.int8 import Int8Weight
 from quire.quantization.packed import Packed
 from quire.quantization.stored import AsStored, Make, kernels_for
 
-ONLINE: dict[str, Make] = {"int8": Int8Weight.of, "int4": Int4Weight.of, "fp8": Int8Weight.of}
+ONLINE: dict[str, Make] = {
+    "int8": Int8Weight.of,
+    "int4": Int4Weight.of,
+    "int4_g64": partial(Int4Weight.of, group=64),
+    "int4_g32": partial(Int4Weight.of, group=32),
+    "fp8": Int8Weight.of,
+}
 """`--quantization` -> how a weight of 16 or 32 bits becomes one of the scheme."""
 
-HEADS: dict[str, Make] = {**ONLINE, "int4": Int8Weight.of}
-"""The same of the head: it decides between words, and 4 bits of it cost more than 4 bits of all the rest."""
+HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
+"""The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""
 
 FORMATS: dict[str, type[AsStored]] = {
     "gptq": Gptq,
