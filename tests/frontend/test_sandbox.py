@@ -122,6 +122,15 @@ def test_a_process_serves_again(others: Strangers):
     assert others.idle[-1].pid == before
 
 
+def test_a_process_that_ended_is_replaced(others: Strangers):
+    others.render(CHAT, ChatOptions(template="x"), {})
+    gone = others.idle[-1]
+    gone.kill()
+    gone.wait()
+    assert others.render(CHAT, ChatOptions(template="y"), {}) == "y"
+    assert gone not in others.idle
+
+
 def test_parts_reach_a_template_as_it_reads_them(others: Strangers):
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"

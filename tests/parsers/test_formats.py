@@ -34,7 +34,7 @@ def test_every_format_has_a_writer() -> None:
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_calls_are_read_back(name: str, form: int) -> None:
     rng = random.Random(f"{name} {form}")
-    for _ in range(15):
+    for _ in range(10):
         wanted = calls(rng)
         text, before = content_around(rng, name, WRITERS[name][form](wanted))
         whole = together(parser(name), [text])
@@ -55,7 +55,7 @@ PAIRS = [(n, t) for n in THOUGHTS for t in ("hermes", "mistral", "kimi_k2", "lla
 def test_thoughts_come_before_content_and_calls(name: str, tools: str) -> None:
     rng = random.Random(name + tools)
     before, after = THOUGHTS[name]
-    for _ in range(15):
+    for _ in range(8):
         thought, wanted = rng.choice(WORDS), calls(rng)
         text = f"{before}{thought}{after}{WRITERS[tools][0](wanted)}"
         whole = together(parser(tools, name), [text])
@@ -113,7 +113,7 @@ def damaged(rng: random.Random, text: str) -> str:
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_damage_is_read_the_same_however_it_is_cut(name: str, form: int) -> None:
     rng = random.Random(f"damage {name} {form}")
-    for _ in range(30):
+    for _ in range(20):
         text = damaged(rng, "Well. " * (name not in ALONE) + WRITERS[name][form](calls(rng)))
         whole = together(parser(name), [text])
         for _ in range(3):

@@ -10,6 +10,7 @@ long operation of Python - ends with its process here. Knows processes and their
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import signal
@@ -20,7 +21,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 
@@ -63,8 +64,7 @@ class Strangers:
             "template": options.template, "messages": plain(list(messages)),
             "options": plain(asdict(given)), "specials": plain(dict(specials)),
         }  # fmt: skip
-        process = self.idle.pop() if self.idle else start()
-        answer = None
+        process, answer = self._process(), None
         try:
             answer = asked(process, job, time.monotonic() + self.seconds + GRACE_S)
         finally:
@@ -78,6 +78,17 @@ class Strangers:
         if "text" in answer:
             return str(answer["text"])
         raise ValidationError(answer["error"], parameter=answer["parameter"])
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        while self.idle:
+            try:
+                process = self.idle.pop()
+            except IndexError:  # another thread was quicker
+                break
+            if process.poll() is None:
+                return process
+            end(process)
+        return start()
 
 
 def _close(threads: ThreadPoolExecutor, idle: list[subprocess.Popen[bytes]]) -> None:
@@ -106,27 +117,29 @@ def asked(process: subprocess.Popen[bytes], job: Any, until: float) -> dict[str,
         return None
     try:
         write(process.stdin, job)
-        size = int.from_bytes(read(process.stdout, 4, until))
-        found = msgspec.json.decode(read(process.stdout, size, until)) if size < MOST_ANSWER else None  # fmt: skip
+        pipe = process.stdout.fileno()
+        size = int.from_bytes(read(pipe, 4, until))
+        found = msgspec.json.decode(read(pipe, size, until)) if size < MOST_ANSWER else None
     except (OSError, EOFError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def write(pipe: BinaryIO | Any, message: Any) -> None:
+def write(pipe: IO[bytes], message: Any) -> None:
     data = msgspec.json.encode(message)
     pipe.write(len(data).to_bytes(4) + data)
     pipe.flush()
 
 
-def read(pipe: Any, size: int, until: float) -> bytes:
+def read(pipe: int, size: int, until: float) -> bytes:
     """Raises EOFError: nothing more comes, or not by then."""
-    found = bytearray()
+    found, ready = bytearray(), select.poll()  # select.select knows no more than 1,024 files
+    ready.register(pipe, select.POLLIN)
     while len(found) < size:
         left = until - time.monotonic()
-        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+        if left <= 0 or not ready.poll(1000 * left):
             raise EOFError
-        piece = pipe.read1(min(size - len(found), 1 << 20))
+        piece = os.read(pipe, min(size - len(found), 1 << 20))
         if not piece:
             raise EOFError
         found += piece
@@ -143,9 +156,8 @@ def serve() -> None:
     while len(head := sys.stdin.buffer.read(4)) == 4:
         job = msgspec.json.decode(sys.stdin.buffer.read(int.from_bytes(head)))
         options = ChatOptions(**job["options"])
-        signal.alarm(
-            int(options.seconds + GRACE_S) + 1
-        )  # ends us, also when nobody is left to do it
+        # Ends us, also when nobody is left to do it.
+        signal.alarm(int(options.seconds + GRACE_S) + 1)
         write(sys.stdout.buffer, answered(job, options))
         signal.alarm(0)
 

@@ -36,17 +36,15 @@ def tagged_parameters(
     """
     begin, named, end = call
     first, after_key, last = parameter
-    known = {first: "key", end: "end calls" if outer else "end content"}
+    known = {first: "key", end: "end content"}
+    states = {"content": State("content", {begin: "name"})}
     if outer is not None:
-        known[outer[1]] = "end content"  # where the call's own end was left out
+        known |= {end: "end more", outer[1]: "end content"}  # where the call's own end was left out
         states = {
             "content": State("content", {outer[0]: "calls"}),
             "calls": State("skip", {begin: "name"}),
             "more": State("close", {begin: "name", outer[1]: "content"}),
         }
-        known[end] = "end more"
-    else:
-        states = {"content": State("content", {begin: "name"})}
     marks = {after_key: "value"} | ({typed[0]: "text", typed[1]: "value"} if typed else {})
     states |= {
         "name": State("name", {named: "parameters"}),
@@ -61,10 +59,15 @@ def tagged_parameters(
         spelled = Parameter(f"{first}KEY{typed[1]}", last, f"{first}KEY{typed[0]}")
     wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
     if outer is not None and together:
-        wrap = Wrap(wrap.begin, end + GAP, "", outer[0] + GAP, outer[1], parameter=spelled)
+        wrap = _together(wrap, outer)
     elif outer is not None:
         wrap = Wrap(f"{outer[0]}{GAP}{wrap.begin}", f"{end}{GAP}{outer[1]}", GAP, parameter=spelled)
     return Format(states, signs=signs, wrap=wrap)
+
+
+def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
+    """The same for calls that stand within outer marks."""
+    return replace(wrap, end=wrap.end + GAP, between="", first=outer[0] + GAP, last=outer[1])
 
 
 def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> Format:
@@ -116,7 +119,7 @@ def pairs(
     spelled = Parameter(f"<{key}KEY</{key}{GAP}<{value}", f"</{value}")
     wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
     if outer is not None:
-        wrap = Wrap(wrap.begin, end + GAP, "", outer[0] + GAP, outer[1], parameter=spelled)
+        wrap = _together(wrap, outer)
     return Format(states | dict(more or {}), signs=signs, wrap=wrap)
 
 
