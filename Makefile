@@ -6,6 +6,7 @@
 #   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
 #   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
 #   make test-long    the slow tests
+#   make sanitize   the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv
 #   make clean        remove .venv and caches
@@ -27,7 +28,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve test test-long soak check format bench bench-peers clean
+.PHONY: install serve test test-long sanitize soak check format bench bench-peers clean
 
 install: $(INSTALLED)
 
@@ -48,6 +49,9 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
+
+sanitize: install
+	$(BIN)/python tests/ops/sanitize/run.py $(ARGS)
 
 soak: install
 	$(BIN)/python tests/processes/soak.py $(ARGS)
