@@ -6,7 +6,7 @@
 #   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
 #   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
 #   make test-long    the slow tests
-#   make sanitize   the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
+#   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv
 #   make clean        remove .venv and caches

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,38 +28,40 @@ FLAGS = (
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
 
 
-def make(which: isa.Isa, folder: Path) -> Path:
-    """The program, with the flags of the build but for the optimisation."""
-    command = [build.compiler(), *build.FLAGS, *which.flags, *FLAGS, f"-I{build.SOURCES}"]
-    sources = [*build.SOURCES.glob("*.cpp"), *HERE.glob("*.cpp")]
-    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
-    jobs = [
-        [*command, "-c", str(source), "-o", str(to)]
-        for source, to in zip(sources, objects, strict=True)
-    ]
+def compile_all(sources: Iterable[Path], flags: tuple[str, ...], folder: Path) -> list[str]:
+    command = [build.compiler(), *build.FLAGS, *flags, *FLAGS, f"-I{build.SOURCES}"]
+    objects = {source: str(folder / f"{source.stem}.o") for source in sources}
+    jobs = [[*command, "-c", str(source), "-o", to] for source, to in objects.items()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: subprocess.run(job, check=True), jobs))
-    program = folder / which.name
-    subprocess.run([*command, *map(str, objects), "-o", str(program)], check=True)
-    return program
+    return list(objects.values())
+
+
+def run(which: isa.Isa, checks: list[str], folder: Path) -> int:
+    """The program's exit status: 0 if all is well, 77 if the operating system does not give what it needs."""
+    folder.mkdir()
+    kernels = compile_all(build.SOURCES.glob("*.cpp"), which.flags, folder)
+    program = str(folder / which.name)
+    command = [build.compiler(), *build.FLAGS, *FLAGS, *checks, *kernels, "-o", program]
+    subprocess.run(command, check=True)
+    print(f"{which.name}: ", end="", flush=True)
+    return subprocess.run([program], env={**os.environ, **OPTIONS}).returncode
 
 
 def main(wanted: list[str]) -> int:
-    failed = []
-    for which in isa.usable():
-        if wanted and which.name not in wanted:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            program = make(which, Path(folder))
-            print(f"{which.name}: ", end="", flush=True)
-            code = subprocess.run([str(program)], env={**os.environ, **OPTIONS}).returncode
-        if code == 77:
-            continue  # the operating system does not give it
-        if code:
-            failed.append(which.name)
-    if failed:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checks = compile_all(
+            HERE.glob("*.cpp"), (), folder
+        )  # once: they call kernels, and hold none
+        codes = {
+            which.name: run(which, checks, folder / which.name)
+            for which in isa.usable()
+            if not wanted or which.name in wanted
+        }
+    if failed := [name for name, code in codes.items() if code not in (0, 77)]:
         print("failed:", ", ".join(failed))
-    return bool(failed)
+    return bool(failed) or not codes
 
 
 if __name__ == "__main__":
