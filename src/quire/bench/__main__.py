@@ -18,6 +18,8 @@ KINDS = {
     "peers": "throughput beside vLLM and OpenVINO, each in its own environment",
     "serving": "what serving costs: the API process's CPU, tokens a second at 1, 16 and 64 clients",
     "steps": "what a step costs the scheduler",
+    "host": "what a step of the whole engine costs beside the model, by part",
+    "streaming": "what streaming to clients costs, beside the same requests offline",
     "divergence": "how often company changes a bf16 answer",
     "structured": "what constrained output costs",
 }

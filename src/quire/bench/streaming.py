@@ -1,0 +1,149 @@
+"""`quire bench streaming`: what streaming to clients costs, beside the same requests offline.
+
+A server of ours and an engine in this process hold the same random checkpoint and take turns within each round: N requests
+that come at once, each token streamed as text to a client of its own; and the same prompts as one offline batch. The
+load generator shares the machine with the server, and is told. Linux only: CPU times come from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quire.bench import shapes
+from quire.bench.asking import KINDS, Done, Prompt, ask
+from quire.bench.figures import failures
+from quire.bench.http import HttpFailed
+from quire.bench.load import Arrivals, run
+from quire.bench.serving import Running, started
+from quire.errors import QuireError
+
+GOAL = 0.05  # of the offline speed
+SPECIAL = ("<|pad|>", "<|end|>")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quire bench streaming", description=__doc__)
+    add = parser.add_argument
+    add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    add("--clients", type=int, default=32, metavar="N")
+    add("--input-len", type=int, default=128, metavar="TOKENS")
+    add("--output-len", type=int, default=64, metavar="TOKENS")
+    add("--rounds", type=int, default=3, help="medians are told")
+    add("--flags", default="", metavar="WORDS", help="more flags for the server")
+    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
+    add("--out", type=Path, help="folder for the result; unset: print only")
+    given = parser.parse_args(argv)
+    try:
+        found = asyncio.run(_measure(given))
+    except QuireError as why:
+        print(f"quire bench streaming: error: {why}", file=sys.stderr)
+        return 1
+    text = table(found)
+    print(text)
+    if given.out is not None:
+        from quire.bench import report
+
+        kept = {"command": " ".join(["quire bench streaming", *argv]), "shape": given.shape, **found}  # fmt: skip
+        print(f"kept in {report.keep(given.out, 'streaming', 'What streaming costs', kept, text)}")
+    return 0
+
+
+async def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    from quire.bench.contenders import Quire
+
+    shape = shapes.SHAPES[given.shape]
+    workload = shapes.Workload(given.clients, given.input_len, given.output_len)
+    prompts = workload.prompts(shape.vocab)
+    model = readable(shapes.checkpoint(shape, "bfloat16", given.cache), shape.vocab)
+    length = given.input_len + given.output_len + 1
+    room = given.clients * (length + 128) * shape.kv_elements * 2
+    flags = f"--max-num-seqs {given.clients} --max-model-len {length} --kv-cache-memory-bytes {room} --no-enable-prefix-caching"
+    command = f"{shlex.quote(sys.executable)} -m quire serve {{model}} --port {{port}} {flags} {given.flags}"
+    times: dict[str, list[float]] = {"offline": [], "streaming": [], "generator": []}
+    async with started("quire", command, str(model)) as running:
+        engine = Quire(model, "bfloat16", given.clients, length, {"kv_cache_memory_bytes": room})
+        try:
+            warm = shapes.Workload(2, 8, 2)
+            engine.run(warm, warm.prompts(shape.vocab))
+            await _stream(running, warm.prompts(shape.vocab), 2)
+            for number in range(1, given.rounds + 1):
+                times["offline"].append(engine.run(workload, prompts).seconds)
+                began, own = time.perf_counter(), time.process_time()
+                await _stream(running, prompts, given.output_len)
+                times["streaming"].append(time.perf_counter() - began)
+                times["generator"].append(time.process_time() - own)
+                print(
+                    f"round {number}  offline {times['offline'][-1]:.3f} s  streaming {times['streaming'][-1]:.3f} s",
+                    flush=True,
+                )
+        finally:
+            engine.close()
+    return {"clients": given.clients, "tokens": workload.rows * workload.output, "seconds": times}
+
+
+async def _stream(running: Running, prompts: list[list[int]], output: int) -> None:
+    """All at once. Raises HttpFailed: one failed, or had another number of tokens."""
+    kind = KINDS["openai"]
+
+    async def one(number: int) -> Done:
+        more = {"model": running.model, "temperature": 0.0, "prompt": prompts[number]}
+        asked = Prompt("", len(prompts[number]), output)
+        return await ask(
+            running.server, kind, kind.path, asked, more, ignore_eos=True, clock=time.perf_counter
+        )
+
+    done, _ = await run(one, len(prompts), Arrivals(), 0, lambda _: None)
+    if wrong := failures(done):
+        raise HttpFailed(wrong)
+    if any(one.output_tokens != output or (len(one.itls) < output // 2 - 1) for one in done):
+        raise HttpFailed(f"an answer was not {output} tokens, or came in few pieces")
+
+
+def readable(path: Path, vocab: int) -> Path:
+    """The checkpoint beside a made-up tokenizer in which every token is a word; made once."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = path.with_name(f"{path.name}-readable")
+    done = folder / "config.json"  # written last
+    if done.exists():
+        return folder
+    folder.mkdir(exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *letters, *(f"Ġ{number}" for number in range(vocab))][:vocab]
+    tokenizer = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}', encoding="utf-8")
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        os.symlink((path / "model.safetensors").absolute(), weights)
+    done.write_text((path / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def table(found: dict[str, Any]) -> str:
+    offline, streaming, own = (median(found["seconds"][name]) for name in ("offline", "streaming", "generator"))  # fmt: skip
+    tokens, cost = found["tokens"], cost_of(found["seconds"])
+    return "\n".join([
+        "| clients | offline, tokens/s | streamed, tokens/s | streaming costs | goal | the load's own cores |",
+        "|---|---|---|---|---|---|",
+        f"| {found['clients']} | {tokens / offline:.1f} | {tokens / streaming:.1f} | {cost:.1%} | {GOAL:.0%} | {own / streaming:.2f} |",
+    ])  # fmt: skip
+
+
+def cost_of(seconds: dict[str, list[float]]) -> float:
+    """The share of the offline speed that is lost: median over rounds, each against its own neighbour."""
+    pairs = zip(seconds["offline"], seconds["streaming"], strict=True)
+    return median(1 - offline / streaming for offline, streaming in pairs)

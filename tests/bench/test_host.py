@@ -1,0 +1,67 @@
+"""The host's share of a step, and the cost of streaming: the arithmetic, and one run of each on a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.bench import host, streaming
+from quire.bench.__main__ import main
+from quire.bench.host import HostCost, Stopwatch
+
+
+def test_parts_and_model_are_the_step():
+    spent = {
+        "plan": 1.0, "batch": 2.0, "forward": 10.0, "head": 4.0, "finish": 7.0, "launch": 20.0, "result": 0.5, "commit": 1.5,
+        "publish": 0.25,
+    }  # fmt: skip
+    parts, model = host.parts(spent, 30.0)
+    assert model == 14.0
+    assert parts == {
+        "plan": 1.0, "batch": 2.0, "launch": 1.0, "sample": 3.5, "commit": 1.5, "publish": 0.25, "other": 6.75
+    }  # fmt: skip
+    assert sum(parts.values()) + model == 30.0
+
+
+def test_share_and_verdict():
+    parts = dict.fromkeys(host.HOST, 0.1)
+    cost = HostCost(1, parts, model=97.5, step=100.0)
+    assert cost.share == pytest.approx(0.025)
+    assert "goal 3%: met" in cost.line("qwen3-0.6b")
+    assert "goal" not in cost.line("tiny")
+    assert "missed" in HostCost(1, parts, model=96.0, step=100.0).line("qwen3-0.6b")
+
+
+def test_a_stopwatch_adds_up_until_it_is_read(monkeypatch):
+    clock = iter([0.0, 0.002, 1.0, 1.003])
+    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
+    watch = Stopwatch()
+    double = watch.around("double", lambda n: 2 * n)
+    assert (double(1), double(2)) == (2, 4)
+    assert watch.read() == {"double": pytest.approx(5.0)}
+    assert watch.read() == {}
+
+
+def test_host_measures_the_real_engine(tmp_path, capsys):
+    words = ["host", "--shape", "tiny", "--rows", "1", "4", "--steps", "3", "--cache", str(tmp_path)]  # fmt: skip
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["1", "4"]
+    assert len(list((tmp_path / "out").glob("*-host-*.md"))) == 1
+
+
+def test_streaming_is_set_against_its_own_round():
+    seconds = {"offline": [1.0, 2.0, 9.0], "streaming": [1.25, 2.5, 10.0], "generator": [0.1, 0.1, 0.1]}  # fmt: skip
+    assert streaming.cost_of(seconds) == pytest.approx(0.2)
+    found = {"clients": 4, "tokens": 100, "seconds": seconds}
+    assert "| 4 | 50.0 | 40.0 | 20.0% | 5% | 0.04 |" in streaming.table(found)
+
+
+def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
+    from tokenizers import Tokenizer
+
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text("{}")
+    folder = streaming.readable(tmp_path / "made", 512)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 512
+    assert tokenizer.decode([300, 511]) == " 42 253"
