@@ -8,9 +8,10 @@ import pagemodel
 import pytest
 
 from quire.api.llm import LLM
+from quire.api.metrics import Counter, Histogram
 from quire.errors import ValidationError
 from quire.frontend.outputs import BeamSearchOutput
-from quire.protocol.params import BeamSearchParams
+from quire.protocol.params import BeamSearchParams, SamplingParams
 
 
 def model(llm: LLM) -> pagemodel.Model:
@@ -138,3 +139,19 @@ def test_progress(llm: LLM, capsys: pytest.CaptureFixture[str]):
     assert "2/2" in shown
     llm.beam_search(["a", "b"], params)
     assert capsys.readouterr().err == ""
+
+
+def test_a_search_is_one_request_in_the_metrics(llm: LLM):
+    llm.beam_search([[4, 5], [9]], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
+    llm.generate("the", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    found = llm.get_metrics()
+    by_name = {one.name: one for one in found if isinstance(one, Histogram)}
+    assert by_name["vllm:e2e_request_latency_seconds"].count == 3
+    assert by_name["vllm:request_generation_tokens"].sum == 2 * 3 * 4 + 2
+    assert by_name["vllm:request_prompt_tokens"].sum == 2 + 1 + 1
+    ends = {
+        one.labels["finished_reason"]: one.value
+        for one in found
+        if isinstance(one, Counter) and one.name == "vllm:request_success"
+    }
+    assert {reason: count for reason, count in ends.items() if count} == {"length": 2 * 3 + 1}

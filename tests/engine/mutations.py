@@ -128,7 +128,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a taken block keeps its hash": (POOL, "        self.forget(block)\n        self.refs[block] = 1", "        self.refs[block] = 1"),
     "sharing leaves a block free": (POOL, "            del self.free[block]\n", "            pass\n"),
     "the hash ignores the adapter": (HASHING, '"" if adapter is None else', '"" if True else'),
-    "the hash ignores the salt": (HASHING, 'f"{len(salt)}:{salt}{named}"', 'f"{named}"'),
+    "the hash ignores the salt": (HASHING, '{len(salt)}:{salt}{named}', '{named}'),
     "the hash ignores the parent": (HASHING, "(hashes[-1] if hashes else root)", "root"),
 }  # fmt: skip
 

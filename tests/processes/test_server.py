@@ -130,6 +130,23 @@ def test_too_many_at_once_are_told_to_come_back(server: Served):
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
 
 
+def test_a_request_that_leaves_no_token_is_told_so_and_no_other(server: Served):
+    """Its first token may be "a", its second may only be "b", which is not allowed."""
+    (only,) = server.post("/tokenize", prompt="a", add_special_tokens=False)["tokens"]
+    asked = {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [only]}
+    why = "structured_outputs and allowed_token_ids together exclude them all"
+    whole = server.client.post(TEXT, json=GREEDY | asked)
+    assert whole.status_code == 400
+    assert why in whole.json()["error"]["message"]
+    with server.client.stream("POST", TEXT, json=GREEDY | asked | {"stream": True}) as answer:
+        events = [line for line in answer.iter_lines() if line]
+    begun, error, done = (line.removeprefix("data: ") for line in events)
+    assert json.loads(begun)["choices"][0]["text"] == "a"
+    assert json.loads(error)["error"]["code"] == 400
+    assert why in json.loads(error)["error"]["message"]
+    assert done == "[DONE]"
+
+
 def test_named_functions_of_the_engine(server: Served):
     assert server.post("/reset_prefix_cache") == {"success": True}
     facts = server.post("/collective_rpc", method="facts")["results"]
@@ -224,3 +241,5 @@ def test_a_model_that_cannot_be_loaded_is_one_report(checkpoint: str, tmp_path: 
     assert len(errors) == 1
     assert errors[0] == server.lines[-1]
     assert "model.safetensors" in errors[0]
+    why = errors[0].partition("error: ")[2].strip()
+    assert [line for line in server.lines if why in line] == errors

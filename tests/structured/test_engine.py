@@ -195,7 +195,10 @@ def test_no_token_left_is_an_error_of_one(plain: Engine):
     )
     plain.client.submit(EngineRequest("y", prompt(5), params(Form(regex="[0-9]{3}"))))
     ended = finished(plain, {"x", "y"})
-    assert "no token is left" in (ended["x"].error or "")
+    assert ended["x"].error_kind == "invalid"
+    assert ended["x"].error == (
+        "no token is left to choose: structured_outputs and allowed_token_ids together exclude them all"
+    )
     assert ended["y"].finish == "stop"
 
 

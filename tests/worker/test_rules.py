@@ -189,13 +189,18 @@ def test_prompt_logprobs(mode, chunks):
 
 
 def test_no_token_left_fails_its_row_alone():
-    cornered = made({"allowed_token_ids": [5, 6], "bad_word_ids": [[5], [6]]}, temperature=0.0)
+    cornered = made(
+        {"allowed_token_ids": [5, 6], "bad_words": ["a", "b"], "bad_word_ids": [[5], [6]]},
+        temperature=0.0,
+    )
     free = made({}, temperature=0.0)
     for temperature in (0.0, 1.0):
         cornered.temperature = temperature
         _, (result,) = generate(
             make_worker(MODEL), {0: (PROMPTS[0], free), 1: (PROMPTS[0], cornered)}, 1
         )
-        assert list(result.errors) == [1]
-        assert "no token is left to choose" in result.errors[1]
+        assert result.errors == {
+            1: "no token is left to choose: allowed_token_ids and bad_words together exclude them all"
+        }
+        assert result.invalid == [1]
         assert result.tokens[0] == TEXT[:1]

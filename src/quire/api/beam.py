@@ -8,6 +8,7 @@ Prefix caching makes a step cost about one token a beam. Knows `LLM`. Does not k
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def search(
 def _together(
     llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams, step: SamplingParams
 ) -> list[BeamSearchOutput]:
+    began = time.monotonic()
     inputs, salts = llm.front.inputs, [prompt.salt for prompt in prompts]
     searches = []
     for prompt in prompts:
@@ -73,12 +75,16 @@ def _together(
                 prompt = Prompt(tokens=beam.tokens, salt=salt)
                 id = f"beam-{next(llm.request_counter)}"
                 asked.append(inputs.accept(prompt, step, id=id, limited=False))
+                asked[-1].inner = True
         answers = iter(llm.run_accepted(asked))
         for one in searches:
             _advance(one, [next(answers) for _ in one.beams], params, llm)
         if not any(one.beams for one in searches):
             break
-    return [_result(llm, one, params) for one in searches]
+    results = [_result(llm, one, params) for one in searches]
+    for one, result in zip(searches, results, strict=True):
+        llm.watch.searched(began, one.num_prompt, result, params.max_tokens)
+    return results
 
 
 def _advance(one: Search, answers: list[RequestOutput], params: BeamSearchParams, llm: LLM) -> None:

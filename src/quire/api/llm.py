@@ -264,7 +264,10 @@ class LLM(Later):
             if output is None or not output.finished:
                 continue
             self._kept[output.request_id] = output
-            self.watch.finished(output, collector.params)
+            if collector.accepted.inner:
+                self.watch.passed_over(output)
+            else:
+                self.watch.finished(output, collector.params)
             for one in output.outputs:
                 if one.finish_reason == "error":
                     log.error("request %s failed: %s", output.request_id, one.error)

@@ -6,12 +6,13 @@ Knows a client's statistics and finished requests. The rows are `observe/rows.py
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.client import EngineClient
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.observe.metrics import Metrics, cache_info
 from quire.observe.requests import RequestTimer
 from quire.observe.stats_log import StatsLog
@@ -62,15 +63,15 @@ class Watch:
         asked = client.resolved.asked
         observe = asked.observe
         self.client = client
+        self.beside: Counts[str] = Counts()
+        """Ends of requests, by reason, that the engine counted and we do not (below 0), or the reverse."""
         self.metrics = Metrics(
             name, process=False, http=False,
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
         ready = client.ready
         more = {"num_gpu_blocks": ready.num_blocks, "block_size": ready.block_size}
-        self.metrics.attach(
-            lambda: engine_stats(client), ready.max_model_len, cache_info(asked.cache, **more)
-        )
+        self.metrics.attach(self._stats, ready.max_model_len, cache_info(asked.cache, **more))
         self.interval = asked.observe.log_stats_interval
         self._log: StatsLog | None = None
         if not asked.observe.disable_log_stats:
@@ -90,6 +91,25 @@ class Watch:
             n=params.n,
             times=metrics,
         )
+
+    def passed_over(self, output: RequestOutput) -> None:
+        """A part of a search ended: it was nobody's request."""
+        self.beside.subtract(str(one.finish_reason) for one in output.outputs)
+
+    def searched(self, began: float, num_prompt: int, found: BeamSearchOutput, most: int) -> None:
+        """A beam search ended, begun at `began` (time.monotonic()): one request with several outputs."""
+        self.beside.update(str(one.finish_reason) for one in found.sequences)
+        RequestTimer(self.metrics, began).end(
+            prompt_tokens=num_prompt, cached=0,
+            output_tokens=[len(one.tokens) - num_prompt for one in found.sequences],
+            max_tokens=most, n=len(found.sequences),
+        )  # fmt: skip
+
+    def _stats(self) -> EngineStats:
+        stats = engine_stats(self.client)
+        for reason, count in self.beside.items():
+            stats.finished[reason] = stats.finished.get(reason, 0) + count
+        return stats
 
     def tick(self) -> None:
         """Between steps: the statistics line, when it is due."""

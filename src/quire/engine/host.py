@@ -189,9 +189,9 @@ class EngineHost:
             self._deaths.popleft()
         text = died.error
         if began or len(self._deaths) > self.patience.restarts:
-            if not began:
+            if not began:  # a start that fails is reported by whoever waits for it
                 text += f" (and {len(self._deaths)} times in a row: it is not started again)"
-            log.error("%s%s", text, f"\n{died.traceback}" if died.traceback and not began else "")
+                log.error("%s%s", text, f"\n{died.traceback}" if died.traceback else "")
             self._publish(State(state.generation, "dead", error=text, traceback=died.traceback))
             return False
         log.error("%s; it is started again\n%s", text, died.traceback)

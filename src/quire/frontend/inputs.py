@@ -46,6 +46,8 @@ class Accepted:
     children: list[EngineRequest]
     """What goes to the engine: one for each output."""
     arrived: float
+    inner: bool = False
+    """Part of a larger request, which is counted as one."""
 
     def rename_children(self, number: int) -> None:
         """Ids that the engine does not know yet; `id`, which the user knows, stays."""

@@ -54,6 +54,7 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, Logprobs] = {}
     errors: dict[int, str] = {}  # this request alone fails, with this reason
+    invalid: list[int] = []  # of those: they failed by what was asked for
     extras: dict[str, bytes] = {}  # hook -> gate
     certain: dict[
         int, list[int]

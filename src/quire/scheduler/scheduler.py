@@ -328,7 +328,8 @@ class Scheduler:
             if request.finish is not None:
                 continue
             if result.errors and (error := result.errors.get(index)) is not None:
-                outputs.append(self._fail(request, error))
+                kind: ErrorKind = "invalid" if index in result.invalid else "internal"
+                outputs.append(self._fail(request, error, kind))
                 continue
             if most:
                 if request.row != NO_ROW:
@@ -380,10 +381,10 @@ class Scheduler:
             output.prompt_logprobs = logprobs
         return output
 
-    def _fail(self, request: Request, error: str) -> EngineOutput:
+    def _fail(self, request: Request, error: str, kind: ErrorKind = "internal") -> EngineOutput:
         self.kv.retract(request)
         self._end(request, "error")
-        return EngineOutput(request.id, [], "error", error=error, client=request.client)
+        return EngineOutput(request.id, [], "error", None, error, kind, client=request.client)
 
     def fail_step(self, step: int, error: str) -> list[EngineOutput]:
         """The step could not be run: its requests end with `error`, and so do those that share its KV."""

@@ -12,20 +12,32 @@ import torch
 from torch import Tensor
 
 from quire.protocol.output import Logprobs
+from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepResult
 from quire.worker.sample.logprobs import Scored
 
 NOT_FINITE, NO_TOKEN_LEFT = 1, 2
-MESSAGES = {
-    NOT_FINITE: (
-        "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
-        " may not fit this input: try dtype=float32 or bfloat16"
-    ),
-    NO_TOKEN_LEFT: (
-        "no token is left to choose: allowed_token_ids, bad_words, min_tokens, logit_bias or a logits"
-        " processor together exclude them all"
-    ),
-}
+NO_NUMBER = (
+    "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
+    " may not fit this input: try dtype=float32 or bfloat16"
+)
+EXCLUDE = (
+    "structured_outputs", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "thinking_token_budget",
+)  # fmt: skip
+"""Fields of SamplingParams that leave out tokens."""
+
+
+def none_left(params: SamplingParams | None) -> str:
+    """Why a request can go nowhere, by the fields that it sets."""
+    asked = [name for name in EXCLUDE if getattr(params, name, None)]
+    match asked:
+        case []:
+            who = "its logits processors exclude them all"
+        case [one]:
+            who = f"{one} excludes them all"
+        case [*others, last]:
+            who = f"{', '.join(others)} and {last} together exclude them all"
+    return f"no token is left to choose: {who}"
 
 
 class Outcome:
@@ -36,11 +48,13 @@ class Outcome:
         self.items: list[int] = []
         self.tokens_S: Tensor | None = None
         self.codes_S: Tensor | None = None
+        self.params: list[SamplingParams | None] = []  # by row of S
         self.scored: list[
             tuple[Scored, list[tuple[int, int]]]
         ] = []  # with (item, position) of each
         self.prompts: dict[int, tuple[int, Scored]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item
+        self.invalid: list[int] = []  # items that failed by what was asked for
         self.event: torch.Event | None = None
 
     def leave_device(self) -> None:
@@ -62,16 +76,19 @@ class Outcome:
         if self.event is not None:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
-        errors = dict(self.errors)
+        errors, invalid = dict(self.errors), list(self.invalid)
         if self.tokens_S is not None and self.codes_S is not None:
             codes = self.codes_S.tolist()
-            for item, token, code in zip(self.items, self.tokens_S.tolist(), codes, strict=True):
+            drawn = zip(self.items, self.tokens_S.tolist(), codes, strict=True)
+            for at, (item, token, code) in enumerate(drawn):
                 tokens[item] = [token]
-                if code:
-                    errors.setdefault(item, MESSAGES[code])
+                if code and item not in errors:
+                    refused = code == NO_TOKEN_LEFT
+                    errors[item] = none_left(self.params[at]) if refused else NO_NUMBER
+                    invalid += [item] * refused
         logprobs: dict[int, Logprobs] = {}
         for scored, places in self.scored:
             for at, (item, position) in enumerate(places):
                 logprobs[item] = scored.report(position, at, at + 1)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
-        return StepResult(self.step, tokens, logprobs, prompts, errors)
+        return StepResult(self.step, tokens, logprobs, prompts, errors, invalid)

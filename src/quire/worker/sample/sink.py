@@ -82,7 +82,7 @@ class SampleSink:
         self.prompts: dict[
             int, int
         ] = {}  # rows that want their prompt's scores: how many of the best
-        self.broken: dict[int, str] = {}  # rows that fail as soon as they run
+        self.broken: dict[int, str] = {}  # rows that fail as soon as they run, by their parameters
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> None:
@@ -145,6 +145,7 @@ class SampleSink:
             self._score_prompts(plan, batch, hidden_TD, outcome)
         if drawing := batch.drawing:
             outcome.items = drawing
+            outcome.params = [self.rows.params[plan.work[index].row] for index in drawing]
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
             logits_SV = self.model.logits(hidden_SD)
@@ -155,6 +156,7 @@ class SampleSink:
             for index, item in enumerate(plan.work):
                 if (error := self.broken.get(item.row)) is not None:
                     outcome.errors[index] = error
+                    outcome.invalid.append(index)
         outcome.leave_device()
         return outcome
 
