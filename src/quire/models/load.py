@@ -50,11 +50,12 @@ WRAPPERS = re.compile(
 )
 """What checkpoints of text models inside wrappers put before the names of the text model."""
 
-COMPUTED = re.compile(
+UNUSED = re.compile(
     r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias"
-    r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)|[kv]_proj\.output_scale)$"
+    r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)"
+    r"|(?:\w+_proj|lm_head)\.(?:(?:input|output)_(?:global_)?(?:scale|zero_point)|weight_shape))$"
 )
-"""Tensors that old checkpoints store and everybody works out; and scales of a cache that is stored otherwise here."""
+"""What old checkpoints store and everybody works out; scales of caches and activations, which find their own here."""
 
 SHOWN = 5  # names in a message
 
@@ -198,7 +199,7 @@ def fill(
             filled.add(name)
         elif name == "lm_head.weight":
             aside[name] = tensor
-        elif not COMPUTED.search(name) and not _nothing(name, tensor):
+        elif not UNUSED.search(name) and not _nothing(name, tensor):
             (odd if _of_the_decoder(name, len(model.model.layers)) else outside).append(called)
     _settle_head(model, slots, filled, aside, device)
     if missing := _missing(slots, filled):

@@ -22,12 +22,6 @@ from quire.quantization.stored import (
     kernels_for,
 )
 
-UNUSED = {
-    name: Stored((1,), torch.float32, each=True, optional=True)
-    for name in ("input_scale", "input_zero_point", "input_global_scale", "output_scale")
-}
-"""What is stored of activations."""
-
 
 class CompressedInt8(AsStored):
     """weight [O, I] int8, weight_scale [O, 1] or [1]."""
@@ -36,7 +30,6 @@ class CompressedInt8(AsStored):
         return {
             "weight": Stored((num_out, num_in), torch.int8),
             "weight_scale": scales(self.layout.strategy, num_out),
-            **UNUSED,
         }
 
     def become(self, layer: Linear) -> None:
@@ -53,7 +46,7 @@ class CompressedPacked(AsStored):
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
         per = 32 // self.layout.bits
-        groups = num_in // self.layout.group if self.layout.group > 0 else 1
+        groups = -(-num_in // self.layout.group) if self.layout.group > 0 else 1
         grouped = self.layout.strategy == "group"
         zeros = Stored((-(-num_out // per), groups), torch.int32, per=per)
         return {
@@ -61,10 +54,8 @@ class CompressedPacked(AsStored):
             "weight_scale": Stored((num_out, groups), torch.float32)
             if grouped
             else scales(self.layout.strategy, num_out),
-            "weight_shape": Stored((2,), torch.int64, each=True, optional=True),
             "weight_g_idx": Stored((num_in,), torch.int32, each=True, optional=True),
             **({} if self.layout.symmetric else {"weight_zero_point": zeros}),
-            **UNUSED,
         }
 
     def become(self, layer: Linear) -> None:

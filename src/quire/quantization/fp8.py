@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.layers.linear import Linear, Stored
 from quire.quantization.base import settle
-from quire.quantization.compressed import UNUSED, scale_by_output, scales
+from quire.quantization.compressed import scale_by_output, scales
 from quire.quantization.stored import AsStored, kernels_for
 
 
@@ -33,7 +33,6 @@ class Float8(AsStored):
         return {
             "weight": Stored((num_out, num_in), torch.float8_e4m3fn),
             self.scale: found,
-            **UNUSED,
         }
 
     def become(self, layer: Linear) -> None:
