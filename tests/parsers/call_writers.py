@@ -216,7 +216,7 @@ WRITERS: dict[str, list[Writer]] = {
         each(lambda c: f"<|tool_call>call:{c[0]}{gemma(c[1], '<|' + chr(34) + '|>')}<tool_call|>", "")
     ],
     "functiongemma": [
-        each(lambda c: f"<start_function_call>call:{c[0]}{gemma(c[1], '<escape>')}<end_function_call>")
+        each(lambda c: f"<start_function_call>call:{c[0]}{gemma(c[1], '<escape>')}<end_function_call>", "")
     ],
     "olmo3": [
         lambda calls: f"<function_calls>\n{each(python_call)(calls)}\n</function_calls>",

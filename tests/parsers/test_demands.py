@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from call_writers import WRITERS
+from call_writers import TOOLS as WRITTEN
+from call_writers import WRITERS, calls
 from parsed_text import together
 from tiny_llama import make_checkpoint
 
@@ -26,6 +28,7 @@ from quire.frontend.parsers.constrain import (
 )
 from quire.frontend.parsers.engine import Parser
 from quire.frontend.parsers.formats import ANY_CALLS, TOOLS
+from quire.frontend.parsers.literals import arguments
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.schema import Tools
 from quire.frontend.parsers.table import compose
@@ -48,6 +51,8 @@ def written(form: dict[str, Any], count: int) -> str:
             return written(form["content"], count)
         case "any_text":
             return "hm"
+        case "regex":
+            return "3"
         case "json_schema":
             return "3" if form["json_schema"].get("type") == "integer" else '{"count": 3}'
         case "tag":
@@ -118,7 +123,8 @@ def test_an_answer_keeps_its_form_after_thoughts(kind: str, name: str) -> None:
     assert (ended == asked) == (name != "openai_gptoss")
 
 
-RICH = {
+TOOL_SCHEMA: Any = WRITTEN[0]["function"]["parameters"]  # type: ignore[index]
+RICH: dict[str, Any] = {
     "type": "object",
     "properties": {
         "text": {"type": "string"}, "kind": {"enum": ["a", "b c"]}, "count": {"type": "integer"},
@@ -133,9 +139,19 @@ MARKED = [
 ]
 FREE = [{"type": "function", "function": {"name": "zap", "parameters": RICH}}, {"function": {"name": "g.h"}}]  # fmt: skip
 ARGUMENTS = {"text": "it's <b>\nso", "kind": "b c", "count": 3, "tags": ["x"]}
-# Formats that no grammar of ours writes; and those whose calls it cannot see begin in running text.
-UNSAID = {"pythonic", "llama4_pythonic", "olmo3", "lfm2", "gemma4", "functiongemma"}
-UNSEEN = {"llama3_json", "xlam"}
+# The same without a reference: Python's and Gemma's ways to write values know none.
+WORDS = {
+    **RICH,
+    "properties": {**RICH["properties"], "tags": {"type": "array", "items": {"type": "string"}}},
+}  # type: ignore[dict-item]
+del WORDS["$defs"]
+PLAIN = [{"type": "function", "function": {**t["function"], "parameters": WORDS}} for t in MARKED]  # type: ignore[dict-item]
+# Formats in which the grammar cannot see where calls begin in running text.
+UNSEEN = {"llama3_json", "xlam", "pythonic"}
+GEMMA = {"gemma4", "functiongemma"}
+DIALECTS = {
+    name for name, format in TOOLS.items() if format.wrap is not None and format.wrap.dialect
+}
 
 
 @pytest.fixture(scope="module")
@@ -143,23 +159,23 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(make_checkpoint(tmp_path_factory.mktemp("llama")))
 
 
-@pytest.mark.parametrize("name", sorted(set(TOOLS) - UNSAID))
+@pytest.mark.parametrize("name", sorted(TOOLS))
 def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, reader: Reader) -> None:
     """The writers know nothing of grammars."""
-    format = TOOLS[name]
-    assert forced(format, MARKED) is format
+    format, tools = TOOLS[name], PLAIN if name in DIALECTS else MARKED
+    assert forced(format, tools) is format
     wanted = [("zap", ARGUMENTS), ("g.h", {"text": "t", "count": 3})]
     if format.wrap is not None and format.wrap.one:
         del wanted[1]
     texts = [write(wanted).replace("<|call|>", "") for write in WRITERS[name]]
-    only = StructuredOutputsParams(structural_tag=calls_only(format, MARKED, True))
+    only = StructuredOutputsParams(structural_tag=calls_only(format, tools, True))
     text = next(text for text in texts if reader.admits(only, text))
     wrongs = [text.replace("3", "x"), text.replace("b c", "B"), text.replace("count", "Count")]
     for wrong in (*wrongs, text.replace("zap", "zip"), text + "."):
         assert not reader.admits(only, wrong), wrong
 
     thoughts = REASONING["openai_gptoss" if format.whole else "qwen3"]
-    tag = auto_calls(format, MARKED, True, "auto", thoughts, None)
+    tag = auto_calls(format, tools, True, "auto", thoughts, None)
     assert (tag is None) == (name in UNSEEN)
     if tag is None:
         return
@@ -169,7 +185,9 @@ def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, read
         answer = "<|channel|>final<|message|>Yes."
     strict = StructuredOutputsParams(structural_tag=tag)
     loose = auto_calls(format, FREE, True, "function", thoughts, None)
-    for form in (strict, StructuredOutputsParams(structural_tag=loose)):
+    assert (loose is None) == (name in GEMMA)
+    free = strict if loose is None else StructuredOutputsParams(structural_tag=loose)
+    for form in (strict, free):
         for fine in (before + text, before + answer, answer, text):
             assert reader.admits(form, fine), fine
         assert not reader.admits(form, before + text.replace("zap", "zip"))
@@ -194,9 +212,45 @@ def test_an_answer_of_a_form_may_be_a_call_instead(name: str, reader: Reader) ->
     assert not reader.admits(form, "twelve")
 
 
-def test_formats_that_cannot_be_said_are_known() -> None:
-    assert {name for name, format in TOOLS.items() if forced(format, MARKED) is ANY_CALLS} == UNSAID
+def test_a_schema_that_a_format_cannot_say_is_written_as_a_list() -> None:
+    odd = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^a"}}}
+    strange = [{"type": "function", "function": {"name": "zap", "parameters": odd, "strict": True}}]
+    for name, format in TOOLS.items():
+        wrap = format.wrap
+        assert wrap is not None
+        listed = bool(wrap.dialect or wrap.parameter)
+        assert (forced(format, strange) is ANY_CALLS) == listed, name
+        assert (calls_of(format, strange, True, "auto") == []) == listed
+        assert (auto_calls(format, strange, True, "auto") is None) == (listed or name in UNSEEN)
+    assert all(forced(TOOLS[name], MARKED) is ANY_CALLS for name in DIALECTS)
     assert forced(None) is ANY_CALLS
-    for name in UNSAID:
-        assert auto_calls(TOOLS[name], MARKED, True, "auto") is None
-        assert calls_of(TOOLS[name], MARKED, True, "auto") == []
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS - GEMMA))
+def test_whatever_a_model_writes_as_python_is_admitted(name: str, reader: Reader) -> None:
+    rng, order = random.Random(name), list(TOOL_SCHEMA["properties"])
+    form = StructuredOutputsParams(structural_tag=calls_only(TOOLS[name], WRITTEN, True))
+    for _ in range(20):
+        wanted = [(n, dict(sorted(a.items(), key=lambda one: order.index(one[0])))) for n, a in calls(rng)]  # fmt: skip
+        texts = [write(wanted) for write in WRITERS[name]]
+        assert any(reader.admits(form, text) for text in texts), texts
+
+
+def test_which_parts_of_a_schema_python_can_say() -> None:
+    def said(**schema: Any) -> bool:
+        return arguments("python", {"properties": {"a": schema}}) is not None
+
+    fine: list[dict[str, Any]] = [
+        {"type": "integer", "title": "A", "default": 3}, {"enum": ["x", 1, None, True]}, {"const": "x"},
+        {"type": ["string", "null"]}, {"anyOf": [{"type": "number"}, {"type": "array"}]}, {"type": "object"},
+        {"type": "array", "items": {"type": "object", "properties": {"b": {"type": "boolean"}}}},
+    ]  # fmt: skip
+    assert [said(**one) for one in fine] == [True] * len(fine)
+    odd: list[dict[str, Any]] = [
+        {"type": "integer", "minimum": 1}, {"type": "string", "format": "date"}, {"$ref": "#/a"}, {}, {"type": "thing"},
+        {"enum": []}, {"enum": [[1]]}, {"type": "array", "items": {"$ref": "#"}}, {"anyOf": []}, {"type": "array", "minItems": 1},
+        {"type": "object", "properties": {"b c": {"type": "null"}}},
+    ]  # fmt: skip
+    assert [said(**one) for one in odd] == [False] * len(odd)
+    assert arguments("python", {}) == arguments("python", {"type": "object"}) != []
+    assert arguments("gemma", {}) is None

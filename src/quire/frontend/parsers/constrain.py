@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.frontend.parsers.formats import ANY_CALLS
+from quire.frontend.parsers.literals import any_arguments, arguments
 from quire.frontend.parsers.schema import Tools, function
 from quire.frontend.parsers.table import Format, Parameter, Reasoning, Wrap
 from quire.protocol.constraint import KINDS, StructuredOutputsParams
@@ -143,12 +144,11 @@ def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None
     name = str(found.get("name"))
     schema = ANY_OBJECT if free else found.get("parameters") or ANY_OBJECT
     begin, end = wrap.begin.replace("NAME", name), wrap.end
-    if wrap.parameter is None:
-        content: JSON = {"type": "json_schema", "json_schema": schema}
-        return {"type": "tag", "begin": begin, "content": content, "end": end}
-    if "properties" not in schema and set(schema) <= ROOT:
-        return {"type": "tag", "begin": begin, "content": _free_parameters(wrap.parameter), "end": end}  # fmt: skip
-    parts = _parameters(wrap.parameter, Tools([tool]), name, schema)
+    parts: list[JSON] | None = [{"type": "json_schema", "json_schema": schema}]
+    if wrap.dialect:
+        parts = any_arguments(wrap.dialect) if free else arguments(wrap.dialect, schema)
+    elif wrap.parameter is not None:
+        parts = _parameters(wrap.parameter, Tools([tool]), name, schema)
     if parts is None:
         return None
     if not parts:
@@ -160,6 +160,8 @@ def _parameters(
     parameter: Parameter, tools: Tools, name: str, schema: Mapping[str, Any]
 ) -> list[JSON] | None:
     """One part for each parameter, in the schema's order."""
+    if "properties" not in schema and set(schema) <= ROOT:
+        return [_free_parameters(parameter)]
     properties, required = schema.get("properties"), schema.get("required", [])
     if (
         not set(schema) <= ROOT

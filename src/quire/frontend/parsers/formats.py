@@ -103,6 +103,7 @@ PYTHONIC = Format(
     pythonic("", "") | {"opening": State("skip", {"[": "item"}, other="content")},
     start="opening",
     known_only=True,
+    wrap=Wrap("NAME(", ")", ", ", first="[", last="]", dialect="python"),
 )
 LLAMA4 = Format(
     pythonic("<|python_start|>", "<|python_end|>")
@@ -110,9 +111,18 @@ LLAMA4 = Format(
     start="opening",
     known_only=True,
     signs=("<|python_start|>",),
+    wrap=Wrap("NAME(", ")", ", ", "<|python_start|>[", "]<|python_end|>", dialect="python"),
 )
-OLMO3 = Format(pythonic("<function_calls>", "</function_calls>"), signs=("<function_calls>", "<functions>"))  # fmt: skip
-LFM2 = Format(pythonic("<|tool_call_start|>", "<|tool_call_end|>"), signs=("<|tool_call_start|>",))
+OLMO3 = Format(
+    pythonic("<function_calls>", "</function_calls>"),
+    signs=("<function_calls>", "<functions>"),
+    wrap=Wrap("NAME(", ")\n", "", "<function_calls>\n", "</function_calls>", dialect="python"),
+)
+LFM2 = Format(
+    pythonic("<|tool_call_start|>", "<|tool_call_end|>"),
+    signs=("<|tool_call_start|>",),
+    wrap=Wrap("NAME(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", dialect="python"),
+)
 
 # [TOOL_CALLS][{...}] in old checkpoints; [TOOL_CALLS]name[ARGS]{...}, or without [ARGS], in newer ones.
 MISTRAL = Format(
@@ -251,7 +261,9 @@ def called(begin: str, end: str, dialect: str) -> Format:
         "arguments": State("arguments", then="close", dialect=dialect),
         "close": State("close", {end: "content"}),
     }
-    return Format(states, signs=(begin,))
+    return Format(
+        states, signs=(begin,), wrap=Wrap(f"{begin}call:NAME{{", f"}}{end}", dialect=dialect)
+    )
 
 
 GEMMA4 = called("<|tool_call>", "<tool_call|>", "gemma")

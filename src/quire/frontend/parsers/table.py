@@ -107,7 +107,7 @@ class Wrap:
     """How a call is written when the grammar, and not the model, decides; NAME stands for the tool's name."""
 
     begin: str
-    """Before the arguments: JSON, or one parameter after the other."""
+    """Before the arguments, which are JSON where nothing below says another form."""
     end: str
     between: str = ""
     first: str = ""
@@ -116,6 +116,9 @@ class Wrap:
     one: bool = False
     """There cannot be several."""
     parameter: Parameter | None = None
+    """Arguments stand one by one, each in marks of its own."""
+    dialect: str = ""
+    """Arguments are written in this dialect (`literals`)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,211 @@
+"""Arguments as Python or Gemma writes them, as parts of a structural tag, from a tool's schema.
+
+Knows both ways to write values, and the plain part of JSON schemas: types, lists of values, items, properties. What
+else a schema says cannot be said here: then there is no part, and the call is written in another format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+JSON = dict[str, Any]
+
+SILENT = frozenset(("description", "title", "default", "examples", "deprecated", "$schema", "strict"))  # fmt: skip
+SAYS = {
+    "string": {"enum", "const"}, "integer": {"enum", "const"}, "number": {"enum", "const"},
+    "boolean": {"enum", "const"}, "null": set(), "array": {"items"},
+    "object": {"properties", "required", "additionalProperties"},
+}  # fmt: skip
+MOST_OPTIONAL = 24  # properties of which none must be there: each may be the first
+MOST_NESTED = 8
+INTEGER = r"-?(0|[1-9][0-9]*)"
+NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    words: Mapping[Any, str]
+    """How true, false and null are written."""
+    equals: str
+    """Between an argument's name and its value."""
+    key: tuple[str, str]
+    """Around the keys of objects, the sign after them included."""
+    comma: str
+    quote: str = ""
+    """Around a text that has no escapes; empty: texts are quoted as Python does."""
+
+
+PYTHON = Dialect({True: "True", False: "False", None: "None"}, "=", ('"', '": '), ", ")
+DIALECTS = {
+    "python": PYTHON,
+    "gemma": Dialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", '<|"|>'),
+    "functiongemma": Dialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", "<escape>"),
+}  # fmt: skip
+QUOTED = r""""([^"\\\n]|\\["'\\nrt])*"|'([^'\\\n]|\\["'\\nrt])*'"""
+ANY_PYTHON = (
+    "start: value\n"
+    'value: TEXT | NUMBER | "True" | "False" | "None" | list | dict\n'
+    'list: "[" (value (", " value)*)? "]"\n'
+    'dict: "{" (pair (", " pair)*)? "}"\n'
+    'pair: TEXT ": " value\n'
+    f"TEXT: /{QUOTED}/\n"
+    f"NUMBER: /{NUMBER}/\n"
+)
+NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+
+
+def arguments(dialect: str, schema: Mapping[str, Any]) -> list[JSON] | None:
+    """What stands between the brackets of a call; None: it cannot be said."""
+    if schema.get("type", "object") != "object" or "properties" not in schema:
+        return any_arguments(dialect) if set(schema) <= {"type", *SILENT} else None
+    return _Writer(DIALECTS[dialect]).members({"type": "object", **schema}, top=True)
+
+
+def any_arguments(dialect: str) -> list[JSON] | None:
+    if dialect != "python":
+        return None
+    one = _sequence(
+        [{"type": "regex", "pattern": NAME + "="}, {"type": "grammar", "grammar": ANY_PYTHON}]
+    )
+    return [_optional(_sequence([one, _star(_sequence([_text(", "), one]))]))]
+
+
+@dataclass(slots=True)
+class _Writer:
+    dialect: Dialect
+    depth: int = 0
+
+    def value(self, schema: Any) -> JSON | None:
+        """One value; None: the schema says what we cannot."""
+        if not isinstance(schema, Mapping) or self.depth > MOST_NESTED:
+            return None
+        said = set(schema) - SILENT
+        if said == {"anyOf"} and isinstance(schema["anyOf"], list):
+            return _either(self.value(one) for one in schema["anyOf"])
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return _either(self.value({**schema, "type": kind}) for kind in kinds)
+        if kinds is None and said and said <= {"enum", "const"}:
+            return self._listed(schema)
+        if kinds not in SAYS or not said <= {"type", *SAYS[kinds]}:
+            return None
+        if {"enum", "const"} & said:
+            return self._listed(schema)
+        return self._of(str(kinds), schema)
+
+    def _of(self, kind: str, schema: Mapping[str, Any]) -> JSON | None:
+        dialect = self.dialect
+        if kind == "string":
+            if not dialect.quote:
+                return {"type": "regex", "pattern": QUOTED}
+            return {"type": "tag", "begin": dialect.quote, "content": {"type": "any_text"}, "end": dialect.quote}  # fmt: skip
+        if kind in ("integer", "number"):
+            return {"type": "regex", "pattern": INTEGER if kind == "integer" else NUMBER}
+        if kind == "boolean":
+            return {"type": "or", "elements": [_text(dialect.words[True]), _text(dialect.words[False])]}  # fmt: skip
+        if kind == "null":
+            return _text(dialect.words[None])
+        if ("items" if kind == "array" else "properties") not in schema:
+            return self._any(kind)
+        self.depth += 1
+        found = self._list(schema) if kind == "array" else self.members(schema)
+        self.depth -= 1
+        if found is None:
+            return None
+        begin, end = "[]" if kind == "array" else "{}"
+        return _sequence([_text(begin), *found, _text(end)])
+
+    def _any(self, kind: str) -> JSON | None:
+        if self.dialect is not PYTHON:
+            return None
+        start = "start: list" if kind == "array" else "start: dict"
+        return {"type": "grammar", "grammar": ANY_PYTHON.replace("start: value", start)}
+
+    def _list(self, schema: Mapping[str, Any]) -> list[JSON] | None:
+        item = self.value(schema["items"])
+        if item is None:
+            return None
+        more = _star(_sequence([_text(self.dialect.comma), item]))
+        return [_optional(_sequence([item, more]))]
+
+    def members(self, schema: Mapping[str, Any], top: bool = False) -> list[JSON] | None:
+        """In the schema's order; `top`: as arguments."""
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if (
+            not set(schema) <= {"type", *SAYS["object"], *SILENT}
+            or not isinstance(properties, Mapping)
+            or not isinstance(required, list)
+            or not set(required) <= set(properties)
+        ):
+            return None
+        before, after = ("", self.dialect.equals) if top else self.dialect.key
+        parts = []
+        for key, one in properties.items():
+            value = self.value(one)
+            if value is None or not key.isidentifier():
+                return None
+            parts.append((_sequence([_text(f"{before}{key}{after}"), value]), key in required))
+        return self._separated(parts)
+
+    def _separated(self, parts: list[tuple[JSON, bool]]) -> list[JSON] | None:
+        """Each part, or some of them; which comes first decides where commas stand."""
+        comma, firsts, needed = _text(self.dialect.comma), [], False
+        for at, (part, must) in enumerate(parts):
+            rest = [
+                one if needs else _optional(one)
+                for one, needs in ((_sequence([comma, later]), needs) for later, needs in parts[at + 1 :])
+            ]  # fmt: skip
+            firsts.append(_sequence([part, *rest]))
+            if must:
+                needed = True
+                break
+        if len(firsts) > MOST_OPTIONAL:
+            return None
+        if not firsts:
+            return []
+        whole = firsts[0] if len(firsts) == 1 else {"type": "or", "elements": firsts}
+        return [whole if needed else _optional(whole)]
+
+    def _listed(self, schema: Mapping[str, Any]) -> JSON | None:
+        values = schema.get("enum", [schema.get("const")])
+        if not isinstance(values, list) or not values:
+            return None
+        return _either(self._literal(value) for value in values)
+
+    def _literal(self, value: Any) -> JSON | None:
+        if isinstance(value, bool) or value is None:
+            return _text(self.dialect.words[value])
+        if isinstance(value, int):
+            return _text(str(value))
+        if not isinstance(value, str):
+            return None
+        quote = self.dialect.quote
+        if not quote:
+            return _text(repr(value))
+        return None if quote in value else _text(f"{quote}{value}{quote}")
+
+
+# -- parts ----------------------------------------------------------------------------------------
+def _text(text: str) -> JSON:
+    return {"type": "const_string", "value": text}
+
+
+def _sequence(parts: list[JSON]) -> JSON:
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+
+
+def _optional(part: JSON) -> JSON:
+    return {"type": "optional", "content": part}
+
+
+def _star(part: JSON) -> JSON:
+    return {"type": "star", "content": part}
+
+
+def _either(parts: Iterator[JSON | None]) -> JSON | None:
+    found = list(parts)
+    if not found or None in found:
+        return None
+    return {"type": "or", "elements": found}
