@@ -56,6 +56,17 @@ def running(batch: Batch) -> Iterator[None]:
         _running = None
 
 
+@contextmanager
+def running_instead(batch: Batch) -> Iterator[None]:
+    """Inside a forward pass: layers see `batch`, whose tensors a recorded pass reads, in the place of the step's own."""
+    global _running
+    outer, _running = current_batch(), batch
+    try:
+        yield
+    finally:
+        _running = outer
+
+
 def current_batch() -> Batch:
     if _running is None:
         raise RuntimeError("no forward pass is running")

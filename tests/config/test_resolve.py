@@ -281,7 +281,6 @@ def test_what_does_nothing_is_said(settle, warnings, keywords, says):
 # Fields that no room reads, and why that is no lie.
 UNREAD = {
     "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
-    "enforce_eager": "nothing is captured, so it is always so",
     "prefix_caching_hash_algo": "any name means the same keyed hash; the help says so",
     "enable_server_load_tracking": "/load always counts",
     "tensor_parallel_size": "refused above 1",

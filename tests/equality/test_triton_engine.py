@@ -1,4 +1,7 @@
-"""The engine on Triton's kernels, in its interpreter: the tokens that Transformers gives, and nobody's company seen."""
+"""The engine as it is put together for CUDA, on the CPU: kernels in Triton's interpreter, staged rows, recorded steps.
+
+The tokens are those that Transformers gives, and the same in other company.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 from engines import engine, greedy, plain, prompts
+from worker.test_graphs import Recorder
 
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
@@ -18,13 +22,15 @@ from quire.protocol.params import SamplingParams
 COUNT = 4
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_tokens_are_those_of_transformers(
     kind: str, checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+    recorder = Recorder()
+    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: recorder)
     path, asked = checkpoint(kind), prompts(3, longest=30)
     settings = {"block_size": 16, "max_num_batched_tokens": 32, "attention_backend": "triton_attn"}
     drawn = SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=4)
@@ -33,3 +39,4 @@ def test_tokens_are_those_of_transformers(
         together = one.tokens(asked, [greedy(COUNT), greedy(COUNT), drawn])
         assert together[:2] == [plain(path, prompt, COUNT) for prompt in asked[:2]]
         assert one.tokens(asked[2:], drawn) == together[2:]
+        assert recorder.sizes, "no step of single tokens was replayed"

@@ -29,6 +29,8 @@ BACKENDS: dict[str, str] = {
     "TORCH_SDPA": "quire.attention.reference:ReferenceAttention",
     "CPU_ATTN": "quire.attention.cpu:NativeAttention",
     "TRITON_ATTN": "quire.attention.triton:TritonAttention",
+    "FLASH_ATTN": "quire.attention.flash:FlashAttention",
+    "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
 }
 """Name -> "module:Class". A new backend is one file and one line here."""
 

@@ -103,7 +103,7 @@ def machine() -> list[tuple[str, str]]:
     ]
     if (gpu := cuda_device()) is not None:
         major, minor = gpu.capability
-        used = cuda_missing() or "used"
+        used = cuda_missing() or ("used" if here.device == "cuda" else "not used (QUIRE_DEVICE)")
         rows.append(
             ("cuda", f"{gpu.name}, {gpu.total / GIB:.1f} GiB, compute {major}.{minor}: {used}")
         )

@@ -52,6 +52,10 @@ from quire.scheduler.scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
+    from quire.platforms.base import Platform
+    from quire.worker.batcher import Batcher
+    from quire.worker.sample.drawing import Drawing
+    from quire.worker.source import Source
     from quire.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -242,17 +246,16 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     with stages("import torch"):
         from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model
-        from quire.platforms.cpu import CpuPlatform
+        from quire.platforms.base import platform_of
         from quire.worker.rest import Rest
-        from quire.worker.rows import Rows
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
         from quire.worker.sample.thinking import ThinkingBudget
-        from quire.worker.source import TokenSource
         from quire.worker.worker import Worker
 
-        platform = CpuPlatform()
-        platform.use_threads(forecast.weights)
+        platform = platform_of(resolved.device)
+        platform.prepare(forecast.weights)
+        forecast = plan_on(platform, resolved, forecast)
     with stages("load the model"):
         model = build_model(resolved, platform)
     with stages("allocate the KV cache"):
@@ -260,16 +263,17 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         plan = replan(resolved, forecast, specs)
         log.info("memory plan\n%s", table(plan.table()))
         storages = hand_out_cache(resolved, platform, model, plan)
-    groups = plan.layout.groups
-    rows = Rows(
-        resolved.max_num_seqs, plan.max_model_len, len(groups), resolved.block_size, platform.device
-    )
-    asked = resolved.asked.model
+    batcher = build_batcher(resolved, platform, plan)
+    platform.check_room(plan.activations)
+    rows, asked = batcher.rows, resolved.asked.model
     processors = load_processors(asked.logits_processors, resolved, platform.device)
     jumps = wishes(resolved.asked.structured.structured_outputs_config).jumps
     masks = GrammarMasks(compiler, rows, jumps and not processors)
-    sink = SampleSink(model, rows, asked.logprobs_mode, [*processors, ThinkingBudget(), masks])
-    worker = Worker(platform, model, TokenSource(model), sink, [masks.hook], rows)
+    processors += [ThinkingBudget(), masks]
+    drawing = build_drawing(platform)
+    sink = SampleSink(model, rows, asked.logprobs_mode, processors, drawing=drawing)
+    source = build_source(resolved, platform, plan, model)
+    worker = Worker(platform, model, source, sink, [masks.hook], rows, batcher)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,
@@ -296,6 +300,15 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
 
 
+def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> MemoryPlan:
+    """The same sum with the device's own word: without it, a forecast can only say what there is when nothing runs."""
+    from quire.platforms.base import Memory
+
+    now = platform.plannable(Memory(forecast.total, forecast.available))
+    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
+    return make_plan(resolved, forecast.weights, now.total, now.available, specs)
+
+
 def replan(resolved: Resolved, forecast: MemoryPlan, specs: list[CacheSpec]) -> MemoryPlan:
     """The same sum with the layers' own word; it differs where a model keeps other KV than its config says."""
     return make_plan(resolved, forecast.weights, forecast.total, forecast.available, specs)
@@ -315,6 +328,46 @@ def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
             "leave kv_cache_dtype=auto",
         )
     return specs or specs_of(resolved.hf_config, dtype)
+
+
+def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> Batcher:
+    """With its rows. A device that is apart from the host keeps tables of its own and is sent what changes."""
+    from quire.worker.batcher import Batcher
+    from quire.worker.rows import Rows
+
+    lengths = resolved.max_num_seqs, plan.max_model_len
+    sizes = (*lengths, len(plan.layout.groups), resolved.block_size)
+    if "triton" not in platform.kernels:
+        return Batcher(Rows(*sizes, platform.device))
+    from quire.worker.staged import StagedBatcher, StagedRows
+
+    return StagedBatcher(StagedRows(*sizes, platform.device))
+
+
+def build_drawing(platform: Platform) -> Drawing:
+    """The functions that draw: kernels, where the platform has them."""
+    if "triton" not in platform.kernels:
+        from quire.worker.sample.drawing import PLAIN
+
+        return PLAIN
+    from quire.worker.sample.compiled import COMPILED
+
+    return COMPILED
+
+
+def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any) -> Source:
+    """Steps of single tokens are replayed, where device, backend and model allow it."""
+    from quire.worker.graphs import GraphSource, default_sizes
+    from quire.worker.source import TokenSource
+
+    source, recorder = TokenSource(model), platform.recorder()
+    layers = model.attention_layers()
+    able = getattr(model, "recordable", True) and layers and layers[0].backend.can.graphs
+    if recorder is None or not able or resolved.asked.parallel.enforce_eager:
+        return source
+    most = -(-(plan.max_model_len + 1) // resolved.block_size)
+    sizes = default_sizes(resolved.max_num_seqs)
+    return GraphSource(source, recorder, sizes, most, plan.max_model_len)
 
 
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:

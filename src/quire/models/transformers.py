@@ -61,6 +61,7 @@ class TransformersModel(LanguageModel):
     """
 
     mode: Mode
+    recordable = False  # its code may ask the device for numbers, which cannot be replayed
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, step_tokens: int = 0):
         """Wrap a model that has its weights.

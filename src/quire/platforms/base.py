@@ -6,9 +6,16 @@ out without torch is in `facts.py`, and a platform says the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import importlib
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+PLATFORMS = {
+    "cpu": "quire.platforms.cpu:CpuPlatform",
+    "cuda": "quire.platforms.cuda:CudaPlatform",
+}
+"""Device, as `PlatformFacts` names it -> "module:Class"."""
 
 
 class Memory(NamedTuple):
@@ -34,8 +41,24 @@ class Platform(Protocol):
     default_block_size: int
     default_num_batched_tokens: int
 
+    def prepare(self, weight_bytes: int) -> None:
+        """Before a model of so many bytes is loaded."""
+        ...
+
     def memory(self) -> Memory:
         """As it is now."""
+        ...
+
+    def plannable(self, forecast: Memory) -> Memory:
+        """What of a forecast, made without the device, a plan may count on."""
+        ...
+
+    def check_room(self, needed: int) -> None:
+        """Everything is allocated. Raises NotEnoughMemory: so many bytes for a step are not left."""
+        ...
+
+    def recorder(self) -> Any:
+        """What records steps (`worker/graphs.py`); None: this device cannot."""
         ...
 
     def supports(self, dtype: str) -> bool:
@@ -45,3 +68,14 @@ class Platform(Protocol):
     def preferred_dtype(self, checkpoint: str) -> str:
         """The format to compute in for weights stored as `checkpoint`."""
         ...
+
+
+def platform_of(device: str) -> Platform:
+    """The platform of a device of this machine.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    module, _, attribute = PLATFORMS[device].partition(":")
+    made: Platform = getattr(importlib.import_module(module), attribute)()
+    return made

@@ -47,8 +47,20 @@ class CpuPlatform:
             torch.set_num_threads(1)
         return torch.get_num_threads()
 
+    def prepare(self, weight_bytes: int) -> None:
+        self.use_threads(weight_bytes)
+
     def memory(self) -> Memory:
         return Memory(*facts.memory())
+
+    def plannable(self, forecast: Memory) -> Memory:
+        return forecast
+
+    def check_room(self, needed: int) -> None:
+        """Pages are there when they are touched: the plan has counted them."""
+
+    def recorder(self) -> None:
+        return None
 
     def supports(self, dtype: str) -> bool:
         return dtype in self._facts.dtypes

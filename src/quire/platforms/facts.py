@@ -23,6 +23,8 @@ from quire.logging import get_logger
 logger = get_logger(__name__)
 
 GIB = 1 << 30
+PROVEN = False
+"""Whether the CUDA platform has run on a card (`make bench-gpu`). Until then it is taken only when asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +85,12 @@ def facts() -> PlatformFacts:
     missing = (
         cuda_missing() if gpu else "no CUDA driver answers, or it has no device for this process"
     )
-    if gpu and not missing:
+    if gpu and not missing and (PROVEN or wanted == "cuda"):
         return _cuda_facts(gpu)
     if wanted == "cuda":
         raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
     if gpu:
+        missing = missing or "Quire has not been run on a card yet; QUIRE_DEVICE=cuda tries it"
         logger.info("%s is here and not used: %s", gpu.name, missing)
     return cpu_facts()
 
@@ -105,6 +108,13 @@ def cpu_facts() -> PlatformFacts:
         total_bytes=total,
         available_bytes=available,
     )
+
+
+def cuda_facts() -> PlatformFacts:
+    """Raises ConfigError: there is no device."""
+    if (gpu := cuda_device()) is None:
+        raise ConfigError("no CUDA driver answers, or it has no device for this process")
+    return _cuda_facts(gpu)
 
 
 def _cuda_facts(gpu: CudaDevice) -> PlatformFacts:

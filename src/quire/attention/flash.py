@@ -1,0 +1,88 @@
+"""Attention by the package FlashAttention, version 3 or 2, where it is installed.
+
+Knows its two functions and how they want a cache laid out. Does not know kernels. A row's bits follow its company: the
+package splits contexts by how many rows there are. Not run with the package yet, on any device: the tests check what
+is handed to it.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size, B rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire.attention import codes
+from quire.attention.base import Capabilities
+from quire.batch import Batch
+from quire.kvcache.specs import CacheSpec
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+BLOCK = 256
+"""Blocks of version 2 are multiples."""
+
+
+class FlashAttention:
+    """Cache: keys and values [blocks, block_size, K, D].
+
+    Raises:
+        ImportError: neither version is installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.version, module = 3, importlib.import_module("flash_attn_interface")
+        except ImportError:
+            self.version, module = 2, importlib.import_module("flash_attn")
+        self.module: Any = module
+        self.can = Capabilities(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            head_dims=range(8, 257, 8),
+            block_sizes=None if self.version == 3 else range(BLOCK, 4097, BLOCK),
+            kv_dtypes=frozenset({"auto", "bfloat16", "float16"}),
+            windows=True,
+            softcap=True,
+        )
+
+    def cache_parts(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[codes.Part, ...]:
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        return (codes.Part(shape, codes.DTYPES[spec.dtype]),) * 2
+
+    def plan(self, batch: Batch, group: int) -> dict[str, Any]:
+        """The arguments that all layers share."""
+        lengths_B, starts_B1 = batch.lengths_B.int(), batch.query_start_B1.int()
+        table_BN = batch.block_tables[group].int().contiguous()
+        if self.version == 3:
+            given = {
+                "cache_seqlens": lengths_B, "page_table": table_BN, "cu_seqlens_q": starts_B1,
+                "max_seqlen_q": batch.max_query,
+            }  # fmt: skip
+        else:
+            ends_B1 = torch.nn.functional.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+            given = {
+                "cu_seqlens_q": starts_B1, "cu_seqlens_k": ends_B1, "max_seqlen_q": batch.max_query,
+                "max_seqlen_k": batch.max_length, "block_table": table_BN,
+            }  # fmt: skip
+        return {"slots_T": batch.slots[group], "given": given}
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: dict[str, Any]
+    ) -> Tensor:
+        keys, values = layer.cache
+        for cache, new in ((keys, k_TKD), (values, v_TKD)):
+            cache.view(-1, *cache.shape[2:])[meta["slots_T"]] = new.to(cache.dtype)
+        run = "flash_attn_with_kvcache" if self.version == 3 else "flash_attn_varlen_func"
+        o_THD: Tensor = getattr(self.module, run)(
+            q_THD, keys, values, **meta["given"], softmax_scale=layer.scale, causal=True,
+            window_size=(-1, -1) if layer.window is None else (layer.window - 1, 0),
+            softcap=layer.softcap or 0.0,
+        )  # fmt: skip
+        return o_THD

@@ -1,0 +1,112 @@
+"""Attention by the package FlashInfer, where it is installed.
+
+Knows its wrapper and the lists that it plans with. Does not know kernels. A row's bits follow its company: the package
+splits contexts by how many rows there are. Not run with the package yet, on any device: the tests check what is handed
+to it.
+
+Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size, B rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire.attention import codes
+from quire.attention.base import Capabilities
+from quire.batch import Batch
+from quire.kvcache.specs import CacheSpec
+from quire.ops.triton.cache import write
+
+if TYPE_CHECKING:
+    from quire.layers.attention import Attention
+
+WORKSPACE = 256 << 20  # bytes, of partial results
+
+Kind = tuple[int, int, int, int, float, float]
+"""Heads, KV heads, head size, window (-1: none), softcap (0: none), scale: what a plan depends on beside the step."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the layers of a group share in one step; `ready` has the kinds of layers that are planned for."""
+
+    slots_T: Tensor
+    starts_B1: Tensor
+    block_tables: Tensor
+    lengths: list[int]
+    ready: set[Kind] = field(default_factory=set)
+
+
+class FlashInfer:
+    """Cache: keys and values [blocks, K, block_size, D], which the package calls HND.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+
+    can = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_dims=(64, 128, 256),
+        block_sizes=(16, 32, 64, 128),
+        kv_dtypes=frozenset({"auto", "bfloat16", "float16"}),
+        windows=True,
+        softcap=True,
+    )
+
+    def __init__(self) -> None:
+        self.module: Any = importlib.import_module("flashinfer")
+        self.workspace: Tensor | None = None
+        self.wrappers: dict[Kind, Any] = {}
+
+    def cache_parts(
+        self, spec: CacheSpec, num_blocks: int, block_size: int
+    ) -> tuple[codes.Part, ...]:
+        return codes.parts(spec, num_blocks, block_size)
+
+    def plan(self, batch: Batch, group: int) -> Plan:
+        lengths = batch.lengths or batch.lengths_B.tolist()
+        tables = batch.block_tables[group]
+        return Plan(batch.slots[group], batch.query_start_B1.int(), tables, lengths)
+
+    def attend(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: Plan
+    ) -> Tensor:
+        keys, values = layer.cache
+        write(layer.cache, k_TKD, v_TKD, meta.slots_T)
+        wrapper = self._wrapper(layer, q_THD, keys, meta)
+        o_THD: Tensor = wrapper.run(q_THD.contiguous(), (keys, values))
+        return o_THD
+
+    def _wrapper(self, layer: Attention, q_THD: Tensor, keys: Tensor, meta: Plan) -> Any:
+        """Planned for this step and layers like this one."""
+        window = -1 if layer.window is None else layer.window - 1
+        kind = (layer.num_heads, layer.num_kv_heads, layer.head_dim, window, layer.softcap or 0.0, layer.scale)  # fmt: skip
+        if kind not in self.wrappers:
+            if self.workspace is None:
+                self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=keys.device)
+            make = self.module.BatchPrefillWithPagedKVCacheWrapper
+            self.wrappers[kind] = make(self.workspace, "HND")
+        wrapper = self.wrappers[kind]
+        if kind not in meta.ready:
+            size = keys.shape[2]
+            used = [-(-n // size) for n in meta.lengths]
+            rows = torch.tensor([row for row, n in enumerate(used) for _ in range(n)])
+            places = torch.tensor([place for n in used for place in range(n)])
+            device = keys.device
+            indices = meta.block_tables[rows.to(device), places.to(device)].int()
+            first_B1 = torch.tensor([0, *used]).cumsum(0).int()
+            last_B = torch.tensor([(n - 1) % size + 1 for n in meta.lengths], dtype=torch.int32)
+            wrapper.plan(
+                meta.starts_B1, first_B1.to(device), indices, last_B.to(device), layer.num_heads,
+                layer.num_kv_heads, layer.head_dim, size, causal=True, sm_scale=layer.scale,
+                window_left=window, logits_soft_cap=layer.softcap or 0.0, q_data_type=q_THD.dtype,
+                kv_data_type=keys.dtype,
+            )  # fmt: skip
+            meta.ready.add(kind)
+        return wrapper

@@ -1,0 +1,121 @@
+"""NVIDIA GPUs: memory as the card says it is, recording of graphs, and what serves best on one.
+
+Knows torch's CUDA interface. Does not know models or kernels. One device a process: the first that
+CUDA_VISIBLE_DEVICES leaves.
+
+It has not run on a card yet: what needs none is tested, and `facts.py` takes this platform only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, NotEnoughMemory
+from quire.platforms import facts
+from quire.platforms.base import Memory
+
+RESERVE = 1 << 30
+"""Bytes beside weights, activations and cache: graphs' own memory, libraries' workspaces, partial results of attention,
+and what the allocator leaves between tensors."""
+WARM_UPS = 2
+"""Runs before recording: the first compiles kernels, and none may be compiled while recording."""
+
+
+class CudaPlatform:
+    """See `Platform`.
+
+    Raises:
+        ConfigError: torch finds no device, though the driver has one.
+    """
+
+    name = "cuda"
+    attention: tuple[str, ...] = ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA")
+    kernels: tuple[str, ...] = ("triton", "reference")
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "torch finds no CUDA device; is it a CUDA build, and does it fit the driver?"
+            )
+        found = facts.cuda_facts()
+        self._facts = found
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.description = found.name
+        self.default_depth = found.depth
+        self.default_block_size = found.block_size
+        self.default_num_batched_tokens = found.num_batched_tokens
+        # A row's sum must not be split by how many rows there are more than cuBLAS does by itself.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def prepare(self, weight_bytes: int) -> None:
+        """Make the context, so that what it takes is known when memory is planned."""
+        torch.cuda.init()
+        torch.zeros(1, device=self.device)
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        # What the allocator holds and no tensor has is free too.
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return Memory(total, free + kept)
+
+    def plannable(self, forecast: Memory) -> Memory:
+        """What a plan may count on: without a context the forecast could only say what the card has."""
+        now = self.memory()
+        return Memory(now.total, max(0, min(forecast.available, now.available) - RESERVE))
+
+    def check_room(self, needed: int) -> None:
+        """After everything is allocated, a step's activations must still fit.
+
+        Raises:
+            NotEnoughMemory: they do not, and the server would fail under load.
+        """
+        available = self.memory().available
+        if available < needed:
+            raise NotEnoughMemory(
+                f"{available >> 20} MiB are left on {self.description} after weights and KV cache, and a step needs"
+                f" {needed >> 20} MiB: another program may have taken memory meanwhile. Lower gpu_memory_utilization."
+            )
+
+    def recorder(self) -> CudaRecorder:
+        return CudaRecorder()
+
+    def supports(self, dtype: str) -> bool:
+        return dtype in self._facts.dtypes
+
+    def preferred_dtype(self, checkpoint: str) -> str:
+        return self._facts.preferred_dtype(checkpoint)
+
+
+class Graph:
+    """A recorded graph and its output; see worker/graphs.py."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor):
+        self.graph, self.output = graph, output
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaRecorder:
+    """Records on a stream of its own; all graphs share one pool of memory, since only one runs at a time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+
+    def record(self, run: Callable[[], Tensor]) -> Graph:
+        """See `Recorder`. What is queued on the caller's stream comes before, and after."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            output = run()
+        return Graph(graph, output)

@@ -1,0 +1,75 @@
+"""What of the CUDA platform can be known without a card: when it is chosen, and the arithmetic of its memory."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from quire.attention.base import BACKENDS
+from quire.errors import ConfigError, NotEnoughMemory
+from quire.ops.dispatch import MODULES
+from quire.platforms import cuda, facts
+from quire.platforms.base import PLATFORMS, Memory, platform_of
+from quire.platforms.cpu import CpuPlatform
+
+GIB = 1 << 30
+CARD = facts.CudaDevice("A card", 80 * GIB, (9, 0))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "cuda_device", lambda: CARD)
+    monkeypatch.setattr(facts, "cuda_missing", lambda: "")
+
+
+def platform(allocated: int, reserved: int, free: int, monkeypatch) -> cuda.CudaPlatform:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, CARD.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    return cuda.CudaPlatform()
+
+
+def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        assert facts.facts().device == "cpu"
+    assert "A card is here and not used" in caplog.text
+    monkeypatch.setenv("QUIRE_DEVICE", "cuda")
+    found = facts.facts()
+    assert (found.device, found.depth, found.block_size, found.dtypes[0]) == (
+        "cuda",
+        2,
+        16,
+        "bfloat16",
+    )
+    monkeypatch.setattr(facts, "cuda_missing", lambda: "torch was built without CUDA")
+    with pytest.raises(ConfigError, match="QUIRE_DEVICE=cuda, but torch was built without CUDA"):
+        facts.facts()
+
+
+def test_it_names_what_there_is(card, monkeypatch) -> None:
+    here = platform(0, 0, 70 * GIB, monkeypatch)
+    assert set(here.attention) <= set(BACKENDS)
+    assert set(here.kernels) <= {*MODULES, "reference"}
+    assert here.default_depth == 2
+    assert here.preferred_dtype("bfloat16") == "bfloat16"
+    assert set(PLATFORMS) == {"cpu", "cuda"}
+    assert isinstance(platform_of("cpu"), CpuPlatform)
+
+
+def test_a_plan_counts_on_what_is_free_less_a_reserve(card, monkeypatch) -> None:
+    here = platform(allocated=2 * GIB, reserved=3 * GIB, free=60 * GIB, monkeypatch=monkeypatch)
+    assert here.memory() == Memory(80 * GIB, 61 * GIB)
+    assert here.plannable(Memory(80 * GIB, 80 * GIB)) == Memory(80 * GIB, 61 * GIB - cuda.RESERVE)
+    here.check_room(61 * GIB)
+    with pytest.raises(NotEnoughMemory, match=r"62464 MiB are left on A card.*needs 62465 MiB"):
+        here.check_room(61 * GIB + (1 << 20))
+
+
+def test_a_build_of_torch_without_cuda_is_refused(card, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no CUDA device"):
+        cuda.CudaPlatform()

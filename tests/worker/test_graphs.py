@@ -1,0 +1,173 @@
+"""Graphs on the host's side: which steps are replayed, padding, when one is recorded, and what happens if it cannot be.
+
+The recorder here keeps the function and runs it again, as a device does with what it recorded: from the same memory,
+into the same memory.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from models.harness import make_batch
+from torch import Tensor
+
+from quire.batch import Batch, current_batch, running
+from quire.worker.graphs import GraphSource, Pace, default_sizes
+
+BLOCKS, LENGTH = 6, 96
+
+
+class Sum:
+    """A source whose output shows every number that layers can read, row by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def forward(self, batch: Batch) -> Tensor:
+        seen = current_batch()
+        assert seen is batch
+        self.rows.append(seen.num_rows)
+        counts = seen.query_start_B1.diff()
+        assert int(counts.sum()) == seen.num_tokens == len(seen.token_ids_T)
+        # Beyond its context a row's table may hold anything.
+        used = torch.arange(seen.block_tables[0].shape[1]) < -(-seen.lengths_B[:, None] // 16)
+        tables = [(t * used).sum(1) for t in seen.block_tables]
+        by_row = torch.stack([seen.rows_B, seen.lengths_B, *tables]).double()
+        by_token = torch.stack([seen.token_ids_T, seen.positions_T, *seen.slots]).double()
+        return torch.cat((by_row.repeat_interleave(counts, 1), by_token)).T.contiguous()
+
+
+class Again:
+    def __init__(self, run):
+        self.run, self.output = run, run()
+
+    def replay(self) -> None:
+        self.output.copy_(self.run())
+
+
+class Recorder:
+    def __init__(self, fails: tuple[int, ...] = ()):
+        self.sizes: list[int] = []
+        self.fails = fails
+
+    def record(self, run) -> Again:
+        made = Again(run)
+        self.sizes.append(len(made.output))
+        if len(made.output) in self.fails:
+            raise RuntimeError("out of memory")
+        return made
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_batch(rng: random.Random, counts: list[int]) -> Batch:
+    chunks = [(rng.randrange(50), rng.randint(0, 40), [rng.randrange(999)] * n) for n in counts]
+    tables = [[rng.randint(1, 99) for _ in range(BLOCKS)] for _ in counts]
+    return make_batch(chunks, tables, 16, num_groups=2)
+
+
+def source(
+    recorder: Recorder, sizes=(1, 2, 4), pace: Pace | None = None, tokens=(1,)
+) -> GraphSource:
+    return GraphSource(Sum(), recorder, sizes, BLOCKS, LENGTH, tokens, pace or Pace(share=1.0))
+
+
+def run(source: GraphSource, batch: Batch) -> Tensor:
+    with running(batch):
+        return source.forward(batch).clone()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_replayed_steps_equal_those_that_run_as_they_are(tokens: int) -> None:
+    rng, recorder = random.Random(1), Recorder()
+    graphs = source(recorder, tokens=(tokens,))
+    for _ in range(30):
+        batch = a_batch(rng, [tokens] * rng.randint(1, 4))
+        assert torch.equal(run(graphs, batch), run_plain(batch))
+    assert graphs.replays == 30
+    assert sorted(recorder.sizes) == [tokens, 2 * tokens, 4 * tokens]
+
+
+def run_plain(batch: Batch) -> Tensor:
+    with running(batch):
+        return Sum().forward(batch)
+
+
+def test_other_steps_run_as_they_are() -> None:
+    rng, recorder = random.Random(2), Recorder()
+    graphs = source(recorder)
+    for counts in ([1] * 5, [1, 2], [7], [2, 2]):
+        batch = a_batch(rng, counts)
+        assert torch.equal(run(graphs, batch), run_plain(batch))
+    assert (graphs.replays, graphs.eager, recorder.sizes) == (0, 4, [])
+
+
+def test_padding_is_computed_and_touches_nobody() -> None:
+    """Three rows in a graph of four: the fourth is a token at place 0 of the null block."""
+    rng = random.Random(3)
+    graphs = source(Recorder(), sizes=(4,))
+    run(graphs, a_batch(rng, [1] * 4))
+    run(graphs, a_batch(rng, [1] * 3))
+    static = graphs.recorded[4, 1][0].batch
+    assert graphs.inner.rows[-1] == 4
+    assert int(static.lengths_B[3]) == 1
+    for tensor in (static.token_ids_T, static.positions_T, *static.slots, *static.block_tables):
+        assert not tensor[3].any()
+
+
+def test_all_sizes_share_their_memory() -> None:
+    rng = random.Random(4)
+    graphs = source(Recorder())
+    for count in (1, 4, 2):
+        run(graphs, a_batch(rng, [1] * count))
+    found = {static.batch.block_tables[0].data_ptr() for static, _ in graphs.recorded.values()}
+    assert len(found) == 1
+
+
+def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
+    """Until it is a size's turn, a larger one serves, or none."""
+    rng, recorder, clock = random.Random(5), Recorder(), Clock()
+    pace = Pace(share=0.25, clock=clock)
+    graphs = source(recorder, pace=pace)
+    run(graphs, a_batch(rng, [1] * 4))
+    pace.free_at = 0.0
+    pace.took(2.0)
+    for at, rows, sizes in ((5.9, 1, [4]), (6.0, 1, [4, 1]), (6.0, 2, [4, 1, 2])):
+        clock.now = at
+        run(graphs, a_batch(rng, [1] * rows))
+        assert recorder.sizes == sizes
+        pace.free_at = min(pace.free_at, 6.0)
+    assert graphs.eager == 0
+
+
+def test_what_cannot_be_recorded_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    rng, recorder = random.Random(6), Recorder(fails=(2,))
+    graphs = source(recorder)
+    for _ in range(3):
+        batch = a_batch(rng, [1, 1])
+        assert torch.equal(run(graphs, batch), run_plain(batch))
+    assert recorder.sizes == [2]
+    assert "steps of 2 rows run without a graph: RuntimeError: out of memory" in caplog.text
+
+
+def test_a_lost_device_is_said_at_once() -> None:
+    class Lost:
+        def record(self, run):
+            raise torch.AcceleratorError("gone")
+
+    with pytest.raises(torch.AcceleratorError):
+        run(source(Lost()), a_batch(random.Random(7), [1]))
+
+
+def test_sizes() -> None:
+    assert default_sizes(1) == [1]
+    assert default_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert default_sizes(300)[-4:] == [224, 240, 256, 300]
+    assert default_sizes(512)[-3:] == [384, 448, 512]
