@@ -20,6 +20,7 @@ KINDS = {
     "steps": "what a step costs the scheduler",
     "host": "what a step of the whole engine costs beside the model, by part",
     "streaming": "what streaming to clients costs, beside the same requests offline",
+    "quality": "what short weights and short keys and values cost the embedded model",
     "divergence": "how often company changes a bf16 answer",
     "structured": "what constrained output costs",
 }

@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder of results")
     add("--prepare", action="store_true", help="make the checkpoints and do nothing more")
     given = parser.parse_args(argv)
+    # Who is told to end still lets go of engines that it has stopped: they would stay for ever.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return _measure(given, " ".join(["quire bench peers", *argv]))
     except QuireError as why:

@@ -1,0 +1,57 @@
+"""Quality of short numbers: which schemes there are, the divergence worked out by hand, the page, and one small run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from quire.bench import quality
+from quire.bench.__main__ import main
+from quire.config.quantized import online_schemes
+
+
+def test_every_scheme_of_the_engine_is_in_it_and_bfloat16_is_first():
+    found = quality.schemes()
+    assert next(iter(found.items())) == ("bfloat16", {})
+    asked = [keywords.get("quantization") for keywords in found.values()]
+    assert set(online_schemes()) == {name for name in asked if name}
+    assert {"int8", "fp8_e4m3"} <= {keywords.get("kv_cache_dtype") for keywords in found.values()}
+
+
+def test_divergence_worked_by_hand():
+    base = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log() + 3.0  # a constant changes nothing
+    found = quality.divergence(base, other)
+    first = 0.75 * math.log(3) - 0.25 * math.log(3)
+    assert found["kl_worst"] == pytest.approx(first)
+    assert found["kl_mean"] == pytest.approx(first / 2)
+    assert found["same_best"] == 0.5
+    assert quality.divergence(base, base)["kl_worst"] == 0.0
+
+
+def test_page_tells_the_difference_and_what_could_not_run():
+    row = {"same_answers": 3, "kl_mean": 0.5, "kl_p99": 1.0, "kl_worst": 2.0, "same_best": 0.9}
+    schemes = {
+        "bfloat16": {"right": {"a": 2, "b": 2}, **row},
+        "short": {"right": {"a": 1, "b": 2}, **row},
+        "none": {"failed": "no such kernel"},
+    }
+    text = quality.page({"prompts": {"a": 2, "b": 2}, "texts": 1, "schemes": schemes})
+    assert "| short | 75.0% | -25.0% | 75.0% | 0.5 | 1 | 2 | 90.00% |" in text
+    assert "| none | could not run: no such kernel |" in text
+    assert "| a | 2 | 2 | 1 |" in text
+
+
+def test_a_small_run(tmp_path, capsys):
+    words = ["quality", "--each", "2", "--only", "json", "--texts", "1", "--schemes", "int8 KV"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    (kept,) = tmp_path.glob("*-quality-*.json")
+    base, short = json.loads(kept.read_text())["schemes"].values()
+    assert base["right"] == {"json": 2}
+    assert base["kl_worst"] == 0.0
+    assert 0.0 < short["kl_mean"] < 0.01
+    assert main(["quality", "--only", "nothing"]) == 2
+    assert "--only nothing: not one of json" in capsys.readouterr().err
