@@ -19,6 +19,7 @@ IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
+    "xgrammar": "another engine for constrained output: pip install quire[xgrammar]",
 }
 # Places that exist only where this was written.
 PRIVATE = re.compile("/work" + r"/(shared|main|\.library)|/tmp/" + r"b/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,15 @@ def check_wishes(asked: EngineConfig) -> None:
     _features(asked)
     _formats(asked)
     scheme_asked(asked.model.quantization)
-    wishes(asked.structured.structured_outputs_config)
+    _structured(asked)
+
+
+def _structured(asked: EngineConfig) -> None:
+    name = wishes(asked.structured.structured_outputs_config).backend
+    if name == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError(
+            "structured_outputs_config.backend=xgrammar: it is not installed; pip install quire[xgrammar]"
+        )
 
 
 def _choices(asked: EngineConfig) -> None:

@@ -163,7 +163,10 @@ def build_compiler(resolved: Resolved) -> Compiler:
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = Compiler(Vocabulary(tokenizer_json(folder), size))
     if not resolved.asked.model.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
-        compiler.warm()  # beside the loading of weights; later it would hold up running requests
+        other = wishes(resolved.asked.structured.structured_outputs_config).backend == "xgrammar"
+        compiler.warm(
+            other
+        )  # beside the loading of weights; later it would hold up running requests
     return compiler
 
 

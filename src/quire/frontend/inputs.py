@@ -277,7 +277,7 @@ class Inputs:
         form = params.structured_outputs
         if more := {name: True for name in ours if getattr(self.structured, name)}:
             form = msgspec.structs.replace(form, **more)
-        return checked(form)
+        return checked(form, self.structured.backend)
 
     def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
         if asked is None:

@@ -18,6 +18,7 @@ from quire.protocol import values as read
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
+OURS = ("said", "engine")
 
 
 class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
@@ -47,6 +48,8 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
     """A regex for what may stand between the tokens of JSON."""
     said: str = FIELD
     """The field that the user wrote: messages name it."""
+    engine: str = "guidance"
+    """Who reads it: `features/structured/check.py` settles that."""
 
     def __post_init__(self) -> None:
         self._read_schema()
@@ -101,11 +104,12 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             ValidationError: a field that there is not, and as the constructor.
         """
         fields = {name: value for name, value in given.items() if value is not None}
-        fields.pop("said", None)
+        for name in OURS:
+            fields.pop(name, None)
         for name in ("json_object", "backend", "_backend", "_backend_was_auto"):
             if fields.get(name) is False or name.startswith(("_", "backend")):
                 fields.pop(name, None)
-        known = [name for name in cls.__struct_fields__ if name != "said"]
+        known = [name for name in cls.__struct_fields__ if name not in OURS]
         if unknown := sorted(set(fields) - set(known)):
             raise ValidationError(
                 f"{FIELD} has no field {', '.join(unknown)}; it may have {', '.join(known)}",
@@ -149,4 +153,5 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             self.json, self.regex, self.grammar, self.json_object, self.structural_tag,
             None if self.choice is None else tuple(self.choice),
             self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern,
+            self.engine,
         )  # fmt: skip

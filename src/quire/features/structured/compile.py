@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -19,6 +20,11 @@ from quire.features.structured.grammar import explained, grammar_of, limits
 from quire.features.structured.refusal import Refused, is_panic
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.constraint import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.features.structured.xgrammar import XCompiler, XMatcher
+
+    Matcher = LLMatcher | XMatcher
 
 KEPT = 64  # compiled grammars, least recently used go first; each may grow to some ten MB (grammar.limits)
 THREADS = 2
@@ -30,12 +36,14 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[object, ...], Future[LLMatcher]] = OrderedDict()
+        self._made: OrderedDict[tuple[object, ...], Future[Matcher]] = OrderedDict()
+        self._making = threading.Lock()
+        self._xgrammar: XCompiler | None = None
         self._pool = ThreadPoolExecutor(THREADS, "grammar-compile")
 
     def ask(
         self, constraint: StructuredOutputsParams, then: Callable[[], None] | None = None
-    ) -> Future[LLMatcher]:
+    ) -> Future[Matcher]:
         """The compiled grammar, some time; `then` is called (in a thread) if it was not known before.
 
         Its result is to be copied, and raises:
@@ -53,13 +61,15 @@ class Compiler:
             found.add_done_callback(lambda _: then())
         return found
 
-    def forget(self, constraint: StructuredOutputsParams, spent: Future[LLMatcher]) -> None:
+    def forget(self, constraint: StructuredOutputsParams, spent: Future[Matcher]) -> None:
         """Compile it anew for whoever asks next, unless that has been done since `spent`."""
         with self._lock:
             if self._made.get(constraint.key) is spent:
                 del self._made[constraint.key]
 
-    def _compile(self, constraint: StructuredOutputsParams) -> LLMatcher:
+    def _compile(self, constraint: StructuredOutputsParams) -> Matcher:
+        if constraint.engine == "xgrammar":
+            return self._other().compile(constraint)
         try:
             text = grammar_of(constraint, self.vocabulary.specials)
             made = LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits())
@@ -71,6 +81,19 @@ class Compiler:
             raise Refused(explained(made.get_error()))
         return made
 
-    def warm(self) -> None:
-        """Prepare the vocabulary in the background. It takes a second of a large one, and holds the GIL."""
+    def _other(self) -> XCompiler:
+        from quire.features.structured.xgrammar import XCompiler
+
+        with self._making:
+            if self._xgrammar is None:
+                self._xgrammar = XCompiler(self.vocabulary)
+            return self._xgrammar
+
+    def warm(self, other: bool = False) -> None:
+        """Prepare the vocabulary in the background. It takes a second of a large one, and holds the GIL.
+
+        `other`: for xgrammar too, which takes five more.
+        """
         self._pool.submit(lambda: self.vocabulary.tokenizer)
+        if other:
+            self._pool.submit(self._other)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -32,17 +32,21 @@ from torch import Tensor
 from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import NAME, announced
 from quire.features.structured.grammar import explained
+from quire.features.structured.refusal import Refused
+from quire.features.structured.xgrammar import XMatcher
 from quire.ops import choose
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
+from quire.worker.sample.outcome import Fault
 from quire.worker.sample.processors import Picked, Processor, keep_only
 from quire.worker.sample.rules import only
 
 if TYPE_CHECKING:
     from quire.batch import Batch
+    from quire.features.structured.compile import Matcher
     from quire.protocol.plan import StepPlan
 
 DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
@@ -56,14 +60,14 @@ class Held:
     constraint: StructuredOutputsParams
     ends: list[int]
     ends_late: bool  # ignore_eos: end only where nothing else is allowed
-    compiled: Future[LLMatcher]
+    compiled: Future[Matcher]
     start: int  # where the output begins
     room: int  # tokens it may have
     end_at: int  # if only one token ends it, from this place on it ends the request too: max_tokens elsewise
     jumps: bool
     known: list[int]  # the output so far, with what is forced next
     num_fed: int  # how many of them the matcher has read: all up to the first end
-    matcher: LLMatcher | None = None
+    matcher: Matcher | None = None
     renewed: bool = False
     over: bool = False  # only an end may come now
     ended: bool = False  # an end was drawn; whatever else comes is an end as well
@@ -184,6 +188,8 @@ class GrammarMasks(Processor):
             for token in outputs:
                 self._feed(held, token)
             self._fill([held])
+        except Refused as error:
+            held.error = Fault(error)
         except BaseException as error:
             held.error = str(error)
 
@@ -280,12 +286,15 @@ class GrammarMasks(Processor):
             if held.matcher is not None and not held.ended and held.error is None
         ]
         masks_RW = self._masks()
-        if len(todo) == 1:
-            _compute(*todo[0], masks_RW)
-        elif todo:
+        slow = [one for one in todo if isinstance(one[0], XMatcher)]
+        todo = [one for one in todo if not isinstance(one[0], XMatcher)]
+        for matcher, row in slow if len(todo) > 1 else [*slow, *todo]:
+            _compute(matcher, row, masks_RW)
+        if len(todo) > 1:
             self._par = self._par or LLExecutor()
             rows, bytes_ = masks_RW.shape[0], masks_RW.strides[0]
-            self._par.unsafe_compute_mask_ptr(todo, masks_RW.ctypes.data, bytes_, rows)
+            quick = cast("list[tuple[LLMatcher, int]]", todo)
+            self._par.unsafe_compute_mask_ptr(quick, masks_RW.ctypes.data, bytes_, rows)
         for held in helds:
             if held.matcher is None or held.ended or held.error is not None:
                 continue
@@ -320,7 +329,10 @@ def may_jump(params: SamplingParams) -> bool:
     return not (reported or barred or (params.min_tokens and params.stop_token_ids))
 
 
-def _compute(matcher: LLMatcher, row: int, masks_RW: np.ndarray) -> None:
+def _compute(matcher: Matcher, row: int, masks_RW: np.ndarray) -> None:
+    if isinstance(matcher, XMatcher):
+        matcher.fill(masks_RW, row)
+        return
     words_W = masks_RW[row]
     matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
 

@@ -40,6 +40,12 @@ def none_left(params: SamplingParams | None) -> str:
     return f"no token is left to choose: {who}"
 
 
+class Fault(str):
+    """An error of one row that its request asked for: a wrong request, not a failure of ours."""
+
+    __slots__ = ()
+
+
 class Outcome:
     """A pending StepResult. `items[s]` is the work item that row s of S belongs to."""
 
@@ -91,4 +97,6 @@ class Outcome:
             for at, (item, position) in enumerate(places):
                 logprobs[item] = scored.report(position, at, at + 1)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
-        return StepResult(self.step, tokens, logprobs, prompts, errors, invalid)
+        invalid += [item for item, text in errors.items() if isinstance(text, Fault)]
+        told = {item: str(text) for item, text in errors.items()}
+        return StepResult(self.step, tokens, logprobs, prompts, told, invalid)

@@ -1,0 +1,160 @@
+"""The engine xgrammar: what it is given it enforces, and what it would drop in silence it is not given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_reader import Reader
+from kinds import KINDS
+from schemas import CASES, INT, STR, obj
+from test_schemas import TEXTS, written
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
+
+from engines import engine
+
+from quire.errors import ConfigError, ValidationError
+from quire.features.structured import check
+from quire.features.structured.check import checked
+from quire.frontend.front import FrontRoom
+from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.protocol.params import SamplingParams
+
+have = pytest.mark.skipif(not check.has_xgrammar(), reason="needs xgrammar")
+SHORTER = ("minLength", "maxLength")  # counts an escape as several characters, so it writes none
+
+
+def refusal(form: Form) -> str | None:
+    try:
+        checked(form, "xgrammar")
+    except ValidationError as error:
+        return str(error)
+    return None
+
+
+def admits(reader: Reader, form: Form, text: str) -> bool:
+    made = checked(form, "xgrammar")
+    matcher = reader.compiler.ask(made).result().deep_copy()
+    tokens = reader.compiler.vocabulary.tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@have
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_schema_is_enforced_exactly_or_refused(reader: Reader, number: int):
+    keyword, schema, good, bad = CASES[number]
+    form = Form(json=schema)
+    if refusal(form) is not None:
+        return
+    for value in good:
+        for text in written(value):
+            escaped = "\\" in text and keyword in SHORTER
+            assert escaped or admits(reader, form, text), text
+    for value in bad:
+        for text in written(value):
+            assert not admits(reader, form, text), text
+
+
+@have
+@pytest.mark.parametrize(("schema", "text", "fits"), TEXTS)
+def test_texts_that_only_look_right(reader: Reader, schema: Any, text: str, fits: bool):
+    form = Form(json=schema)
+    if refusal(form) is None and not fits:
+        assert not admits(reader, form, text)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Form(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Form(json={"allOf": [INT]}), "allOf"),
+        (Form(json={"type": "string", "not": {}}), "not"),
+        (Form(json=obj({"a": INT})), "additionalProperties"),
+        (Form(json={"type": "string", "format": "phone"}), "phone"),
+        (Form(json={"type": "string", "pattern": "b"}), "pattern"),
+        (Form(json=INT, whitespace_pattern=" "), "whitespace_pattern"),
+        (Form(grammar="start: /a/"), "Lark"),
+        (Form(regex="(?=a)b"), "(?"),
+        (Form(regex="a{5000}"), "repetition"),
+        (Form(structural_tag={"type": "structural_tag"}), "structural_tag"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(form: Form, says: str):
+    assert says in (refusal(form) or "")
+
+
+def test_enough_is_enforced():
+    served = sum(refusal(Form(json=schema)) is None for _, schema, _, _ in CASES)
+    assert served >= 70
+
+
+@have
+def test_options(reader: Reader):
+    closed = Form(json=obj({"a": INT}, ["a"]), disable_additional_properties=True, disable_any_whitespace=True)  # fmt: skip
+    assert admits(reader, closed, '{"a":1}')
+    assert not admits(reader, closed, '{"a": 1}')
+    assert not admits(reader, closed, '{"a":1,"b":2}')
+
+
+def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
+    names = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]{3}$"}}
+    check._verdict.cache_clear()
+    for found in (True, False):
+        monkeypatch.setattr(check, "has_xgrammar", lambda found=found: found)
+        if found:
+            assert checked(Form(json=names)).engine == "xgrammar"
+            assert checked(Form(json=INT)).engine == "guidance"
+        check._verdict.cache_clear()
+    with pytest.raises(ValidationError, match="propertyNames"):
+        checked(Form(json=names))
+    check._verdict.cache_clear()
+
+
+# -- on an engine ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def kinds() -> list[str]:
+    return ["regex", "fixed", "choice", "ebnf", "json_object"]
+
+
+@have
+def test_every_kind_is_kept(kinds: list[str]):
+    config = {"structured_outputs_config": {"backend": "xgrammar"}}
+    free = ("whitespace_pattern",)
+    with engine("quire-tiny", max_num_seqs=16, **config) as one:
+        front = FrontRoom(one.client)
+        forms = [Form(**{k: v for k, v in plain(KINDS[kind][0]).items() if k not in free}) for kind in kinds]  # fmt: skip
+        forms.append(Form(json=obj({"a": STR, "b": INT}, ["a", "b"], additionalProperties=False)))
+        params = [SamplingParams(structured_outputs=form, max_tokens=60, seed=3) for form in forms]
+        asked = [front.accept("Tell", each, id="x").children[0] for each in params]
+        assert {child.params.structured_outputs.engine for child in asked} == {"xgrammar"}  # type: ignore[union-attr]
+        runs = one.run([child.tokens for child in asked], [child.params for child in asked])
+        ended = 0
+        for kind, outputs in zip([*kinds, ""], runs, strict=True):
+            tokens = [t for o in outputs for t in o.tokens]
+            text = front.need_tokenizer().decode(tokens, skip_special_tokens=True)
+            if outputs[-1].finish == "stop":
+                ended += 1
+                assert KINDS[kind][1](text) if kind else set(json.loads(text)) == {"a", "b"}, text
+        assert ended >= 2
+        bad = SamplingParams(structured_outputs=Form(grammar="root ::= nothing"), max_tokens=5)
+        child = front.accept("Tell", bad, id="y").children[0]
+        one.client.submit(child)
+        (output,) = [o for o in one.client.outputs() if o.finish] or one.client.outputs()
+        assert (output.finish, output.error_kind) == ("error", "invalid")
+        assert "nothing" in (output.error or "")
+
+
+def plain(form: Form) -> dict[str, Any]:
+    return {name: value for name in form.__struct_fields__ if (value := getattr(form, name))}
+
+
+def test_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch):
+    from quire.features.structured import xgrammar
+
+    monkeypatch.setattr(xgrammar, "installed", lambda: False)
+    with pytest.raises(ConfigError, match="pip install"):
+        xgrammar.XCompiler(None)  # type: ignore[arg-type]
