@@ -220,10 +220,13 @@ def test_calls_that_must_come_are_constrained():
 
 
 def test_the_server_may_ask_for_more_than_the_tools_do():
-    def tags(level: str) -> list[Any]:
+    def tags(level: str, **body: Any) -> list[Any]:
         engine = ScriptedEngine(CALL)
         config = {**FORMATS, "tool_strict_level": level}
-        assert ask(engine, "POST", CHAT, {**HI, "tools": TOOLS}, **config).status_code == 200
+        assert (
+            ask(engine, "POST", CHAT, {**HI, **(body or {"tools": TOOLS})}, **config).status_code
+            == 200
+        )
         form = engine.asked[0].params.structured_outputs
         return [] if form is None else form.structural_tag["format"]["elements"][-1]["tags"]
 
@@ -231,6 +234,7 @@ def test_the_server_may_ask_for_more_than_the_tools_do():
     schemas = [tool["function"]["parameters"] for tool in TOOLS]  # type: ignore[index]
     assert [tag["content"]["json_schema"] for tag in tags("parameter")] == schemas
     assert [tag["content"]["json_schema"] for tag in tags("function")] == [{"type": "object"}] * 3
+    assert tags("function", tools=TOOLS, tool_choice="none") == tags("parameter", n=1) == []
 
 
 def test_tools_and_a_form_for_the_answer():

@@ -121,7 +121,7 @@ def demanded(
         format = forced(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
         tag = calls_only(format, tools, parallel, formats.reasoning, opened)
-    elif formats.tools is not None and (level != "auto" or any(map(is_strict, tools))):
+    elif tools and formats.tools is not None and (level != "auto" or any(map(is_strict, tools))):
         tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
         if tag is None:
             log.warning_every("strict", 3600, "`strict` does not hold: calls in the format %s, or a tool's schema in it, cannot be told to the grammar", formats.tool_choice.name)  # fmt: skip
