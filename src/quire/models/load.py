@@ -73,16 +73,22 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
         resolved.architecture, resolved.hf_config, resolved.asked.model.model_impl
     )
     log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
+    if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
+        _can_quantize(impl, resolved)
     if impl == "transformers":
-        if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
-            raise Unsupported(
-                f"quantized weights of {resolved.architecture}, which runs through Transformers",
-                "serve its float16 or bfloat16 form without --quantization",
-            )
         from quire.models.transformers import TransformersModel
 
         return TransformersModel.build(resolved, platform)
     return _native(resolved, platform)
+
+
+def _can_quantize(impl: str, resolved: Resolved) -> None:
+    remedy = "serve its float16 or bfloat16 form without --quantization"
+    if impl == "transformers":
+        what = f"quantized weights of {resolved.architecture}, which runs through Transformers"
+        raise Unsupported(what, remedy)
+    if resolved.device != "cpu":
+        raise Unsupported(f"quantized weights on {resolved.device}", remedy)
 
 
 def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
