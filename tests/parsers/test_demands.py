@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,35 @@ def test_whatever_a_model_writes_as_python_is_admitted(name: str, reader: Reader
         assert any(reader.admits(form, text) for text in texts), texts
 
 
+def nested(depth: int, width: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        inner = {"type": "object", "properties": {f"p{at}": inner for at in range(width)}}
+    return inner
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_coder", "gemma4"])
+def test_schemas_that_would_grow_without_end_are_written_as_a_list(name: str) -> None:
+    def tools(schema: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]  # fmt: skip
+
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(300):
+        deep = {"anyOf": [deep]}
+    shared = {
+        "type": "object", "$defs": nested(3, 9),
+        "properties": {f"p{at}": {"$ref": "#/$defs/properties"} for at in range(400)},
+    }  # fmt: skip
+    begun = time.process_time()
+    assert forced(TOOLS[name], tools(nested(2, 2))) is TOOLS[name]
+    wide = nested(1, 30_000)
+    for schema in (nested(4, 7), wide, shared, {"type": "object", "properties": {"a": deep}}):
+        fits = name == "qwen3_coder" and schema not in (shared, wide)  # as JSON, between its marks
+        assert (forced(TOOLS[name], tools(schema)) is ANY_CALLS) != fits
+        assert (calls_of(TOOLS[name], tools(schema), True, "auto") == []) != fits
+    assert time.process_time() - begun < 1
+
+
 def test_which_parts_of_a_schema_python_can_say() -> None:
     def said(**schema: Any) -> bool:
         return arguments("python", {"properties": {"a": schema}}) is not None
@@ -254,3 +284,38 @@ def test_which_parts_of_a_schema_python_can_say() -> None:
     assert [said(**one) for one in odd] == [False] * len(odd)
     assert arguments("python", {}) == arguments("python", {"type": "object"}) != []
     assert arguments("gemma", {}) is None
+
+
+KEYS = ("type", "properties", "required", "enum", "const", "items", "anyOf", "oneOf", "$ref", "$defs", "p0", "title")  # fmt: skip
+
+
+def junk(rng: random.Random, depth: int = 0) -> Any:
+    match rng.randrange(8 if depth < 4 else 5):
+        case 0:
+            return rng.choice(["object", "string", "array", "number", "x", "#/$defs/a", ""])
+        case 1:
+            return rng.choice([None, True, 0, 1.5])
+        case 2:
+            return rng.choice([["string"], ["p0"], [], {}, [[]], [{}]])
+        case 3 | 4:
+            return {
+                "type": rng.choice(["string", "integer", "array", "object", ["string", "null"]])
+            }
+        case 5:
+            return [junk(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return {rng.choice(KEYS): junk(rng, depth + 1) for _ in range(rng.randrange(5))}
+
+
+def test_no_schema_whatever_is_in_it_raises_an_exception() -> None:
+    rng = random.Random(7)
+    for _ in range(2500):
+        schema = {"type": "object", "properties": {"p0": junk(rng), "p1": junk(rng)}, "required": ["p0"]}  # fmt: skip
+        schema[rng.choice(KEYS)] = junk(rng)
+        tools = [{"function": {"name": "f", "parameters": schema, "strict": rng.random() < 0.8}}]
+        format = TOOLS[rng.choice(list(TOOLS))]
+        assert calls_only(forced(format, tools), tools, True)
+        calls_of(format, tools, True, "auto")
+        auto_calls(format, tools, True, "auto", REASONING["qwen3"], None)
+        given = Tools(tools)
+        assert given.is_text("f", "p0") in (True, False)
+        assert given.value("f", "p0", "x") == '"x"'

@@ -19,6 +19,10 @@ from quire.protocol.constraint import KINDS, StructuredOutputsParams
 
 JSON = dict[str, Any]
 
+MOST_SAID = (
+    10_000  # members of schemas for calls that are not JSON: they are read in the event loop
+)
+MOST_PARTS = 50_000  # of calls that are not JSON; 128 tools of six parameters have 20,000
 ANY_OBJECT: JSON = {"type": "object"}
 FREE_KEY = r"[^<>\"\s]{1,64}"
 ANY_TEXT: JSON = {"type": "any_text"}
@@ -35,11 +39,7 @@ TEXT = frozenset(("type", "description", "title", "default", "examples", "enum",
 # -- demands --------------------------------------------------------------------------------------
 def forced(format: Format | None, tools: Sequence[Mapping[str, Any]] = ()) -> Format:
     """The format in which calls are written that must come: the model's, or one that any model can follow."""
-    sayable = (
-        format is not None
-        and format.wrap is not None
-        and all(_tag(format.wrap, tool) is not None for tool in tools)
-    )
+    sayable = format is not None and _calls(format, tools, True, "parameter") is not None
     return format if format is not None and sayable else ANY_CALLS
 
 
@@ -120,14 +120,30 @@ def _calls(
     wrap = format.wrap
     if wrap is None:
         return None
+    own = wrap.parameter is not None or wrap.dialect
+    if own and not weighs_at_most(MOST_SAID, [function(tool).get("parameters") for tool in tools]):
+        return None
     tags = [_tag(wrap, tool, level != "parameter" and not is_strict(tool)) for tool in tools]
-    if None in tags:
+    if None in tags or (own and not weighs_at_most(MOST_PARTS, tags)):
         return None
     calls: JSON = {
         "type": "tags_with_separator", "tags": tags, "separator": wrap.between, "at_least_one": True,
         "stop_after_first": wrap.one or not parallel,
     }  # fmt: skip
     return [*_text(wrap.first), calls, *_text(wrap.last)]
+
+
+def weighs_at_most(most: int, parts: Any) -> bool:
+    """Whether there are so many parts within parts, if each is counted as often as it is written."""
+    todo, count = [parts], 0
+    while todo:
+        one = todo.pop()
+        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        count += len(inner)
+        if count > most:
+            return False
+        todo += inner
+    return True
 
 
 def _enclosed(wrap: Wrap, calls: list[JSON]) -> list[JSON]:
@@ -168,7 +184,7 @@ def _parameters(
         or schema.get("type", "object") != "object"
         or not isinstance(properties, Mapping)
         or not isinstance(required, list)
-        or not set(required) <= set(properties)
+        or not all(isinstance(key, str) and key in properties for key in required)
     ):
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -195,7 +211,11 @@ def _as_text(schema: Mapping[str, Any]) -> JSON | None:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
         return ANY_TEXT
-    if not values or not all(isinstance(value, str) and value for value in values):
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(value, str) and value for value in values)
+    ):
         return None
     return {"type": "or", "elements": [part for value in values for part in _text(value)]}
 

@@ -19,7 +19,7 @@ SAYS = {
     "object": {"properties", "required", "additionalProperties"},
 }  # fmt: skip
 MOST_OPTIONAL = 24  # properties of which none must be there: each may be the first
-MOST_NESTED = 8
+MOST_NESTED = 32  # values in values, and choices among them
 INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
@@ -79,8 +79,14 @@ class _Writer:
 
     def value(self, schema: Any) -> JSON | None:
         """One value; None: the schema says what we cannot."""
-        if not isinstance(schema, Mapping) or self.depth > MOST_NESTED:
+        if not isinstance(schema, Mapping) or self.depth >= MOST_NESTED:
             return None
+        self.depth += 1
+        found = self._value(schema)
+        self.depth -= 1
+        return found
+
+    def _value(self, schema: Mapping[str, Any]) -> JSON | None:
         said = set(schema) - SILENT
         if said == {"anyOf"} and isinstance(schema["anyOf"], list):
             return _either(self.value(one) for one in schema["anyOf"])
@@ -89,11 +95,11 @@ class _Writer:
             return _either(self.value({**schema, "type": kind}) for kind in kinds)
         if kinds is None and said and said <= {"enum", "const"}:
             return self._listed(schema)
-        if kinds not in SAYS or not said <= {"type", *SAYS[kinds]}:
+        if not isinstance(kinds, str) or kinds not in SAYS or not said <= {"type", *SAYS[kinds]}:
             return None
         if {"enum", "const"} & said:
             return self._listed(schema)
-        return self._of(str(kinds), schema)
+        return self._of(kinds, schema)
 
     def _of(self, kind: str, schema: Mapping[str, Any]) -> JSON | None:
         dialect = self.dialect
@@ -109,9 +115,7 @@ class _Writer:
             return _text(dialect.words[None])
         if ("items" if kind == "array" else "properties") not in schema:
             return self._any(kind)
-        self.depth += 1
         found = self._list(schema) if kind == "array" else self.members(schema)
-        self.depth -= 1
         if found is None:
             return None
         begin, end = "[]" if kind == "array" else "{}"
@@ -137,7 +141,7 @@ class _Writer:
             not set(schema) <= {"type", *SAYS["object"], *SILENT}
             or not isinstance(properties, Mapping)
             or not isinstance(required, list)
-            or not set(required) <= set(properties)
+            or not all(isinstance(key, str) and key in properties for key in required)
         ):
             return None
         before, after = ("", self.dialect.equals) if top else self.dialect.key
@@ -151,22 +155,18 @@ class _Writer:
 
     def _separated(self, parts: list[tuple[JSON, bool]]) -> list[JSON] | None:
         """Each part, or some of them; which comes first decides where commas stand."""
-        comma, firsts, needed = _text(self.dialect.comma), [], False
-        for at, (part, must) in enumerate(parts):
-            rest = [
-                one if needs else _optional(one)
-                for one, needs in ((_sequence([comma, later]), needs) for later, needs in parts[at + 1 :])
-            ]  # fmt: skip
-            firsts.append(_sequence([part, *rest]))
-            if must:
-                needed = True
-                break
-        if len(firsts) > MOST_OPTIONAL:
+        leading = next((at for at, (_, must) in enumerate(parts) if must), len(parts))
+        if leading > MOST_OPTIONAL:
             return None
+        comma, firsts = _text(self.dialect.comma), []
+        more = [_sequence([comma, part]) for part, _ in parts]
+        rest = [one if must else _optional(one) for one, (_, must) in zip(more, parts, strict=True)]
+        for at, (part, _) in enumerate(parts[: leading + 1]):
+            firsts.append(_sequence([part, *rest[at + 1 :]]))
         if not firsts:
             return []
         whole = firsts[0] if len(firsts) == 1 else {"type": "or", "elements": firsts}
-        return [whole if needed else _optional(whole)]
+        return [whole if leading < len(parts) else _optional(whole)]
 
     def _listed(self, schema: Mapping[str, Any]) -> JSON | None:
         values = schema.get("enum", [schema.get("const")])

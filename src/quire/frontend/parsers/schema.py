@@ -54,7 +54,8 @@ class Tools:
             if not isinstance(one, Mapping):
                 continue
             kind = one.get("type")
-            found |= {k for k in (kind if isinstance(kind, list) else [kind]) if k in TYPES}
+            kinds = kind if isinstance(kind, list) else [kind]
+            found |= {one for one in kinds if isinstance(one, str) and one in TYPES}
             values = one.get("enum", [one["const"]] if "const" in one else ())
             if kind is None and isinstance(values, list):
                 found |= {type_of(value) for value in values}
