@@ -62,6 +62,14 @@ def test_kinds_are_cut_into_groups_of_equal_size() -> None:
     assert cut.blocks_for(4096, 64) == 256 + 5 * 7
 
 
+def test_tokens_that_fit_are_those_of_all_groups() -> None:
+    specs = [FULL if i % 6 == 5 else NARROW for i in range(12)]
+    cut = layout(specs, 16, 4096)
+    assert cut.tokens_in(2 * (256 + 5 * 7), 4096, 64) == 2 * 4096
+    assert layout([NARROW], 16, 4096).tokens_in(7, 4096, 64) == 4096  # a window forgets
+    assert layout([FULL], 16, 4096).tokens_in(10, 4096, 64) == 160
+
+
 def test_layers_of_other_sizes_have_storage_of_their_own() -> None:
     wide = CacheSpec(2, 16, 16, "bfloat16")
     cut = layout([wide, NARROW, NARROW, wide, NARROW, NARROW], 16, 4096)

@@ -70,8 +70,8 @@ class Watch:
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
         ready = client.ready
-        more = {"num_gpu_blocks": ready.num_blocks, "block_size": ready.block_size}
-        self.metrics.attach(self._stats, ready.max_model_len, cache_info(asked.cache, **more))
+        info = cache_info(asked.cache, ready, client.resolved.kv_dtype)
+        self.metrics.attach(self._stats, ready.max_model_len, info)
         self.interval = asked.observe.log_stats_interval
         self._log: StatsLog | None = None
         if not asked.observe.disable_log_stats:

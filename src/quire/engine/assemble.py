@@ -153,7 +153,11 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
         startup=stages.done + about.stages,
         pid=os.getpid(),
         version=__version__,
-    )
+        num_tokens=cut.tokens_in(
+            about.num_blocks, about.max_model_len,
+            min(resolved.max_num_batched_tokens, about.max_model_len),
+        ),
+    )  # fmt: skip
     return core, ready
 
 

@@ -45,9 +45,8 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens fit, if they are long requests' (a window holds only its own)."""
-        per_request = self.layout.blocks_for(self.max_model_len, self.max_step_tokens)
-        return int(self.num_blocks / per_request * self.max_model_len)
+        """How many tokens fit, if they are long requests'."""
+        return self.layout.tokens_in(self.num_blocks, self.max_model_len, self.max_step_tokens)
 
     def table(self) -> list[tuple[str, str]]:
         return [

@@ -32,6 +32,10 @@ class Layout:
     def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
         return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
+    def tokens_in(self, num_blocks: int, length: int, max_step_tokens: int) -> int:
+        """How many tokens so many blocks hold, of requests of `length` (a window holds only its own)."""
+        return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
+
 
 def most_blocks(
     groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int

@@ -31,7 +31,7 @@ from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.processes import FamilyCollector, Processes
 from quire.observe.rows import ALIASES, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
-from quire.protocol.output import EngineStats
+from quire.protocol.output import EngineStats, Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"
@@ -276,6 +276,13 @@ class Metrics:
         return sum(sample.value for sample in samples if sample.name == name)
 
 
-def cache_info(cache_config: Any, **more: Any) -> dict[str, Any]:
+def cache_info(cache_config: Any, ready: Ready, dtype: str) -> dict[str, Any]:
     """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
-    return {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)} | more
+    asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
+    return asked | {
+        "num_gpu_blocks": ready.num_blocks,
+        "block_size": ready.block_size,
+        "cache_dtype": dtype,
+        "kv_cache_size_tokens": ready.num_tokens,
+        "kv_cache_max_concurrency": round(ready.num_tokens / max(1, ready.max_model_len), 2),
+    }

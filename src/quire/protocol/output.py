@@ -89,6 +89,7 @@ class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
     startup: list[tuple[str, float]] = []  # stage, seconds
     pid: int = 0
     version: str = ""
+    num_tokens: int = 0  # that the KV cache holds, if they are of requests of max_model_len
 
 
 class Died(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):

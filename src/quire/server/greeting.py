@@ -22,12 +22,12 @@ def guarded(config: EngineConfig) -> bool:
 
 def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) -> str:
     """What is served, where, and with which limits."""
-    tokens = ready.num_blocks * ready.block_size
+    contexts = ready.num_tokens / max(1, ready.max_model_len)
     rows = [
         ("model", ", ".join(names)),
         ("architecture", f"{ready.architecture} ({ready.model_impl}), {ready.dtype} on {ready.device}"),
         ("context", f"{ready.max_model_len} tokens"),
-        ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {tokens / max(1, ready.max_model_len):.1f} full contexts"),
+        ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
         ("address", url),
         ("API key", "needed" if guarded(config) else "none"),
     ]  # fmt: skip

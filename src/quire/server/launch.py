@@ -269,16 +269,7 @@ class Serving:
         if state.phase is not Phase.LOADING:
             return  # told to stop meanwhile
         ready = client.ready
-        info = cache_info(
-            self.config.cache,
-            num_gpu_blocks=ready.num_blocks,
-            block_size=ready.block_size,
-            cache_dtype=client.resolved.kv_dtype,
-            kv_cache_size_tokens=ready.num_blocks * ready.block_size,
-            kv_cache_max_concurrency=round(
-                ready.num_blocks * ready.block_size / max(1, ready.max_model_len), 2
-            ),
-        )
+        info = cache_info(self.config.cache, ready, client.resolved.kv_dtype)
         state.metrics.attach(engine.stats, ready.max_model_len, info)
         state.metrics.rows.set(client.resolved.max_num_seqs)
         for name, seconds in ready.startup:
