@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine.memory import activation_bytes, make_plan, size, specs_of
+from quire.engine.memory import activation_bytes, forecast_weights, make_plan, size, specs_of
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
@@ -136,3 +136,19 @@ def test_a_cache_that_was_asked_for_too_small_is_what_the_message_names() -> Non
         with pytest.raises(NotEnoughMemory, match=remedy) as caught:
             make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
         assert "kv_cache_memory_bytes=" in str(caught.value)
+
+
+def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None:
+    found = [
+        ("a.weight", "F32", (100, 64)),
+        ("a.bias", "F32", (100,)),
+        ("embed.weight", "F16", (10, 64)),
+    ]
+    plain = resolved()
+    assert forecast_weights(plain, 0, found) == 2 * (6400 + 100 + 640)
+    small = replace(plain, quantization="int8")
+    assert forecast_weights(small, 20_000, found) == 6400 + 2 * 100 + 2 * 640 + 640
+    packed = [("a.qweight", "I32", (8, 100)), ("a.scales", "F16", (1, 100))]
+    assert forecast_weights(plain, 0, packed) == 4 * 800 + 2 * 100
+    with pytest.raises(NotEnoughMemory, match=r"before they are made int8.*13\.95 KiB as bfloat16"):
+        forecast_weights(small, 14_000, found)

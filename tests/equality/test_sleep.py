@@ -61,6 +61,30 @@ def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
             assert answers(one) == before
 
 
+def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
+    """As on an accelerator: the cache's tensors go, and the source is told that addresses are others."""
+    with engine(make_checkpoint("qwen3", tmp_path), model_impl="native") as one:
+        worker = one.client.core.executor.worker  # type: ignore[attr-defined]
+        rest = worker.functions["put_away"].__self__
+        rest.in_place = False
+        before = answers(one)
+        for level, parts in ((1, ["kv_cache", "weights"]), (2, ["weights", "kv_cache"]), (1, None)):
+            cache = weakref.ref(rest.storages[0][0])
+            model = worker.model
+            told = []
+            worker.place = lambda model, told=told, place=worker.place: (
+                told.append(model) or place(model)
+            )
+            one.client.call("sleep", level)
+            assert cache() is None
+            assert all(layer.cache is None for layer in model.attention_layers())
+            del model
+            for part in parts or [None]:
+                one.client.call("wake_up", part and [part])
+            assert told
+            assert answers(one) == before
+
+
 def test_memory_goes_back(tmp_path: Path) -> None:
     shape = {"vocab_size": 40_000, "hidden_size": 256, "dtype": "float32"}
     path = make_checkpoint("qwen3", tmp_path, **shape)

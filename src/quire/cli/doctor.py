@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from quire.cli.findings import Finding, findings, remote_bytes
+from quire.cli.findings import Finding, findings, remote_tensors
 from quire.config.checks import check_wishes
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
 from quire.config.resolve import resolve
 from quire.config.stored import stored_dtype
-from quire.engine.memory import MemoryPlan, make_plan, size, specs_of
+from quire.engine.memory import ITEMSIZE, MemoryPlan, forecast_weights, make_plan, size, specs_of
 from quire.engine.startup import table
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf
-from quire.models.formats import weight_bytes, weight_files
+from quire.models.formats import Stored, in_memory, on_disk, stored, weight_files
 from quire.models.registry import choose_impl
 from quire.platforms.facts import PlatformFacts, facts
 from quire.registry import load_plugins
@@ -40,7 +40,7 @@ class Report:
     facts: PlatformFacts
     resolved: Resolved | None = None
     weights: int = 0
-    """Bytes."""
+    """Bytes, as they are stored."""
     remote: bool = False
     """The weights are not here yet."""
     plan: MemoryPlan | None = None
@@ -88,8 +88,9 @@ def examine(asked: EngineConfig) -> Report:
         path = _small_files(asked)
         config = hf.read_config(path, asked.model.hf_overrides)
         report.resolved = resolve(asked, path, config, report.facts)
-        report.weights = _weights(report, path)
-        report.plan = _plan(report, report.resolved)
+        found = _weights(report, path)
+        report.weights = on_disk(found)
+        report.plan = _plan(report, report.resolved, found)
     except QuireError as why:
         report.findings.append(Finding("error", str(why)))
     if report.resolved is not None:
@@ -103,28 +104,30 @@ def _small_files(asked: EngineConfig) -> str:
     return hf.locate(asked.model, load)
 
 
-def _weights(report: Report, path: str) -> int:
-    """Bytes, from the headers here; from the hub's, if the weights were not fetched yet."""
+def _weights(report: Report, path: str) -> list[Stored] | int:
+    """From the headers here; from the hub's, if the weights were not fetched yet."""
     config = report.resolved.hf_config if report.resolved else None
     try:
-        return weight_bytes(path, config, report.asked.load.load_format)
+        return stored(path, config, report.asked.load.load_format)
     except ModelNotFound:
-        there = remote_bytes(report.asked.model)
+        there = remote_tensors(report.asked.model)
         if there is None:
             raise
     report.remote = True
     return there
 
 
-def _plan(report: Report, resolved: Resolved) -> MemoryPlan:
+def _plan(report: Report, resolved: Resolved, found: list[Stored] | int) -> MemoryPlan:
     """The memory plan; where it does not work out, the one with the longest context that does."""
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
+    weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
-        return make_plan(resolved, report.weights, about.total_bytes, about.available_bytes, specs)
+        forecast_weights(resolved, about.available_bytes, found)
+        return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
     except NotEnoughMemory as why:
         report.findings.append(Finding("error", str(why)))
     shorter = replace(resolved, auto_max_model_len=True)
-    return make_plan(shorter, report.weights, about.total_bytes, about.available_bytes, specs)
+    return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs)
 
 
 # The text

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -20,8 +19,7 @@ from quire.config.model import ModelConfig
 from quire.config.stored import stored_dtype
 from quire.engine.memory import ITEMSIZE, MemoryPlan, size
 from quire.errors import ModelNotFound, QuireError
-from quire.models.formats import ITEMSIZE as STORED_ITEMSIZE
-from quire.models.formats import header, weight_files
+from quire.models.formats import Stored, header, weight_files
 from quire.models.registry import choose_impl
 from quire.platforms.facts import PlatformFacts
 
@@ -314,8 +312,8 @@ def _json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def remote_bytes(model: ModelConfig) -> int | None:
-    """Bytes of a hub model's weights, from the headers on the hub; None if it is no hub id, or nobody answers."""
+def remote_tensors(model: ModelConfig) -> list[Stored] | None:
+    """A hub model's weights, from the headers on the hub; None if it is no hub id, or nobody answers."""
     if Path(model.model).expanduser().is_dir() or "/" not in model.model:
         return None
     import huggingface_hub as hub
@@ -325,8 +323,8 @@ def remote_bytes(model: ModelConfig) -> int | None:
         found = api.get_safetensors_metadata(model.model, revision=model.revision)
     except Exception:  # without safetensors, or without the hub: network errors have many classes
         return None
-    return sum(
-        math.prod(tensor.shape) * STORED_ITEMSIZE.get(tensor.dtype, 2)
+    return [
+        (name, tensor.dtype, tensor.shape)
         for file in found.files_metadata.values()
-        for tensor in file.tensors.values()
-    )
+        for name, tensor in file.tensors.items()
+    ]

@@ -21,6 +21,18 @@ ONLINE = {
 }
 """Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
 
+BYTES = {
+    "int8": 1.0,
+    "int4": 0.5 + 5 / 128,
+    "int4_g64": 0.5 + 5 / 64,
+    "int4_g32": 0.5 + 5 / 32,
+    "fp8": 1.0,
+}
+"""Of one weight of a linear made so, with its share of its group's scale and zero point."""
+
+HEAD_BYTES = 1.0
+"""The same of the head, whatever the scheme."""
+
 SAME = {
     "fp8_per_tensor": "fp8",
     "fp8_per_channel": "fp8",

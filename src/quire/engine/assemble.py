@@ -25,7 +25,7 @@ from quire.engine import admin, live, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
-from quire.engine.memory import MemoryPlan, make_plan, specs_of
+from quire.engine.memory import MemoryPlan, forecast_weights, make_plan, specs_of
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import Stages, table
 from quire.errors import Unsupported
@@ -40,7 +40,6 @@ from quire.kvcache.residency import WatchedPool
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.models import hf
-from quire.models.formats import weight_bytes
 from quire.observe.buckets import buckets, checked
 from quire.platforms.cores import bind_to_cores
 from quire.platforms.facts import facts
@@ -254,6 +253,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model
         from quire.platforms.base import platform_of
+        from quire.quantization.registry import bytes_held
         from quire.worker.rest import Rest
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
@@ -267,7 +267,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         model = build_model(resolved, platform)
     with stages("allocate the KV cache"):
         specs = layer_specs(resolved, model)
-        plan = replan(resolved, forecast, specs)
+        plan = replan(resolved, forecast, bytes_held(model), specs)
         log.info("memory plan\n%s", table(plan.table()))
         storages = hand_out_cache(resolved, platform, model, plan)
     batcher = build_batcher(resolved, platform, plan)
@@ -292,7 +292,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     worker.functions["facts"] = lambda: msgspec.to_builtins(about)
     worker.functions["apply_model"] = lambda function: function(worker.model)
     Rest(
-        worker, storages,
+        worker, storages, platform.device,
         load=lambda: build_model(resolved, platform),
         equip=lambda model: hand_out_cache(resolved, platform, model, plan),
     )  # fmt: skip
@@ -302,7 +302,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
 def plan_memory(resolved: Resolved) -> MemoryPlan:
     """Before anything is loaded: from what config.json and the weights' headers forecast."""
     about = facts()
-    weights = weight_bytes(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
+    weights = forecast_weights(resolved, about.available_bytes)
     specs = specs_of(resolved.hf_config, resolved.kv_dtype)
     return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
 
@@ -316,9 +316,11 @@ def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> Mem
     return make_plan(resolved, forecast.weights, now.total, now.available, specs)
 
 
-def replan(resolved: Resolved, forecast: MemoryPlan, specs: list[CacheSpec]) -> MemoryPlan:
-    """The same sum with the layers' own word; it differs where a model keeps other KV than its config says."""
-    return make_plan(resolved, forecast.weights, forecast.total, forecast.available, specs)
+def replan(
+    resolved: Resolved, forecast: MemoryPlan, weights: int, specs: list[CacheSpec]
+) -> MemoryPlan:
+    """The same sum with what the weights take, and the layers' own word of what they keep."""
+    return make_plan(resolved, weights, forecast.total, forecast.available, specs)
 
 
 def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:

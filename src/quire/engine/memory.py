@@ -6,7 +6,7 @@ either fits, and says how much, or it does not, and says which number to change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from quire.config.engine import Resolved
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.models.formats import Stored, in_memory, stored
 
 GIB = 1 << 30
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -115,6 +116,28 @@ def activation_bytes(resolved: Resolved) -> int:
     step = resolved.max_num_batched_tokens * (8 * hidden + 3 * inner) * item
     logits = resolved.max_num_seqs * (config.get("vocab_size") or 32_000) * 4 * 2
     return int(step + logits)
+
+
+def forecast_weights(
+    resolved: Resolved, available: int, found: Iterable[Stored] | int | None = None
+) -> int:
+    """What the weights will take, from the headers of their files, or of those `found` elsewhere.
+
+    Raises:
+        NotEnoughMemory: there is no room to make them small.
+        ModelNotFound, ConfigError: as `models.formats.stored`.
+    """
+    if found is None:
+        found = stored(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
+    loading = in_memory(found, ITEMSIZE[resolved.dtype])
+    if resolved.quantization is None:
+        return loading
+    if loading > available:
+        raise NotEnoughMemory(
+            f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
+            f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."
+        )
+    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
 
 
 def make_plan(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.config.quantized import BYTES, HEAD_BYTES
 from quire.errors import ConfigError, ModelNotFound
 from quire.logging import get_logger
 
@@ -29,6 +31,8 @@ ITEMSIZE = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
+FLOATS = ("F64", "F32", "F16", "BF16")
+TABLE = re.compile(r"embed|wte|wpe")  # not multiplied, but looked up
 LONGEST_HEADER = 100 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
@@ -120,10 +124,53 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
     return dict(found)
 
 
+Stored = tuple[str, str, Sequence[int]]
+"""Name, element format (as in ITEMSIZE) and shape of a tensor in a file."""
+
+
 def weight_bytes(
     path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
 ) -> int:
     """Bytes of the weights on disk; for dummy weights without files, a forecast from config.json.
+
+    Raises: as `weight_files` and `header`.
+    """
+    return on_disk(stored(path, hf_config, load_format))
+
+
+def on_disk(found: Iterable[Stored] | int) -> int:
+    """Bytes of these tensors as they are stored."""
+    if isinstance(found, int):
+        return found
+    return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in found)
+
+
+def in_memory(found: Iterable[Stored] | int, itemsize: int, scheme: str | None = None) -> int:
+    """A forecast of what they take when they are loaded: floats of `itemsize` bytes, linears and the head as
+    `scheme` (of config/quantized.ONLINE) makes them, all else as it is stored."""
+    if isinstance(found, int):
+        return found
+    total, heads, tables = 0.0, 0, 0
+    for name, kind, shape in found:
+        count, is_float = math.prod(shape), kind in FLOATS
+        if len(shape) == 2 and name.endswith("lm_head.weight"):
+            heads += count
+        elif len(shape) == 2 and TABLE.search(name):
+            tables = max(tables, count)
+            total += count * itemsize
+        elif scheme is not None and is_float and len(shape) == 2:
+            total += count * BYTES[scheme]
+        else:
+            total += count * (itemsize if is_float else ITEMSIZE.get(kind, 2))
+    if scheme is not None:  # a tied head is a weight of its own then
+        return int(total + (heads or tables) * HEAD_BYTES)
+    return int(total + heads * itemsize)
+
+
+def stored(
+    path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
+) -> list[Stored] | int:
+    """The tensors in the files, or only their bytes where files do not tell; of dummy weights without files a forecast.
 
     Raises: as `weight_files` and `header`.
     """
@@ -135,26 +182,29 @@ def weight_bytes(
         return _forecast(hf_config)
     if kind != "safetensors":
         return sum(file.stat().st_size for file in files)
-    total = 0
-    for file in files:
-        for tensor in header(file).values():
-            total += math.prod(tensor["shape"]) * ITEMSIZE.get(tensor["dtype"], 2)
-    return total
+    return [
+        (name, tensor["dtype"], tensor["shape"])
+        for file in files
+        for name, tensor in header(file).items()
+    ]
 
 
-def _forecast(config: Mapping[str, Any]) -> int:
+def _forecast(config: Mapping[str, Any]) -> list[Stored]:
     """Of a dense decoder, in 16 bits."""
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
         head = int(config.get("head_dim") or hidden // heads)
         kv = int(config.get("num_key_value_heads") or heads)
-        attention = hidden * head * (2 * heads + 2 * kv)
-        mlp = 3 * hidden * int(config["intermediate_size"])
-        tables = (1 if config.get("tie_word_embeddings") else 2) * int(config["vocab_size"])
-        return 2 * (layers * (attention + mlp) + tables * hidden)
+        rows = head * (2 * heads + 2 * kv) + 3 * int(config["intermediate_size"])
+        vocab = int(config["vocab_size"])
     except (KeyError, TypeError):
-        return 0  # a config of another shape: what loading takes will be seen afterwards
+        return []  # a config of another shape: what loading takes will be seen afterwards
+    found: list[Stored] = [("linear", "BF16", (rows, hidden))] * layers
+    found.append(("embed_tokens.weight", "BF16", (vocab, hidden)))
+    if not config.get("tie_word_embeddings"):
+        found.append(("lm_head.weight", "BF16", (vocab, hidden)))
+    return found
 
 
 # ------------------------------------------------------------------------------------ their tensors

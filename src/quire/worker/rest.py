@@ -1,8 +1,12 @@
 """A worker that gives its memory back for a while.
 
-Knows its cache's storages and how to load the model again. The cache's pages go back to the operating system and its
-tensors stay where they are: whoever remembers an address (`quantization/fused.py` does) is right afterwards.
-Weights that are dropped come back as another model, in which nobody remembers anything.
+Knows its cache's storages, and how to make a model and its cache again. Three things may be away:
+
+    cache, on the host      its pages go back to the system; tensors stay where they are, and so does every address
+                            that somebody remembers (`quantization/fused.py` does)
+    cache, on a device      its tensors go, and are made anew; the source forgets what it recorded of them
+    weights                 at level 1 on the host: there they stay, which is why that costs nothing where they run;
+                            at level 2 nowhere: another model is loaded, in which nobody remembers anything
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from quire.errors import QuireError
 from quire.logging import get_logger
@@ -30,6 +35,7 @@ class Rest:
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
+        device: where weights and cache are while they are used.
         load: makes the model anew.
         equip: hands a model its cache.
     """
@@ -38,11 +44,16 @@ class Rest:
         self,
         worker: Worker,
         storages: Storages,
+        device: torch.device,
+        *,
         load: Callable[[], LanguageModel],
         equip: Callable[[LanguageModel], Storages],
     ):
-        self.worker, self.storages, self.load, self.equip = worker, storages, load, equip
-        self.has_weights = True
+        self.worker, self.storages, self.device = worker, storages, device
+        self.load, self.equip = load, equip
+        self.in_place = device.type == "cpu"
+        self.away: set[str] = set()
+        self.equipped = True
         worker.functions.update(put_away=self.put_away, bring_back=self.bring_back)
 
     def put_away(self, level: int) -> None:
@@ -50,25 +61,47 @@ class Rest:
         worker = self.worker
         if worker.forget is not None:
             worker.forget(list(range(worker.rows.max_rows)))
-        held = sum(give_back(part) for parts in self.storages for part in parts)
-        if level > 1 and self.has_weights:
-            self.has_weights, self.storages = False, []
-            absent: Any = Absent()
-            worker.place(absent)
+        for parts in self.storages:
+            for part in parts:
+                give_back(part)
+        dropped = level > 1 or isinstance(worker.model, Absent)
+        if dropped or not self.in_place:
+            self._drop_cache()
+        if dropped:
+            worker.place(ABSENT)
+        elif not self.in_place:
+            self._move(torch.device("cpu"))
+        self.away |= {"weights", "kv_cache"}
         collect()
-        log.info(
-            "asleep: %.2f GiB of KV cache given back%s",
-            *(held / 2**30, "" if self.has_weights else ", and the weights"),
-        )
+        log.info("asleep: the KV cache is given back%s", ", and the weights" if dropped else "")
 
     def bring_back(self, parts: Sequence[str]) -> None:
-        """Load the weights again if they are asked for and not there. The cache comes when it is written to."""
-        if "weights" in parts and not self.has_weights:
-            model = self.load()
-            self.storages = self.equip(model)
+        """Make what is asked for and not there. On the host the cache's pages come when they are written to."""
+        worker = self.worker
+        if "weights" in parts:
+            if isinstance(worker.model, Absent):
+                worker.place(self.load())
+            elif not self.in_place:
+                self._move(self.device)
+        self.away -= set(parts)
+        if not self.away and not self.equipped:
+            self.storages = self.equip(worker.model)
+            worker.place(worker.model)
+            self.equipped = True
+        collect()
+
+    def _drop_cache(self) -> None:
+        self.storages, self.equipped = [], False
+        model = self.worker.model
+        if not isinstance(model, Absent):
+            for layer in model.attention_layers():
+                layer.cache = None
             self.worker.place(model)
-            self.has_weights = True
-            collect()
+
+    def _move(self, device: torch.device) -> None:
+        model = self.worker.model
+        if isinstance(model, nn.Module):
+            model.to(device)
 
 
 class Absent:
@@ -78,6 +111,9 @@ class Absent:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise QuireError("the engine sleeps and its weights are dropped: wake it up first")
+
+
+ABSENT: Any = Absent()
 
 
 def collect() -> None:
@@ -93,3 +129,5 @@ def collect() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
