@@ -145,8 +145,8 @@ inline void unpack(const uint8_t* w, const uint8_t* zero, int deep, int8_t* to) 
   const Ints left = four(zero), right = four(zero + 16);
   for (int i = 0; i < deep / 4; i++) {
     const Ints line = load((const int32_t*)(w + i * 64));
-    store((int32_t*)(to + i * 64), ((part_of(line, 0) | high) - left) ^ high);
-    store((int32_t*)(to + 16 * deep + i * 64), ((part_of(line, 1) | high) - right) ^ high);
+    store((int32_t*)(to + i * 64), wrapping_minus(part_of(line, 0) | high, left) ^ high);
+    store((int32_t*)(to + 16 * deep + i * 64), wrapping_minus(part_of(line, 1) | high, right) ^ high);
   }
 }
 

@@ -1,0 +1,45 @@
+// What layer.cpp is told. quantization/fused.py has the same structures.
+#pragma once
+#include "exports.h"
+
+namespace quire {
+
+struct Weight {
+  const void* data;
+  const float* scale;    // null: bf16
+  const int32_t* sum;    // int8
+  const uint8_t* zero;   // int4: not null
+  const int32_t* order;  // int4; may be null
+  const bf16* bias;
+  int64_t outs, ins, group;
+
+  void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, bool gated) const {
+    if (zero)
+      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, gated);
+    else if (scale)
+      quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, gated);
+    else
+      quire_linear(x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, gated);
+  }
+};
+
+struct Layer {  // fixed once the model is loaded
+  Weight qkv, o, gate_up, down;
+  const bf16 *first_norm, *second_norm, *q_norm, *k_norm;  // the last two may be null
+  void *keys, *values;
+  float *key_scales, *value_scales;  // of codes
+  const float* sinks;
+  int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window;
+  float eps, head_eps, scale, softcap;
+};
+
+struct Step {  // shared by the layers of a group
+  const float *cos, *sin;
+  const int64_t* slots;
+  const int *table, *starts, *lengths;
+  int64_t tokens, rows, table_step, pairs;
+};
+
+}  // namespace quire
+
+EXPORT void quire_layer(const quire::Layer* layer, const quire::Step* step, quire::bf16* x, quire::bf16* residual, int first);

@@ -1,0 +1,58 @@
+// A layer in one call has the bits of its parts.
+#include "layer.h"
+
+#include "harness.h"
+
+CHECK(layer) {
+  Random random(5);
+  const long T = 20, hidden = 64, heads = 4, kv = 2, D = 32, inner = 96, block = 16, width = (heads + 2 * kv) * D, P = D / 2;
+  std::vector<Guarded<bf16>> memory;
+  const auto weight = [&](long outs, long ins, bool gated) {
+    const auto w = random.bf16s(outs * ins, 0.1f);
+    memory.emplace_back(outs * ins);
+    quire_pack(w, memory.back(), outs, outs, ins, gated);
+    return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
+  };
+  const auto vector = [&](long size) { return memory.emplace_back(random.bf16s(size)).data; };
+  Guarded<bf16> keys(2 * kv * block * D), values(2 * kv * block * D);
+  quire::Layer l{};
+  l.qkv = weight(width, hidden, false), l.o = weight(hidden, heads * D, false);
+  l.gate_up = weight(2 * inner, hidden, true), l.down = weight(hidden, inner, false);
+  l.first_norm = vector(hidden), l.second_norm = vector(hidden), l.q_norm = vector(D), l.k_norm = vector(D);
+  l.keys = keys.data, l.values = values.data;
+  l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
+  l.eps = l.head_eps = 1e-6f, l.scale = 0.2f;
+  const auto cos = random.floats(T * P), sin = random.floats(T * P);
+  Guarded<int64_t> slots(T);
+  for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
+  Guarded<int> table(2), starts(2), lengths(1);
+  table[0] = 1, table[1] = 0, starts[0] = 0, starts[1] = (int)T, lengths[0] = (int)T;
+  const quire::Step s{cos, sin, slots, table, starts, lengths, T, 1, 2, P};
+  for (int first : {1, 0}) {
+    auto x = random.bf16s(T * hidden), residual = random.bf16s(T * hidden);
+    Guarded<bf16> x2(T * hidden), residual2(T * hidden), qkv(T * width), o(T * heads * D), gated(T * inner);
+    memcpy(x2.data, x.data, T * hidden * 2);
+    memcpy(residual2.data, first ? x.data : residual.data, T * hidden * 2);
+    quire_layer(&l, &s, x, residual, first);
+    if (first)
+      quire_rms_norm(x2, hidden, l.first_norm, x2, hidden, T, 1, hidden, l.eps, 0);
+    else
+      quire_add_rms_norm(x2, residual2, l.first_norm, T, hidden, l.eps, 0);
+    l.qkv.multiply(x2, hidden, qkv, width, T, false);
+    bf16 *k = qkv + heads * D, *v = k + kv * D;
+    quire_rms_norm(qkv, width, l.q_norm, qkv, width, T, heads, D, l.eps, 0);
+    quire_rms_norm(k, width, l.k_norm, k, width, T, kv, D, l.eps, 0);
+    quire_rotate(qkv, width, cos, sin, qkv, width, T, heads, D, P);
+    quire_rotate(k, width, cos, sin, k, width, T, kv, D, P);
+    quire_write_cache(k, width, keys, nullptr, slots, T, kv, D, block, 0, 1);
+    quire_write_cache(v, width, values, nullptr, slots, T, kv, D, block, 0, 0);
+    quire_attention(qkv, width, o, keys, values, nullptr, nullptr, 0, table, 2, starts, lengths, nullptr, 1, heads, kv, D, D,
+                    block, 0, l.scale, 0);
+    l.o.multiply(o, heads * D, x2, hidden, T, false);
+    quire_add_rms_norm(x2, residual2, l.second_norm, T, hidden, l.eps, 0);
+    l.gate_up.multiply(x2, hidden, gated, inner, T, true);
+    l.down.multiply(gated, inner, x2, hidden, T, false);
+    same("layer", x.data, x2.data, T * hidden);
+    same("layer's residual", residual.data, residual2.data, T * hidden);
+  }
+}
