@@ -7,13 +7,16 @@ import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
+import pytest
 from asgi import browser, frames
 
+from quire.config.structured import StructuredConfig
 from quire.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
@@ -166,5 +169,19 @@ def test_thoughts_that_may_cost_so_much(state: ServerState):
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
         assert "".join(delta.get("reasoning") or "" for delta in deltas) == short
         assert (await ask(sum_, thinking_token_budget=-1))["message"]["reasoning"] == free
+
+    talk(state, work)
+
+
+def test_a_form_for_the_thoughts_too(state: ServerState, monkeypatch: pytest.MonkeyPatch):
+    """enable_in_reasoning: the whole output keeps to it."""
+    config = {"enable_in_reasoning": True}
+    structured = StructuredConfig(structured_outputs_config=config)
+    monkeypatch.setattr(state, "config", replace(state.config, structured=structured))
+
+    async def work(ask: Ask) -> None:
+        sum_ = {"role": "user", "content": "What is 12 + 7?"}
+        message = (await ask(sum_, structured_outputs={"regex": "[0-9]{2}!"}))["message"]
+        assert re.fullmatch("[0-9]{2}!", (message["reasoning"] or "") + (message["content"] or ""))
 
     talk(state, work)

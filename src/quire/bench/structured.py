@@ -127,6 +127,7 @@ class Bench:
         config = EngineConfig.from_keywords(
             model=str(checkpoint(self.shape, dtype, folder)), tokenizer=str(words), dtype=dtype,
             max_num_seqs=rows, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True,
+            structured_outputs_config={"jumps": False},  # every token costs a step, as for free requests
         )  # fmt: skip
         self.client = make_client(config)
         self.front = FrontRoom(self.client)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config.server import ServerConfig
+from quire.config.structured import wishes
 from quire.errors import ValidationError
 from quire.frontend.parsers.constrain import (
     answer_or_calls,
@@ -95,8 +96,10 @@ def reader_for(
         raise invalid(f"`{said}` and a `tool_choice` that makes the model call a tool: an output can have one form only", said)  # fmt: skip
     else:
         calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
+        asked = state.config.structured.structured_outputs_config
+        thoughts = None if wishes(asked).enable_in_reasoning else formats.reasoning
         params.structured_outputs = answer_or_calls(
-            params.structured_outputs, formats.reasoning, opened, calls
+            params.structured_outputs, thoughts, opened, calls
         )
     if reading.marks_are_special:
         params.skip_special_tokens = False
