@@ -172,9 +172,14 @@ class Pipeline:
 
 def keep_only(words_W: np.ndarray, tokens: Sequence[int]) -> None:
     """A mask that allows these and nothing else."""
-    words_W[:] = 0
-    for token in tokens:
-        words_W.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+    words_W[:] = mask_of(np.array(tokens, np.int64), len(words_W))
+
+
+def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
+    """int32 words in which the bits of these tokens are set."""
+    words_W = np.zeros(num_words, np.uint32)
+    np.bitwise_or.at(words_W, tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
+    return words_W.view(np.int32)
 
 
 def _blame(processor: Processor, picked: Picked, error: Exception) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.protocol.plan import Entered
-from quire.worker.sample.processors import Picked, Processor
+from quire.worker.sample.processors import Picked, Processor, mask_of
 
 NEVER = -torch.inf
 
@@ -53,6 +53,8 @@ class TokenTable(Processor):
 class AllowedTokens(TokenTable):
     """Nothing but these."""
 
+    bars = True
+
     def enter(self, new: Entered) -> bool:
         if (tokens := new.params.allowed_token_ids) is None:
             return False
@@ -65,6 +67,10 @@ class AllowedTokens(TokenTable):
         logits_SV[_put(picked.at, logits_SV)] = NEVER
         logits_SV[at, tokens] = kept
         return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
+            words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
 
 
 class BadWords(Processor):
@@ -120,6 +126,8 @@ class BadWords(Processor):
 class MinTokens(TokenTable):
     """Tokens that would end the request are out until it has min_tokens."""
 
+    bars = True
+
     def enter(self, new: Entered) -> bool:
         params = new.params
         ends = {*params.eos_token_ids, *(params.stop_token_ids or ())}
@@ -129,14 +137,25 @@ class MinTokens(TokenTable):
         return True
 
     def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
-        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
-        early = picked.outputs < least
-        if not early.any():
+        if (still := self._early(picked)) is None:
             return logits_SV
-        still = Picked(picked.at[early], picked.rows[early], picked.lengths[early], picked.state)
         at, tokens = (_put(array, logits_SV) for array in self.entries(still))
         logits_SV[at, tokens] = NEVER
         return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        if (still := self._early(picked)) is not None:
+            for at, row in zip(still.at.tolist(), still.rows.tolist(), strict=True):
+                words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
+
+    @staticmethod
+    def _early(picked: Picked) -> Picked | None:
+        """Those that must go on."""
+        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
+        early = picked.outputs < least
+        if not early.any():
+            return None
+        return Picked(picked.at[early], picked.rows[early], picked.lengths[early], picked.state)
 
 
 class LogitBias(TokenTable):
