@@ -68,7 +68,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("CPU_KVCACHE_SPACE", float, None, "GiB of KV cache.", "kv_cache_memory_bytes"),
         Variable("LOG_STATS_INTERVAL", float, None, "Seconds between statistics lines.", "log_stats_interval"),
         Variable("USE_V1", bool, True, "Accepted: there is one engine only."),
-        Variable("CPU_OMP_THREADS_BIND", str, "auto", "Cores to compute on: auto, nobind, or a list such as 0-3,8."),
+        Variable("CPU_OMP_THREADS_BIND", str, "auto", "Cores to compute on: auto (one NUMA node), nobind, or a list such as 0-3,8."),
         Variable("CPU_NUM_OF_RESERVED_CPU", int, 0, "Cores that are not computed on."),
     )
 }  # fmt: skip

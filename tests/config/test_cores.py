@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError
-from quire.platforms.cores import chosen_cores
+from quire.platforms.cores import chosen_cores, one_node, threads
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from quire.platforms.cores import chosen_cores
     ],
 )
 def test_cores(bind, reserved, cores):
-    assert chosen_cores(bind, reserved, [2, 3, 4, 5]) == cores
+    assert chosen_cores(bind, reserved, [2, 3, 4, 5], [2, 3, 4, 5]) == cores
 
 
 @pytest.mark.parametrize(
@@ -42,16 +43,81 @@ def test_cores(bind, reserved, cores):
 )
 def test_cores_that_cannot_be(bind, reserved, says):
     with pytest.raises(ConfigError, match=says):
-        chosen_cores(bind, reserved, [2, 3, 4, 5])
+        chosen_cores(bind, reserved, [2, 3, 4, 5], [2, 3, 4, 5])
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+def two_sockets(root: Path, free: tuple[int, int] = (5, 9)) -> Path:
+    """Of 4 physical cores each, two threads a core: 0-3 and 8-11, 4-7 and 12-15."""
+    files = {}
+    for node, (cores, kib) in enumerate(zip(("0-3,8-11", "4-7,12-15"), free, strict=True)):
+        files[f"sys/devices/system/node/node{node}/cpulist"] = cores
+        files[f"sys/devices/system/node/node{node}/meminfo"] = f"Node {node} MemFree: {kib} kB"
+    for core in range(16):
+        siblings = f"{core % 8},{core % 8 + 8}"
+        files[f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"] = siblings
+    return machine(root, files)
+
+
+def test_one_node_is_taken(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    everything = list(range(16))
+    assert one_node(everything, root) == [4, 5, 6, 7, 12, 13, 14, 15]  # more is free there
+    assert one_node([0, 1, 2, 4, 5], root) == [0, 1, 2]
+    assert one_node([2, 3], tmp_path / "says nothing") == [2, 3]
+    assert chosen_cores("auto", 0, everything, one_node(everything, root)) == [4, 5, 6, 7, 12, 13, 14, 15]  # fmt: skip
+    assert chosen_cores("auto", 2, everything, one_node(everything, root)) == [6, 7, 12, 13, 14, 15]  # fmt: skip
+    assert chosen_cores("auto", 0, [0, 1], one_node([0, 1], root)) == []
+    assert chosen_cores("3,4", 0, everything, one_node(everything, root)) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({}, 4),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 4),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "250000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/host/path",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
+    ],
+)
+def test_a_thread_for_each_core_that_the_quota_keeps_running(
+    files: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    root = machine(two_sockets(tmp_path), files)
+    assert threads([4, 5, 6, 7, 12, 13, 14, 15], root) == count
+    assert threads([4, 12], root) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux binds")
 def test_the_process_stays_there():
-    core = max(os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    core, node = max(allowed), set(one_node(sorted(allowed)))
     code = "import os; from quire.platforms.cores import bind_to_cores; print(bind_to_cores(), os.sched_getaffinity(0))"
     for value, says in (
         (str(core), f"[{core}] {{{core}}}"),
-        ("auto", f"[] {os.sched_getaffinity(0)}"),
+        ("auto", f"{sorted(node) if node < allowed else []} {node}"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -248,7 +248,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     load_plugins()
     with stages("plan memory"):
         forecast = plan_memory(resolved)
-    bind_to_cores()
+    bind_to_cores(computing=resolved.device == "cpu")
     with stages("import torch"):
         from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model

@@ -10,6 +10,7 @@ import torch
 from quire import env
 from quire.platforms import facts
 from quire.platforms.base import Memory
+from quire.platforms.cores import threads_here
 
 SMALL = 64 << 20
 """Bytes of weights that one thread reads in a few milliseconds. Below, a team gains less than its barriers cost, and
@@ -41,10 +42,12 @@ class CpuPlatform:
     def use_threads(self, weight_bytes: int) -> int:
         """Set how many threads an operation may use, for a model of so many bytes; the number.
 
-        OMP_NUM_THREADS, where set, is the last word.
+        OMP_NUM_THREADS, where set, is the last word; a program that has set fewer keeps them.
         """
-        if env.outer("OMP_NUM_THREADS") is None and weight_bytes < SMALL:
-            torch.set_num_threads(1)
+        if env.outer("OMP_NUM_THREADS") is None:
+            most = 1 if weight_bytes < SMALL else threads_here()
+            if most < torch.get_num_threads():
+                torch.set_num_threads(most)
         return torch.get_num_threads()
 
     def prepare(self, weight_bytes: int) -> None:

@@ -247,23 +247,44 @@ def _machine(root: Path) -> tuple[int, int]:
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
     """(limit, used) of each memory cgroup from ours up to the root, where a limit is set."""
+    names = {
+        True: ("memory.max", "memory.current", ""),
+        False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    }
+    found = (_cgroup(folder, *names[new]) for folder, new in cgroup_folders(root, "memory"))
+    return [one for one in found if one is not None]
+
+
+def cgroup_folders(root: Path, controller: str) -> list[tuple[Path, bool]]:
+    """Folders of our cgroups with this controller, up to the root, and whether each is of version 2."""
     found = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        if new := (number == "0" and not controllers):
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
         else:
             continue
         # Inside a container the path is often the host's: then only the mount's own top is ours.
         inner = Path(path.lstrip("/"))
-        for folder in (base / inner, *(base / parent for parent in inner.parents)):
-            if (one := _cgroup(folder, *names)) is not None:
-                found.append(one)
+        found += [(folder, new) for folder in (base / inner, *(base / p for p in inner.parents))]
     return found
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the tightest cgroup around this process gets; None: no limit."""
+    found = []
+    for folder, new in cgroup_folders(root, "cpu"):
+        if new:
+            limit, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        else:
+            limit = _read(folder / "cpu.cfs_quota_us").strip()
+            period = _read(folder / "cpu.cfs_period_us").strip()
+        if limit.isdigit() and period.isdigit() and int(period):  # else "max", -1, or not there
+            found.append(int(limit) / int(period))
+    return min(found, default=None)
 
 
 def _cgroup(folder: Path, limit_name: str, used_name: str, prefix: str) -> tuple[int, int] | None:
