@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from serving import Served, children, has_torch
 from tiny_llama import make_checkpoint
+
+from quire.engine.host import Patience, State
+from quire.server import fleet
 
 TEXT = "/v1/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -268,6 +272,24 @@ def test_told_to_stop_all_end_what_runs(server: Served):
         assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"] * 2
     assert server.wait() == 0
     assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("was_stopped", [True, False])
+def test_a_keeper_that_was_stopped_blames_nobody(
+    was_stopped: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A paused container: the children's silence is as long as the keeper's own."""
+    monkeypatch.setattr(fleet.time, "sleep", lambda seconds: None)
+    long_ago = time.monotonic() - 100
+    process = Mock(poll=Mock(return_value=None))
+    child = fleet.Child(0, None, process, heard=long_ago, is_open=True)
+    keeper = object.__new__(fleet.Fleet)
+    keeper.__dict__.update(
+        children=[child], patience=Patience(heartbeat=8), looked=long_ago if was_stopped else time.monotonic(),
+        told=None, stats=None, engine_died=None, host=Mock(state=State(1, "starting")), config=Mock(),
+    )  # fmt: skip
+    assert keeper._turn() is None
+    assert process.kill.called is not was_stopped
 
 
 def test_killing_the_parent_leaves_nobody(tmp_path: Path):

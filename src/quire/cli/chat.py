@@ -6,7 +6,8 @@ Knows the terminal. Where answers come from is `talk.py`'s matter.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 from quire.cli.talk import Clock, Talker, Wish, read, talker
 from quire.errors import QuireError
@@ -17,20 +18,19 @@ PROMPT = "> "
 
 def main(argv: Sequence[str]) -> int:
     """Talk until the end of input; the exit status."""
-    wish = read("chat", argv)
-    configure("chat", wish.config.observe.log_level)
+    return at_the_terminal("chat", argv, conversation)
+
+
+def at_the_terminal(command: str, argv: Sequence[str], talk: Callable[[Wish, Talker], int]) -> int:
+    """Find whom the flags name, and `talk` with it; what goes wrong is said in a line, and the exit status is 1."""
+    wish = read(command, argv)
+    configure(command, wish.config.observe.log_level)
     try:
-        there = talker(wish)
+        with closing(talker(wish)) as there:
+            return talk(wish, there)
     except QuireError as why:
-        print(f"quire chat: error: {why}", file=sys.stderr)
+        say(f"quire {command}: error: {why}")
         return 1
-    try:
-        return conversation(wish, there)
-    except QuireError as why:
-        print(f"\nquire chat: error: {why}", file=sys.stderr)
-        return 1
-    finally:
-        there.close()
 
 
 def conversation(wish: Wish, there: Talker) -> int:

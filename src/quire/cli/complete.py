@@ -5,31 +5,16 @@ Knows the terminal. Where the words come from is `talk.py`'s matter.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from quire.cli.chat import lines, say, shown
-from quire.cli.talk import Talker, Wish, read, talker
+from quire.cli.chat import at_the_terminal, lines, say, shown
+from quire.cli.talk import Talker, Wish
 from quire.errors import QuireError
-from quire.logging import configure
 
 
 def main(argv: Sequence[str]) -> int:
     """Complete until the end of input; the exit status."""
-    wish = read("complete", argv)
-    configure("complete", wish.config.observe.log_level)
-    try:
-        there = talker(wish)
-    except QuireError as why:
-        print(f"quire complete: error: {why}", file=sys.stderr)
-        return 1
-    try:
-        return texts(wish, there)
-    except QuireError as why:
-        print(f"\nquire complete: error: {why}", file=sys.stderr)
-        return 1
-    finally:
-        there.close()
+    return at_the_terminal("complete", argv, texts)
 
 
 def texts(wish: Wish, there: Talker) -> int:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from quire.compat.later import IGNORED, OUTPUTS
+
 ROOT = "quire"
 STANDS_IN = "quire.compat.as_vllm"
 """Text by which our own package `vllm` is told from vLLM."""
@@ -38,19 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "vllm.pooling_params": {"PoolingParams": "quire:PoolingParams"},
     "vllm.outputs": {
-        name: f"quire:{name}"
-        for name in (
-            "RequestOutput",
-            "CompletionOutput",
-            "PoolingOutput",
-            "PoolingRequestOutput",
-            "EmbeddingOutput",
-            "EmbeddingRequestOutput",
-            "ClassificationOutput",
-            "ClassificationRequestOutput",
-            "ScoringOutput",
-            "ScoringRequestOutput",
-        )
+        name: f"quire:{name}" for name in ("RequestOutput", "CompletionOutput", *OUTPUTS)
     },
     "vllm.beam_search": {
         "BeamSearchOutput": "quire:BeamSearchOutput",
@@ -102,10 +92,7 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm.config": {
         name: f"{LATER}{name}"
         for name in (
-            "CompilationConfig",
-            "StructuredOutputsConfig",
-            "AttentionConfig",
-            "CUDAGraphMode",
+            *IGNORED,
             "KVTransferConfig",
             "KVEventsConfig",
             "PoolerConfig",

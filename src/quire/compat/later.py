@@ -13,22 +13,12 @@ from quire.errors import Unsupported
 
 POOLING = ("pooling", "serve a model that generates text; embedding and scoring come with pooling")
 TRANSFER = ("KV transfer between servers", "let each server prefill its own requests")
+OUTPUTS = (
+    "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
+    "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
+)  # fmt: skip
 LATER: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        (
-            "PoolingParams",
-            "PoolingOutput",
-            "PoolingRequestOutput",
-            "EmbeddingOutput",
-            "EmbeddingRequestOutput",
-            "ClassificationOutput",
-            "ClassificationRequestOutput",
-            "ScoringOutput",
-            "ScoringRequestOutput",
-            "PoolerConfig",
-        ),
-        POOLING,
-    ),
+    **dict.fromkeys(("PoolingParams", "PoolerConfig", *OUTPUTS), POOLING),
     "LoRARequest": ("LoRA", "serve a checkpoint with the adapter merged into it"),
     "KVTransferConfig": TRANSFER,
     "KVEventsConfig": TRANSFER,

@@ -27,7 +27,7 @@ from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.wire import to_wire
 from quire.engine.assemble import patience, resolve_config
-from quire.engine.host import EngineHost, end, exit_code
+from quire.engine.host import ASLEEP_S, EngineHost, end, exit_code
 from quire.engine.lifeline import STOP, Listener
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
@@ -83,6 +83,7 @@ class Fleet:
         self.client = ProcessClient(resolved, self.host.folder, self.host, self.count)
         self.stats: StatsLog | None = None
         self.ticked = 0.0
+        self.looked = time.monotonic()
         self.children = [Child(number, own) for number, own in enumerate(listeners)]
         self.chats = False
         self.told: float | None = None  # when to stop was said
@@ -125,6 +126,13 @@ class Fleet:
     # -- one look -------------------------------------------------------------------------------
     def _turn(self) -> int | None:
         """Hear what is said, look after each; the exit status when it is over."""
+        now = time.monotonic()
+        if (
+            now - self.looked > ASLEEP_S
+        ):  # we were stopped ourselves, and the children with us perhaps
+            for child in self.children:
+                child.heard = now
+        self.looked = now
         self._hear()
         for child in self.children:
             self._look_after(child)
