@@ -50,9 +50,14 @@ class Sizes(NamedTuple):
 
 
 def sizes_for(heads_each: int, head_dim: int, itemsize: int) -> Sizes:
-    """Not measured yet: what should fit registers and shared memory of a Hopper or Ampere card."""
-    wide = head_dim > 128 or itemsize > 2
+    """What fits the registers of a Hopper card, by the compiler's report; not timed yet.
+
+    Products in float32 are sums of plain operations, for which a program holds far less.
+    """
     short = pow2(heads_each, 16)
+    if itemsize > 2:
+        return Sizes(short, short, 32, 512)
+    wide = head_dim > 128
     return Sizes(short, max(short, 64 if wide else 128), 32 if wide else 64, 512)
 
 
@@ -350,7 +355,7 @@ class _Call:
         k_scales, v_scales = scales or (None, None)
         # Softcap's tanh takes twice the score over the cap, in base 2.
         scale = 2 * LOG2E * scores.scale / scores.softcap if scores.softcap else 0.0
-        options = {} if INTERPRETED else {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
+        options = {} if INTERPRETED else {"num_warps": _warps(rows, keys.shape[3]), "num_stages": 2}
         attend_kernel[(items, self.num_kv_heads, splits)](
             self.q, keys, values, self.out, self.lse, parts, sums, scores.sinks_H,
             k_scales, v_scales, work, step.table_BN, step.starts_B1, step.lengths_B,
@@ -360,3 +365,7 @@ class _Call:
             M=rows, S=self.sizes.tile, SCALED=k_scales is not None, CAPPED=bool(scores.softcap), EVERY_ROW=work is None,
             SPLITS=splits, **self.shared, **EXACT, **options,
         )  # fmt: skip
+
+
+def _warps(rows: int, head_dim: int) -> int:
+    return 8 if rows > 64 or rows * head_dim > 8192 else 4

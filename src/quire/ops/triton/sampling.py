@@ -12,15 +12,23 @@ Shape suffixes: S rows, V vocabulary, L tokens of a row, R the worker's rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
 
 CHUNK = 1024 if INTERPRETED else 4096
+PIECE = 1024  # of kernels that do little with many elements
+WIDE: dict[str, Any] = {} if INTERPRETED else {"num_warps": 8}
 NOBODY = tl.constexpr(0x7FFFFFFF)
+PLAIN = tl.constexpr(INTERPRETED)
+"""The interpreter's functions are NumPy's. A device's fast logarithm is right to 2^-22 in absolute terms, which near 1 is
+nothing like right; there and for weights the exact ones are asked for, which the interpreter does not have."""
 
 
 @triton.jit
@@ -41,14 +49,27 @@ def words(a, b, token):
 
 
 @triton.jit
+def exact_exp(x):
+    if PLAIN:
+        y = tl.exp(x)
+    else:
+        y = libdevice.exp(x)
+    return y
+
+
+@triton.jit
 def gumbel(a, b, token):
     v = (words(a, b, token).to(tl.float32) + 0.5) * 4.656612873077393e-10
     v = tl.minimum(v, 0.99999994)
-    # log(1 - v) without losing v's digits when it is small: the error of 1 - v is divided out again.
-    u = 1.0 - v
-    small = u == 1.0
-    log1p = tl.where(small, -v, tl.log(u) * tl.div_rn(v, tl.where(small, 1.0, 1.0 - u)))
-    return -tl.log(-log1p)
+    if PLAIN:
+        # log(1 - v) without losing v's digits when it is small: the error of 1 - v is divided out again.
+        u = 1.0 - v
+        small = u == 1.0
+        minus = tl.where(small, v, -tl.log(u) * tl.div_rn(v, tl.where(small, 1.0, 1.0 - u)))
+        noise = -tl.log(minus)
+    else:
+        noise = -libdevice.log(-libdevice.log1p(-v))
+    return noise
 
 
 @triton.jit
@@ -95,8 +116,8 @@ def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
     """The 31 bits that each row's and token's noise is made of, int32 [S, V]: for tests."""
     rows = keys_2S.shape[1]
     out_SV = torch.empty((rows, vocab), dtype=torch.int32, device=keys_2S.device)
-    words_kernel[(rows, triton.cdiv(vocab, CHUNK))](
-        keys_2S[0], keys_2S[1], out_SV, vocab, COLS=CHUNK
+    words_kernel[(rows, triton.cdiv(vocab, PIECE))](
+        keys_2S[0], keys_2S[1], out_SV, vocab, COLS=PIECE
     )
     return out_SV
 
@@ -112,7 +133,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor, floor_S: Tensor | None = None) -> T
     if rows:
         draw_kernel[(rows, chunks)](
             x, keys_2S[0].contiguous(), keys_2S[1].contiguous(), floor_S, best, ids, vocab, x.stride(0),
-            chunks, LIMITED=floor_S is not None, COLS=CHUNK,
+            chunks, LIMITED=floor_S is not None, COLS=CHUNK, **WIDE,
         )  # fmt: skip
         pick_kernel[(rows,)](best, ids, tokens_S, vocab, chunks, COLS=pow2(chunks))
     return tokens_S
@@ -144,7 +165,7 @@ def reaching(x_ptr, vocab, top, floor, wanted, WEIGHED: tl.constexpr, COLS: tl.c
             x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
             inside = (ordered(x) >= tried) & (col < vocab) & (x >= floor)
             if WEIGHED:
-                weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+                weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
             else:
                 weight = tl.full([COLS], 1, tl.int64)
             reached += tl.sum(tl.where(inside, weight, 0), axis=0)
@@ -176,7 +197,7 @@ def threshold_kernel(
         for start in range(0, vocab, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
-            weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+            weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
             total += tl.sum(tl.where((x >= floor) & (col < vocab), weight, 0), axis=0)
         wanted = tl.max(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), axis=0)
         wanted = tl.maximum(wanted, 1)
@@ -196,7 +217,7 @@ def threshold(scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: 
     out_S = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         threshold_kernel[(rows,)](
-            x, top_k_S, top_p_S, log_min_p_S, out_S, vocab, x.stride(0), COLS=CHUNK
+            x, top_k_S, top_p_S, log_min_p_S, out_S, vocab, x.stride(0), COLS=CHUNK, **WIDE
         )
     return out_S
 
@@ -260,12 +281,12 @@ def penalize(
     """
     count, vocab = len(at_P), logits_SV.shape[1]
     counts_PV = torch.zeros((count, vocab), dtype=torch.int32, device=logits_SV.device)
-    count_kernel[(count, triton.cdiv(longest, CHUNK))](
-        counts_PV, token_ids_RL, rows_P, lengths_P, prompts_P, vocab, token_ids_RL.stride(0), COLS=CHUNK
+    count_kernel[(count, triton.cdiv(longest, PIECE))](
+        counts_PV, token_ids_RL, rows_P, lengths_P, prompts_P, vocab, token_ids_RL.stride(0), COLS=PIECE
     )  # fmt: skip
-    penalize_kernel[(count, triton.cdiv(vocab, CHUNK))](
+    penalize_kernel[(count, triton.cdiv(vocab, PIECE))](
         logits_SV, counts_PV, at_P, penalties_3P[0], penalties_3P[1], penalties_3P[2], vocab,
-        logits_SV.stride(0), COLS=CHUNK, **EXACT,
+        logits_SV.stride(0), COLS=PIECE, **EXACT,
     )  # fmt: skip
 
 
@@ -307,6 +328,6 @@ def rank(logits_NV: Tensor, chosen_N: Tensor, normalise: bool) -> tuple[Tensor, 
     ranks_N = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows:
         rank_kernel[(rows,)](
-            x, chosen_N, lse_N, ranks_N, vocab, x.stride(0), NORMALISE=normalise, COLS=CHUNK
+            x, chosen_N, lse_N, ranks_N, vocab, x.stride(0), NORMALISE=normalise, COLS=CHUNK, **WIDE
         )
     return lse_N, ranks_N

@@ -1,0 +1,142 @@
+"""Compile every kernel for a GPU that is not here, and print what the compiler says: one line of JSON a kernel.
+
+    python tests/ops/triton/on_paper.py 90
+
+Knows the launches of a Llama-like model. Nothing runs: the driver is a stand-in that names the target.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from quire.ops.triton import attention, batch, cache, rows, sampling
+
+BF16 = torch.bfloat16
+OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Target:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def report(what: str, name: str, kernel: Any) -> dict[str, Any]:
+    """Registers a thread, bytes of stack (spilled registers), shared memory and matrix instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        done = subprocess.run(
+            [OBJDUMP, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups()
+    return {
+        "what": what, "kernel": name, "registers": int(registers), "stack": int(stack),
+        "shared": kernel.metadata.shared, "wgmma": kernel.asm["ptx"].count("wgmma.mma"),
+        "mma": kernel.asm["ptx"].count("mma.sync"), "fma": kernel.asm["ptx"].count("fma.rn.f32"),
+    }  # fmt: skip
+
+
+def launch_rows() -> None:
+    x, w = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+    rows.rms_norm(x, w, 1e-6)
+    rows.rms_norm(torch.zeros(4, 8, 128, dtype=BF16), w[:128], 1e-6, True)
+    rows.add_rms_norm(x, x.clone(), w, 1e-6)
+    angle = torch.zeros(4, 64)
+    rows.rotate(torch.zeros(4, 8, 128, dtype=BF16), angle, angle)
+    rows.rotate(torch.zeros(4, 8, 96, dtype=BF16), angle[:, :16], angle[:, :16], True)
+    rows.silu_and_mul(x)
+    rows.gelu_and_mul(x)
+    rows.gelu_and_mul(x, True)
+
+
+def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> None:
+    parts = [torch.zeros(9, 8, 16, size, dtype=kept)] * 2
+    top = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}.get(kept, 0.0)
+    if top:
+        parts += [torch.zeros(9, 8, 16)] * 2
+    new = torch.zeros(4, 8, size, dtype=dtype)
+    cache.write(tuple(parts), new, new, torch.zeros(4, dtype=torch.int64), top)
+    sizes = attention.sizes_for(4, size, dtype.itemsize)
+    ints = torch.arange(5, dtype=torch.int32)
+    long = torch.zeros(3, 2, dtype=torch.int32)
+    step = attention.Step(ints.repeat(4, 8), ints, ints[:4], 4, None, 4, long, 8192)
+    q = torch.zeros(4, 32, size, dtype=dtype)
+    attention.attend(q, tuple(parts), step, attention.Scores(0.1), sizes)
+    scores = attention.Scores(0.1, 100, 30.0, torch.zeros(32))
+    attention.attend(q, tuple(parts), step, scores, sizes, torch.zeros(4, 32), splits=1)
+
+
+def launch_sampling() -> None:
+    logits, keys = torch.zeros(4, 151_936), torch.zeros(2, 4, dtype=torch.int32)
+    longs, doubles = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
+    tokens = torch.zeros(4, 100, dtype=torch.int32)
+    sampling.draw(logits, keys)
+    sampling.draw(logits, keys, sampling.threshold(logits, longs, doubles, doubles))
+    sampling.rank(logits.bfloat16(), longs, True)
+    sampling.noise_words(keys, 1000)
+    sampling.penalize(logits, longs, longs, longs, longs, torch.zeros(3, 4), tokens, 50)
+
+
+def launch_batch() -> None:
+    table, ints = torch.zeros(4, 100, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    batch.gather(table, ints, ints, ints, 7, 3)
+    batch.slots(table, ints, ints, ints, 7, 3, 16)
+    batch.scatter(table, ints[:4], ints[:4], ints, ints, 7)
+
+
+LAUNCHES = {
+    "rows": launch_rows,
+    "attention bfloat16": lambda: launch_attention(BF16, BF16),
+    "attention bfloat16 of 256": lambda: launch_attention(BF16, BF16, 256),
+    "attention float16 of 64": lambda: launch_attention(torch.float16, torch.float16, 64),
+    "attention fp8": lambda: launch_attention(BF16, torch.float8_e4m3fn),
+    "attention int8": lambda: launch_attention(BF16, torch.int8),
+    "attention float32": lambda: launch_attention(torch.float32, torch.float32),
+    "sampling": launch_sampling,
+    "batch": launch_batch,
+}
+
+
+def main(capability: int) -> None:
+    driver.set_active(Target(capability))
+    rows.runs_on = lambda x: True
+    run, what = jit.JITFunction.run, ""
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print(json.dumps(report(what, self.fn.__name__, kernel)), flush=True)
+        return kernel
+
+    jit.JITFunction.run = compiled
+    for what, launch in LAUNCHES.items():
+        if not (capability < 89 and "fp8" in what):
+            launch()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
