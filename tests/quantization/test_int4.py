@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from quire.ops.cpu import build, isa, library
 from quire.quantization.grouped import Grouped
-from quire.quantization.int4 import Int4Weight, quantize_groups
-from quire.quantization.int8 import Int8Weight
+from quire.quantization.int4 import Int4Weight, quantize_groups, quantize_groups_by
+from quire.quantization.int8 import Int8Weight, quantize, quantize_by
 
 BUILDS = [each.name for each in isa.usable()]
 # rows, outputs, inputs, inputs of a group
@@ -95,6 +95,20 @@ def test_rows_of_zeros_stay_zeros() -> None:
         y = Int4Weight(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert (y[1] == 64).all()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_kernels_quantize_to_the_bit(name: str) -> None:
+    kernels = kernels_of(name)
+    weight = torch.randn(67, 384, generator=torch.Generator().manual_seed(8))
+    weight[3], weight[4], weight[5, :64] = weight[3].abs() + 1, 0, -1e30
+    weight = weight.bfloat16()
+    for group in (32, 64, 128):
+        got, want = quantize_groups_by(kernels, weight, group), quantize_groups(weight, group)
+        for part in ("q_OI", "scale_OG", "zero_OG"):
+            assert torch.equal(getattr(got, part), getattr(want, part)), (group, part)
+    for mine, plain in zip(quantize_by(kernels, weight), quantize(weight), strict=True):
+        assert torch.equal(mine, plain)
 
 
 def test_a_weight_is_within_half_a_step() -> None:

@@ -47,6 +47,20 @@ def _quantize_rows(weight_OI: Tensor, group: int) -> tuple[Tensor, Tensor, Tenso
     return q_OGS.byte().flatten(1), scale_OG, zero_OG.byte()
 
 
+def quantize_groups_by(kernels: Kernels | None, weight_OI: Tensor, group: int) -> Grouped:
+    """`quantize_groups`, by the kernels where they can: the same numbers, many times sooner."""
+    if kernels is None or weight_OI.dtype != torch.bfloat16:
+        return quantize_groups(weight_OI, group)
+    weight_OI = weight_OI.contiguous()
+    outs, ins = weight_OI.shape
+    q_OI = torch.empty(outs, ins, dtype=torch.uint8)
+    scale_OG, zero_OG = torch.empty(outs, ins // group), q_OI.new_empty(outs, ins // group)
+    kernels.quantize_groups(
+        weight_OI.data_ptr(), outs, ins, group, q_OI.data_ptr(), scale_OG.data_ptr(), zero_OG.data_ptr()
+    )  # fmt: skip
+    return Grouped(q_OI, scale_OG, zero_OG)
+
+
 class Int4Weight(Weight):
     """By the kernels where they run and activations are bf16, else in plain torch with the same integers."""
 
@@ -72,7 +86,7 @@ class Int4Weight(Weight):
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
         if not group:
             return Int8Weight.of(weight_OI, gated, kernels)
-        return cls(quantize_groups(weight_OI, group), gated, kernels)
+        return cls(quantize_groups_by(kernels, weight_OI, group), gated, kernels)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int4(

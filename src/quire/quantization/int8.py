@@ -28,8 +28,20 @@ def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 [O, I], float32 scale [O]); of activations [T, I] in the same way, a scale a token."""
     rows_OI = weight_OI.float()
     top_O = rows_OI.abs().amax(1)
-    factor_O = torch.where(top_O > 0, MOST / top_O, torch.zeros_like(top_O))
+    factor_O = torch.full_like(top_O, MOST) / top_O  # torch takes 127 / x for 127 * (1 / x)
+    factor_O[top_O == 0] = 0
     return (rows_OI * factor_O[:, None]).round_().to(torch.int8), top_O / MOST
+
+
+def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize`, by the kernels where they can: the same numbers, many times sooner."""
+    outs, ins = weight_OI.shape
+    if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
+        return quantize(weight_OI)
+    weight_OI = weight_OI.contiguous()
+    q_OI, scale_O = torch.empty(outs, ins, dtype=torch.int8), torch.empty(outs)
+    kernels.quantize_rows(weight_OI.data_ptr(), outs, ins, q_OI.data_ptr(), scale_O.data_ptr())
+    return q_OI, scale_O
 
 
 class Int8Weight(Weight):
@@ -57,7 +69,7 @@ class Int8Weight(Weight):
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Weight:
         """From a weight of any float format."""
-        return cls(*quantize(weight_OI), gated, kernels)
+        return cls(*quantize_by(kernels, weight_OI), gated, kernels)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int8(

@@ -26,6 +26,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack": (_P, _P, _L, _L, _L, _I),
     "linear_int8": (_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
     "linear_int4": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _I),
+    "quantize_rows": (_P, _L, _L, _P, _P),
+    "quantize_groups": (_P, _L, _L, _L, _P, _P, _P),
     "pack_int8": (_P, _P, _L, _L, _L, _I),
     "attention": (
         _P,
@@ -69,6 +71,8 @@ class Kernels:
     pack: Callable[..., None]
     linear_int8: Callable[..., None]
     linear_int4: Callable[..., None]
+    quantize_rows: Callable[..., None]
+    quantize_groups: Callable[..., None]
     pack_int8: Callable[..., None]
     attention: Callable[..., None]
     write_cache: Callable[..., None]

@@ -13,6 +13,9 @@ EXPORT void quire_linear_int8(const quire::bf16* x, long x_row, const int8_t* w,
 EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w, const float* w_scale,
                               const uint8_t* w_zero, const int32_t* order, const quire::bf16* bias, quire::bf16* y,
                               long y_row, long rows, long outs, long ins, long group, int gated);
+EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_t* q, float* scale);
+EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,
+                                  uint8_t* zero);
 EXPORT void quire_pack(const quire::bf16* w, quire::bf16* packed, long outs, long filled, long ins, int gated);
 EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated);
 
