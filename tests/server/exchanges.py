@@ -150,6 +150,7 @@ RESPONSES = {
     "responses-items": Case(RSP, {"instructions": "be", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Oh"}]}, {"role": "developer", "content": "x"}]}),
     "responses-length": Case(RSP, {"input": "hi", "max_output_tokens": 5}, finish="length"),
+    "responses-abort": Case(RSP, {"input": "hi"}, finish="abort"),
     "responses-stream": Case(RSP, {"input": "hi"} | stream()),
     "responses-stream-length": Case(RSP, {"input": "hi"} | stream(), script=("a",), finish="length"),
     "responses-stream-error": Case(RSP, {"input": "hi"} | stream(), script=("a", QuireError("it broke"))),

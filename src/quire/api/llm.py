@@ -363,14 +363,15 @@ class LLM(Later):
             ValidationError: no such level or mode.
         """
         rest.checked_level(level)
-        if rest.checked_mode(mode) == "wait":
-            with self._running:  # other threads are done then; what was enqueued is driven here
+        rest.checked_mode(mode)
+        self._asleep = True  # before it is held: whoever comes later must not wait with our lock
+        self.client.call("hold", mode, rest.SLEEP)
+        if mode != "keep":
+            with self._running:  # other threads' requests end there; what was enqueued ends here
                 while self.front.live:
                     for _ in self._turn():
                         pass
-        self.client.call("hold", mode, rest.SLEEP)
         self.client.call("sleep", level)
-        self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.

@@ -38,6 +38,9 @@ LATER = {
     "previous_input_messages": "send the whole conversation as `input`",
 }
 
+INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
+"""How it ended -> why it is not all that there would have been."""
+
 
 # -- in -------------------------------------------------------------------------------------------
 def refuse_later(body: ResponsesRequest) -> None:
@@ -146,7 +149,7 @@ class Shaper:
         return Items(self.generation.id.removeprefix("resp_"), self.event)
 
     def ended(self, delta: Delta, output: list[dict[str, Any]]) -> dict[str, Any]:
-        why = "max_output_tokens" if delta.finish_reason == "length" else None
+        why = INCOMPLETE.get(delta.finish_reason or "")
         return self.response(status_of(delta), output, why=why)
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -177,7 +180,7 @@ async def responses(request: Request) -> Response | EventStream:
 
 
 def status_of(delta: Delta) -> str:
-    return "incomplete" if delta.finish_reason == "length" else "completed"
+    return "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
 
 
 async def streamed(shaper: Shaper) -> AsyncGenerator[bytes, None]:
