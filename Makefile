@@ -5,6 +5,7 @@
 #   make check        format, lint, types, architecture (CONTRIBUTING.md)
 #   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
 #   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
+#   make bench-gpu    on a machine with a GPU: check every kernel and the engine, then time them, into benchmarks/results/
 #   make test-long    the slow tests
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
@@ -75,6 +76,11 @@ bench: install
 
 bench-peers: install .cache/peers/.installed
 	$(BIN)/python -m quire.bench peers $(ARGS)
+
+# With the Python that has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m quire.bench gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

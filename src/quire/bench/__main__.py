@@ -23,6 +23,7 @@ KINDS = {
     "quality": "what short weights and short keys and values cost the embedded model",
     "divergence": "how often company changes a bf16 answer",
     "structured": "what constrained output costs",
+    "gpu": "a GPU's kernels, steps and serving: checked, then timed",
 }
 """Word -> what it measures, in the module of that name: its `main(argv) -> int`."""
 

@@ -13,6 +13,7 @@ put around them. Does not know file formats (`formats.py`), or what any family i
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import time
 import zlib
@@ -58,6 +59,7 @@ UNUSED = re.compile(
 """What old checkpoints store and everybody works out; scales of caches and activations, which find their own here."""
 
 SHOWN = 5  # names in a message
+LARGE = 1 << 22  # elements of a tensor that is drawn on the device
 
 
 def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
@@ -103,7 +105,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     load_format = resolved.asked.load.load_format
     if load_format == "dummy":
         source = f"random weights (seed {resolved.asked.model.seed})"
-        found = random_tensors(model, resolved.asked.model.seed)
+        found = random_tensors(model, resolved.asked.model.seed, platform.device)
     else:
         kind, files = weight_files(resolved.path, load_format)
         source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
@@ -301,11 +303,14 @@ def _some(names: list[str]) -> str:
 # ------------------------------------------------------------------------------------ without a checkpoint
 
 
-def random_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(
+    model: nn.Module, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
     """A tensor for every slot, drawn from (seed, name) alone: small normal numbers; norms near one.
 
     Values that come out are as harmless as those of a fresh model, so that speed and plumbing can be tried
-    without a download.
+    without a download. Large tensors are drawn on the device, and are others on another kind of device; a model of small
+    ones is the same everywhere.
     """
     done: set[tuple[int, str]] = set()
     for name, slot in slots_of(model).items():
@@ -316,15 +321,19 @@ def random_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
                 continue  # by its parts, so that packed and split checkpoints are alike
         done.add((id(slot.layer), slot.name))
         like = slot.layer.get_parameter(slot.name)
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if slot.optional:
             continue
-        tensor = torch.empty(slot.shape(), dtype=like.dtype, device="cpu")
+        where = device if math.prod(slot.shape()) >= LARGE else "cpu"
+        draw = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor = torch.empty(slot.shape(), dtype=like.dtype, device=where)
         if not tensor.is_floating_point():
             yield name, tensor.zero_()
             continue
         if tensor.itemsize == 1:
-            yield name, torch.empty(slot.shape()).normal_(generator=draw).to(tensor.dtype)
+            yield (
+                name,
+                torch.empty(slot.shape(), device=where).normal_(generator=draw).to(tensor.dtype),
+            )
             continue
         tensor.normal_(0.0, 0.02, generator=draw)
         if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:

@@ -1,0 +1,245 @@
+"""Is what a GPU computes right? Every kernel against its definition, and the engine's tokens against the CPU's.
+
+Knows inputs and tolerances. Does not know how long anything takes. Each check stands alone: what goes wrong is named
+in `wrong`, and the others run.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire import env
+from quire.bench.gpu_shapes import write_config
+
+if TYPE_CHECKING:
+    from quire.bench.gpu import Run
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of |got - want| / |want| over a whole tensor."""
+
+
+def formats(run: Run) -> dict[torch.dtype, float]:
+    """Those that the device computes in; Triton's interpreter has no bfloat16."""
+    return {d: b for d, b in BOUNDS.items() if run.device == "cuda" or d != torch.bfloat16}
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def kernels(run: Run) -> dict[str, Any]:
+    """Distances by kernel and format, and what is out of bounds."""
+    found: dict[str, Any] = {"wrong": [], "distances": {}, "bits": {}}
+    for name, check in {
+        "rows": rows,
+        "attention": attention,
+        "bits": bits,
+        "sampling": sampling,
+    }.items():
+        try:
+            check(run, found)
+        except Exception as error:
+            found["wrong"].append(f"{name}: {type(error).__name__}: {error}"[:1000])
+    return found
+
+
+def _note(found: dict[str, Any], name: str, got: Tensor, want: Tensor, bound: float) -> None:
+    d = distance(got, want)
+    found["distances"][name] = d
+    if not d <= bound:
+        found["wrong"].append(f"{name}: {d:.2e} is above {bound:.0e}")
+
+
+def rows(run: Run, found: dict[str, Any]) -> None:
+    """Norms, activations and rotation."""
+    from quire.ops import reference  # noqa: F401
+    from quire.ops.dispatch import OPS
+    from quire.ops.triton import rows  # noqa: F401
+
+    for dtype, bound in formats(run).items():
+
+        def x(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=run.device).to(dtype)
+
+        angle = torch.randn(33, 32, device=run.device)
+        calls: dict[str, tuple[Any, ...]] = {
+            "rms_norm": (x(33, 896), x(896), 1e-6),
+            "add_rms_norm": (x(33, 896), x(33, 896), x(896), 1e-6),
+            "rotate": (x(33, 12, 80)[:, 2:9], angle.cos(), angle.sin()),
+            "silu_and_mul": (x(33, 3072),),
+            "gelu_and_mul": (x(33, 3072),),
+        }
+        for name, call in calls.items():
+            answers = []
+            for kind in ("triton", "reference"):
+                fresh = [t.clone() if isinstance(t, Tensor) else t for t in call]
+                answer = OPS[name].implementations[kind](*fresh)
+                answers.append(answer[0] if isinstance(answer, tuple) else answer)
+            _note(found, f"{name} {dtype}", answers[0], answers[1], bound)
+
+
+def _attended(
+    run: Run, dtype: torch.dtype, kept: str, lengths: list[int], chunk: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The last token of each row by Triton and by the reference: prompts in chunks, then a step of single tokens."""
+    from quire.attention.reference import ReferenceAttention
+    from quire.attention.triton import TritonAttention
+    from quire.batch import running
+    from quire.bench.gpu_shapes import step_of
+    from quire.layers.attention import Attention
+
+    answers = []
+    for backend in (TritonAttention(), ReferenceAttention()):
+        torch.manual_seed(5)
+        layer = Attention(8, 2, 64, **options).to(run.device)
+        layer.backend = backend
+        blocks = sum(-(-n // 16) for n in lengths) + 1
+        parts = backend.cache_parts(layer.cache_spec(kept), blocks, 16)
+        layer.cache = tuple(torch.zeros(p.shape, dtype=p.dtype, device=run.device) for p in parts)
+        done, out = [0] * len(lengths), torch.empty(0)
+        while any(a < n for a, n in zip(done, lengths, strict=True)):
+            counts = [max(0, min(chunk, n - 1 - a)) for a, n in zip(done, lengths, strict=True)]
+            counts = counts if any(counts) else [1] * len(lengths)
+            batch = step_of(done, counts, lengths, run.device)
+            q, k, v = (
+                torch.randn(batch.num_tokens, heads, 64, device=run.device).to(dtype)
+                for heads in (8, 2, 2)
+            )
+            with running(batch):
+                out = layer(q, k, v)
+            done = [a + n for a, n in zip(done, counts, strict=True)]
+        answers.append(out)
+    return answers[0], answers[1]
+
+
+def attention(run: Run, found: dict[str, Any]) -> None:
+    """All kinds of layers and caches; rows of very different lengths."""
+    sinks = torch.nn.Parameter(torch.randn(8, device=run.device), requires_grad=False)
+    lengths = [1, 17, 70] if run.small else [1, 17, 130, 600, 2500]
+    layers: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "window": {"window": 40},
+        "softcap": {"softcap": 20.0},
+        "sinks": {"sinks": sinks},
+    }
+    for dtype, bound in formats(run).items():
+        name = str(dtype).removeprefix("torch.")
+        for kind, options in layers.items():
+            got, want = _attended(run, dtype, name, lengths, 300, **options)
+            _note(found, f"attention {kind} {name}", got, want, bound)
+    for kept in ("int8", "fp8_e4m3", "fp8_e5m2"):
+        if run.device == "cuda" or kept == "int8":
+            got, want = _attended(run, list(formats(run))[-1], kept, lengths, 300)
+            _note(found, f"attention in {kept}", got, want, 2e-2)
+
+
+def bits(run: Run, found: dict[str, Any]) -> None:
+    """Not required of 16 bits, but to be known: do company, chunks and who folds change a bit?"""
+    from quire.bench.gpu_shapes import filled_cache
+    from quire.ops.triton.attention import Scores, attend, sizes_for
+
+    for dtype in formats(run):
+        lengths = [40, 90] if run.small else [700, 1800]
+        cache, step, q = filled_cache(lengths, 1, dtype, run.device, heads=8, kv_heads=2)
+        sizes, scores = sizes_for(4, 128, dtype.itemsize), Scores(0.09)
+        one, many = (attend(q, cache, step, scores, sizes, splits=n) for n in (1, 3))
+        work = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=run.device)
+        long = dataclasses.replace(step, num_short=0, long_W2=work)
+        found["bits"][f"{dtype}: one program a row or three"] = torch.equal(one, many)
+        found["bits"][f"{dtype}: as a short item or a long one"] = torch.equal(
+            one, attend(q, cache, long, scores, sizes)
+        )
+
+
+def sampling(run: Run, found: dict[str, Any]) -> None:
+    """Words of noise to the bit; tokens, thresholds and ranks as on the CPU."""
+    import numpy as np
+
+    from quire.ops.triton import sampling as kernel
+    from quire.worker.sample import compiled, limits, logprobs
+    from quire.worker.sample.draw import draw, keys, seed_words
+
+    rows, vocab = (6, 3000) if run.small else (64, 151_936)
+    made = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(rows, vocab, generator=made)
+    drawn = torch.from_numpy(keys(seed_words(list(range(rows))), np.arange(rows) + 7))
+    here, keys_2S = x.to(run.device), drawn.to(run.device)
+    same = int((kernel.draw(here, keys_2S).cpu() == draw(x, drawn)).sum())
+    found["bits"]["tokens drawn as on the CPU"] = f"{same} of {rows}"
+    lots = limits.Limits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
+    got = compiled.full_threshold(here, lots).cpu()
+    want = limits.threshold(x, x.sort(dim=-1, descending=True).values, lots)[0]
+    equal = int((got == want).sum())
+    found["bits"]["thresholds as on the CPU"] = f"{equal} of {rows}"
+    if same < 0.99 * rows or equal < 0.99 * rows:
+        found["wrong"].append("sampling: too few tokens or thresholds as on the CPU")
+    chosen = torch.arange(rows)
+    a = compiled.score(here, chosen.to(run.device), 5, None, True)
+    b = logprobs.score(x, chosen, 5, None, True)
+    _note(found, "log-probabilities", a.values_NK.cpu(), b.values_NK, 1e-5)
+    if not torch.equal(a.ranks_N.cpu(), b.ranks_N):
+        found["wrong"].append("sampling: ranks differ")
+
+
+# ------------------------------------------------------------------------------------ the engine
+
+
+def engine(run: Run) -> dict[str, Any]:
+    """Greedy tokens in float32 of a tiny model with random weights, in every way to run it."""
+    from quire.protocol.params import SamplingParams
+
+    prompts = [[7 + i, *range(3, 3 + 11 * i % 90)] for i in range(6)]
+    shared: dict[str, Any] = {"top_p": 0.9, "max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, **shared)
+        for i in range(len(prompts))
+    ]
+    found: dict[str, Any] = {"wrong": []}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), "tiny")
+        want = _tokens(folder, "cpu", prompts, params)
+        ways: dict[str, dict[str, Any]] = {
+            "depth 1, no graphs": {"async_scheduling": False, "enforce_eager": True},
+            "depth 2, no graphs": {"async_scheduling": True, "enforce_eager": True},
+            "depth 2, graphs": {"async_scheduling": True},
+            "chunks of 8": {"max_num_batched_tokens": 8},
+        }
+        for name, options in ways.items():
+            got = _tokens(folder, run.device, prompts, params, **options)
+            same = sum(a == b for a, b in zip(got, want, strict=True))
+            found[name] = f"{same} of {len(want)} texts are the CPU's"
+            if same < len(want):
+                found["wrong"].append(f"{name}: {found[name]}")
+    return found
+
+
+def _tokens(
+    folder: str, device: str, prompts: list[list[int]], params: list[Any], **options: Any
+) -> list[list[int]]:
+    from quire.bench.gpu_shapes import opened
+
+    settings = {"dtype": "float32", "block_size": 16, "max_model_len": 256, **options}
+    with on(device), opened(folder, max_num_seqs=8, **settings) as ask:
+        return ask(prompts, params)
+
+
+@contextmanager
+def on(device: str) -> Iterator[None]:
+    """QUIRE_DEVICE, for a while."""
+    before = env.raw("DEVICE")
+    env.set_outer("QUIRE_DEVICE", device)
+    try:
+        yield
+    finally:
+        env.set_outer("QUIRE_DEVICE", before or "auto")

@@ -1,0 +1,166 @@
+"""Shapes that a GPU is checked and timed with: models by their configuration alone, steps, filled caches, engines.
+
+Knows config.json of the models and how a step's tensors lie. Weights are random.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.batch import Batch
+    from quire.engine.client import InlineClient
+    from quire.ops.triton.attention import Step
+    from quire.protocol.params import SamplingParams
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **LLAMA, "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "dtype": "float32",
+    },
+    "llama-8b": {
+        **LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+        "dtype": "bfloat16",
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+def write_config(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+
+
+def weights_of(name: str) -> int:
+    """Bytes that a step reads of the weights, embedding rows left out."""
+    c = CONFIGS[name]
+    heads, kv, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    layer = c["hidden_size"] * (2 * heads * size + 2 * kv * size + 3 * c["intermediate_size"])
+    return 2 * int(c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"])
+
+
+def kv_of(name: str) -> int:
+    """Bytes of keys and values of a token, in 16 bits."""
+    c = CONFIGS[name]
+    return int(4 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
+
+
+def step_of(
+    done: Sequence[int], counts: Sequence[int], lengths: Sequence[int], device: str
+) -> Batch:
+    """Rows that compute `counts` tokens after `done`; row after row has the blocks of `lengths` tokens, of 16."""
+    from quire.batch import Batch
+
+    firsts, first = [], 1
+    for n in lengths:
+        firsts.append(first)
+        first += -(-n // 16)
+    rows = [row for row, n in enumerate(counts) if n]
+    ends = [done[row] + counts[row] for row in rows]
+    wide = max(-(-n // 16) for n in ends)
+    tables = [[firsts[row] + i for i in range(wide)] for row in rows]
+    places = [(row, p) for row in rows for p in range(done[row], done[row] + counts[row])]
+    starts = torch.tensor([0, *(counts[row] for row in rows)]).cumsum(0)
+    positions_T = torch.tensor([p for _, p in places], device=device)
+    slots = torch.tensor([firsts[row] * 16 + p for row, p in places], device=device)
+    return Batch(
+        token_ids_T=torch.zeros_like(positions_T),
+        positions_T=positions_T,
+        rows_B=torch.tensor(rows, device=device),
+        query_start_B1=starts.int().to(device),
+        lengths_B=torch.tensor(ends, dtype=torch.int32, device=device),
+        # What a shorter row's table has beyond its blocks is another's, and never read.
+        block_tables=[torch.tensor(tables, dtype=torch.int32, device=device).clamp_(max=first - 1)],
+        slots=[slots],
+        sample_at_S=(starts[1:] - 1).to(device),
+        max_query=max(counts),
+        max_length=max(ends),
+        num_tokens=len(places),
+        num_rows=len(rows),
+        query_lens=[counts[row] for row in rows],
+        lengths=ends,
+    )
+
+
+def filled_cache(
+    lengths: Sequence[int], new: int, dtype: torch.dtype, device: str, heads: int, kv_heads: int
+) -> tuple[tuple[Tensor, Tensor], Step, Tensor]:
+    """A cache of random keys and values, rows whose last `new` tokens are a step's, and their queries; D = 128."""
+    from quire.ops.triton.attention import Step
+
+    batch = step_of([n - new for n in lengths], [new] * len(lengths), lengths, device)
+    blocks = sum(-(-n // 16) for n in lengths) + 1
+    keys, values = (
+        torch.randn(blocks, kv_heads, 16, 128, device=device).to(dtype) for _ in range(2)
+    )
+    step = Step(
+        batch.block_tables[0], batch.query_start_B1, batch.lengths_B, len(lengths), None,
+        len(lengths), None, max(lengths),
+    )  # fmt: skip
+    q_THD = torch.randn(new * len(lengths), heads, 128, device=device).to(dtype)
+    return (keys, values), step, q_THD
+
+
+Ask = Callable[[list[list[int]], "list[SamplingParams]"], list[list[int]]]
+
+
+@contextmanager
+def opened(folder: str, **options: Any) -> Iterator[Ask]:
+    """An engine in this process on a model of random weights: tokens in, tokens out."""
+    with client_of(folder, **options) as client:
+
+        def ask(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+            from quire.protocol.request import EngineRequest
+
+            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                client.submit(EngineRequest(str(i), prompt, param))
+            got: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+            left = len(prompts)
+            while left:
+                for output in client.outputs():
+                    if output.finish == "error":
+                        raise RuntimeError(output.error)
+                    got[output.id] += output.tokens
+                    left -= output.finish is not None
+            return list(got.values())
+
+        yield ask
+
+
+@contextmanager
+def client_of(folder: str, **options: Any) -> Iterator[InlineClient]:
+    from quire.config.engine import EngineConfig
+    from quire.engine.assemble import make_client
+
+    given = {"load_format": "dummy", "skip_tokenizer_init": True, **options}
+    client = make_client(EngineConfig.from_keywords(model=folder, **given))
+    try:
+        yield client
+    finally:
+        client.close()
+        if torch.cuda.is_available():
+            import gc
+
+            gc.collect()
+            torch.cuda.empty_cache()
