@@ -58,6 +58,21 @@ def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
         assert recording.seated.rows  # it starts in the middle of requests
 
 
+def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
+    client = recorded(tmp_path)
+    device = client.core.executor._executor
+    device.foretells = 0.6
+    run(client, random.Random(6), 6)
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    again = fresh()
+    again.foretells = 0.6  # and it draws when to foretell from the same seed
+    steps = list(replay(recording, again, budget=16))
+    assert device.foretold > 10
+    assert all(step.result is not None and not step.differs for step in steps)
+    assert [s.result.certain for s in steps] == [s.recorded.certain for s in steps]  # type: ignore[union-attr]
+
+
 def test_a_difference_is_seen(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
     recording = flight.read(tmp_path)

@@ -44,7 +44,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "run ahead": {"async_scheduling": True},
     "depth 3, chunks of 2": {"depth": 3, "long_prefill_token_threshold": 2},
     "few blocks": {"num_gpu_blocks_override": 10, "block_size": 16, "max_model_len": 128},
-    "a worker of its own": {"distributed_executor_backend": "mp"},
 }
 PROMPT = "Once upon a time"
 
