@@ -80,6 +80,7 @@ def test_texts_that_only_look_right(reader: Reader, schema: Any, text: str, fits
         (Form(grammar="start: /a/"), "Lark"),
         (Form(regex="(?=a)b"), "(?"),
         (Form(regex="a{5000}"), "repetition"),
+        (Form(regex="(a|^b)"), "anchor"),
         (Form(structural_tag={"type": "structural_tag"}), "structural_tag"),
     ],
 )
@@ -98,6 +99,16 @@ def test_options(reader: Reader):
     assert admits(reader, closed, '{"a":1}')
     assert not admits(reader, closed, '{"a": 1}')
     assert not admits(reader, closed, '{"a":1,"b":2}')
+
+
+@have
+def test_regexes_that_it_reads_otherwise(reader: Reader):
+    """Its dot is any character, and its anchors are ignored: ours come out as everywhere else."""
+    for pattern, text, fits in [
+        ("^.$", "a", True), (".", "\n", False), ("[.]", "x", False), ("\\.", ".", True), ("^a|b$", "b", True),
+        ("^a|b$", "ab", False), ("[$^]+", "^$", True), ("a\\$", "a$", True), ("x.*y", "x\ny", False),
+    ]:  # fmt: skip
+        assert admits(reader, Form(regex=pattern), text) is fits, (pattern, text)
 
 
 def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):

@@ -46,7 +46,7 @@ FORMATS = (
 )
 ALONE = ("enum", "const", "anyOf", "$ref")
 POINTER = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
-ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[bBpPkAzZQE1-9]|\[[^\]]*(&&|--|~~|\[)|\\[sSwWdD]")
+ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[^\W_nrtfvxu0]|\[[^\]]*(&&|--|~~|\[)")
 
 
 def check(constraint: StructuredOutputsParams) -> None:
@@ -69,7 +69,7 @@ def check(constraint: StructuredOutputsParams) -> None:
             if sum(map(len, value)) > MAX_BYTES:
                 raise Refused(f"its texts have more than {MAX_BYTES} characters together")
         case "regex":
-            _pattern(value)
+            whole(value)
         case "grammar":
             if "::=" not in value:
                 raise Refused(
@@ -202,6 +202,7 @@ class _Reader:
             if not whole or re.search(r"(?<!\\)[$^.]|\[\^", pattern[1:-1]):
                 raise _no("pattern that is not `^...$`, or has other anchors, dots or [^ in it")
             _pattern(pattern)
+            _within_a_string(pattern)
 
     def _array(self, said: dict[str, Any]) -> None:
         _count(said, "minItems", "maxItems")
@@ -255,6 +256,38 @@ def _pattern(pattern: str) -> None:
         int(n) > MOST for n in re.findall(r"\d+", " ".join(re.findall(r"\{([\d, ]+)\}", pattern)))
     ):
         raise _no(f"a repetition of more than {MOST}")
+
+
+def _within_a_string(pattern: str) -> None:
+    """It writes what a pattern says as it stands, where JSON needs an escape."""
+    if '"' in pattern or re.search(r"\\[\\\w]|[\x00-\x1f]", pattern):
+        raise _no("a pattern with a quote, or an escape that is not of punctuation,")
+    if "(" in pattern and "{" in pattern:  # `(a{2})?` admits one a
+        raise _no("a group and a count in one pattern")
+    for ends in re.findall(r"(\\?.)-(\\?.)", pattern):
+        if ends[1] != "]" and not any(
+            re.fullmatch(f"[{kind}][{kind}]", "".join(ends)) for kind in ("a-z", "A-Z", "0-9")
+        ):
+            raise _no(f"the range {'-'.join(ends)} in a pattern")
+
+
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def whole(pattern: str) -> str:
+    """A regex that the whole output matches, for xgrammar: to it a dot is any character, and anchors within are nothing.
+
+    Raises:
+        Refused: it has an anchor elsewhere than at its ends, or what `_pattern` refuses.
+    """
+    _pattern(pattern)
+    pieces = PIECE.findall(pattern)
+    pieces = pieces[pieces[:1] == ["^"] :]
+    if pieces[-1:] == ["$"]:
+        pieces.pop()
+    if {"^", "$"} & set(pieces):
+        raise _no("an anchor within a regex")
+    return "".join("[^\\n]" if piece == "." else piece for piece in pieces)
 
 
 def _type_of(value: Any) -> str:

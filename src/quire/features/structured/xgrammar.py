@@ -18,7 +18,7 @@ import numpy as np
 from quire.errors import ConfigError
 from quire.features.structured.refusal import Refused
 from quire.features.structured.schema import MAX_BYTES
-from quire.features.structured.subset import schema_of
+from quire.features.structured.subset import schema_of, whole
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.constraint import StructuredOutputsParams
 
@@ -113,7 +113,7 @@ class XCompiler:
                 separators=None if spaced else (",", ":"),
             )  # fmt: skip
         if kind == "regex":
-            return compiler.compile_regex(value)
+            return compiler.compile_regex(whole(value))
         text = value
         if kind == "choice":
             quoted = (json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(value))
