@@ -9,7 +9,7 @@
 //   query     a token times one of the heads that share the key/value head
 //   scores    [queries, TILE] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
-// Keys and values are repacked for the product (tiles.h); for a prompt that is done once for GROUP queries. The scales of
+// Keys and values are repacked for the product (tiles.h); for a prompt that is done once for up to GROUP queries. The scales of
 // codes go with the scores and the weights.
 #include <vector>
 
@@ -19,8 +19,8 @@
 namespace quire {
 
 constexpr long TILE = 256;
-constexpr long SPLIT = 8 * TILE;
-constexpr long GROUP = 256;
+constexpr long SPLIT = 2048;
+constexpr long GROUP = 512, LEAST_GROUP = 64;
 constexpr float LOWEST = -1e30f;  // the running maximum before any key: differences with it are never NaN
 
 struct Call {
@@ -69,35 +69,80 @@ struct Reach {
   long last_split(long count) const { return position(count - 1) / SPLIT; }
 };
 
-// Scores of keys [from, to) of the tile -> weights in bf16; the state moves on. Others get weight 0, up to `width`.
-// scales: of codes, [2, TILE], keys' and values'.
-template <bool CODES>
-inline void soften(const Call& call, float* scores, bf16* weights, long from, long to, long width, const float* scales,
-                   State s) {
-  Floats most = floats(LOWEST);
-  const Floats factor = floats(call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E);
-  for (long t = from / 16 * 16; t < to; t += 16) {
-    Floats x = load(scores + t) * factor;
-    if (CODES) x = x * load(scales + t);
-    if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
-    store(scores + t, x);
-    most = select(span(from - t, to - t), max(most, x), most);
-  }
-  const float top = std::max(*s.top, max_of(most)), shrink = exp2f(*s.top - top);
-  Floats total = floats(0.f);
-  for (long t = 0; t < width; t += 16) {
-    Floats x = floats(0.f);
-    if (t + 16 > from && t < to) {
-      x = keep(span(from - t, to - t), exp2_of(load(scores + t) - floats(top)));
-      total = total + x;
-      if (CODES) x = x * load(scales + TILE + t);
+// The keys [from, to) of a tile that a query sees.
+struct Seen {
+  long from, to;
+  bool all(long t) const { return t >= from && t + 16 <= to; }  // of the 16 from t on
+  Mask some(long t) const { return span(from - t, to - t); }
+  long first() const { return from / 16 * 16; }
+};
+
+// What scores are multiplied by before 2^x. PLAIN: neither codes nor a softcap, and the product is left to `weigh`.
+inline float factor_of(const Call& call) { return call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E; }
+
+// The largest score. scales: of codes, [2, TILE], keys' and values'.
+template <bool PLAIN>
+inline float peak(const Call& call, float* scores, Seen seen, const float* scales) {
+  const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
+  Floats even = lowest, odd = lowest;
+  for (long t = seen.first(); t < seen.to; t += 16) {
+    Floats x = load(scores + t);
+    if (!PLAIN) {
+      x = x * factor;
+      if (call.cache.kind != SHORT) x = x * load(scales + t);
+      if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
+      store(scores + t, x);
     }
+    if (!seen.all(t)) x = select(seen.some(t), x, lowest);
+    const Floats last = even;
+    even = max(odd, x);
+    odd = last;
+  }
+  return max_of(max(even, odd)) * (PLAIN ? factor_of(call) : 1.f);
+}
+
+// Scores -> weights in bf16, 0 for keys that are not seen, up to `width`; the state moves on.
+template <bool PLAIN>
+inline void weigh(const Call& call, const float* scores, bf16* weights, Seen seen, long width, const float* scales,
+                  float top, State s) {
+  const Floats factor = floats(PLAIN ? factor_of(call) : 1.f), below = floats(-top);
+  Floats total = floats(0.f);
+  for (long t = 0; t < seen.first(); t += 16) store(weights + t, floats(0.f));
+  for (long t = seen.first(); t < seen.to; t += 16) {
+    Floats x = exp2_below(fma(load(scores + t), factor, below));
+    if (!seen.all(t)) x = keep(seen.some(t), x);
+    total = total + x;
+    if (!PLAIN && call.cache.kind != SHORT) x = x * load(scales + TILE + t);
     store(weights + t, x);
   }
+  for (long t = padded(seen.to, 16); t < width; t += 16) store(weights + t, floats(0.f));
+  const float shrink = *s.top == top ? 1.f : exp2f(*s.top - top);
   *s.total = fmaf(*s.total, shrink, sum_of(total));
-  if (shrink != 1.f)
-    for (long e = 0; e < call.cache.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
   *s.top = top;
+  if (shrink == 1.f) return;
+  for (long e = 0; e < call.cache.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
+}
+
+// Scores of `count` queries -> weights.
+template <bool PLAIN>
+void soften(const Call& call, const Reach& reach, Memory& m, long start, long end, long first, int count, long width,
+            State s) {
+  Seen seen[ROWS];
+  float top[ROWS];
+  for (int i = 0; i < count; i++) {
+    const long position = reach.position(first + i), low = reach.low(first + i);
+    seen[i] = {std::max<long>(0, low - start), std::min(end, position + 1) - start};
+    if (seen[i].to > seen[i].from)
+      top[i] = std::max(s.top[first + i], peak<PLAIN>(call, m.scores.data + i * TILE, seen[i], m.scales.data));
+  }
+  for (int i = 0; i < count; i++) {
+    bf16* weights = m.weights.data + i * TILE;
+    const State one = {s.top + first + i, s.total + first + i, s.sums + (first + i) * call.cache.E};
+    if (seen[i].to > seen[i].from)
+      weigh<PLAIN>(call, m.scores.data + i * TILE, weights, seen[i], width, m.scales.data, top[i], one);
+    else
+      memset(weights, 0, width * sizeof(bf16));
+  }
 }
 
 // A tile of the cache while an item's queries meet it: packed as far as they have asked for.
@@ -135,17 +180,8 @@ void meet(const Call& call, const Reach& reach, Memory& m, Tile& tile, long firs
   float* scores = m.scores.data;
   for (long t = 0; t < width; t += 32)
     product_of_rows<Bf16, false>(count, m.q.data + first * D, D, tile.keys_at(t), STEP, D / 32, scores + t, TILE);
-  for (int i = 0; i < count; i++) {
-    const long from = std::max<long>(0, reach.low(first + i) - start);
-    const long until = std::min(tile.end, reach.position(first + i) + 1) - start;
-    if (until <= from) {
-      memset(weights + i * TILE, 0, width * sizeof(bf16));
-      continue;
-    }
-    const State one = {s.top + first + i, s.total + first + i, s.sums + (first + i) * E};
-    const auto soften_kind = call.cache.kind == SHORT ? soften<false> : soften<true>;
-    soften_kind(call, scores + i * TILE, weights + i * TILE, from, until, width, m.scales.data, one);
-  }
+  const bool plain = call.cache.kind == SHORT && !(call.softcap > 0);
+  (plain ? soften<true> : soften<false>)(call, reach, m, start, tile.end, first, count, width, s);
   // In steps of 32 tokens, or all at once: the same sums in the same order.
   const long stride = tile.once ? 32 : width;
   if (!tile.once)
@@ -158,18 +194,32 @@ void meet(const Call& call, const Reach& reach, Memory& m, Tile& tile, long firs
   }
 }
 
-void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
-  const long D = call.cache.D, shared = call.shared();
-  bf16* q = m.q.at_least(room * D);
-  for (long i = 0; i < item.count; i++, q += D) {
-    const long query = item.first + i, token = call.starts[item.row] + query / shared;
-    const bf16* from = call.q + token * call.q_step + (item.head * shared + query % shared) * D;
-    if (call.cache.kind != INT8) {
-      memcpy(q, from, D * sizeof(bf16));
-      continue;
+// Queries of an item come in runs: those of one token lie side by side, in q and in o.
+struct Run {
+  long i, count, token, head;
+  template <class F>
+  static void each(const Call& call, const Item& item, const F& f) {
+    const long shared = call.shared();
+    for (Run run = {0, 0, 0, 0}; run.i < item.count; run.i += run.count) {
+      const long query = item.first + run.i;
+      run.count = std::min(shared - query % shared, item.count - run.i);
+      run.token = call.starts[item.row] + query / shared, run.head = item.head * shared + query % shared;
+      f(run);
     }
-    float* x = m.scores.data;  // no scores are there yet
-    for (long d = 0; d < D; d += 16) store(x + d, widen(from + d));
+  }
+};
+
+void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
+  const long D = call.cache.D;
+  bf16* q = m.q.at_least(room * D);
+  Run::each(call, item, [&](const Run& run) {
+    const bf16* from = call.q + run.token * call.q_step + run.head * D;
+    memcpy(q + run.i * D, from, run.count * D * sizeof(bf16));
+  });
+  if (call.cache.kind != INT8) return;
+  float* x = m.scores.data;  // no scores are there yet
+  for (long i = 0; i < item.count; i++, q += D) {
+    for (long d = 0; d < D; d += 16) store(x + d, widen(q + d));
     turn(x, D);
     for (long d = 0; d < D; d += 16) store(q + d, load(x + d));
   }
@@ -194,13 +244,15 @@ void merge(const Call& call, State a, State b, long count) {
 }
 
 void finish(const Call& call, const Item& item, State s) {
-  const long E = call.cache.E, shared = call.shared();
-  for (long i = 0; i < item.count; i++) {
-    const long query = item.first + i, token = call.starts[item.row] + query / shared;
-    bf16* o = call.o + (token * call.heads + item.head * shared + query % shared) * E;
-    const Floats part = floats(1.f / s.total[i]);
-    for (long e = 0; e < E; e += 16) store(o + e, part * load(s.sums + i * E + e));
-  }
+  const long E = call.cache.E;
+  Run::each(call, item, [&](const Run& run) {
+    bf16* o = call.o + (run.token * call.heads + run.head) * E;
+    for (long i = run.i; i < run.i + run.count; i++, o += E) {
+      const Floats part = floats(1.f / s.total[i]);
+      const float* sums = s.sums + i * E;
+      for (long e = 0; e < E; e += 32) store(o + e, part * load(sums + e), part * load(sums + e + 16));
+    }
+  });
 }
 
 // A sink is a score without a value, before all keys.
@@ -239,6 +291,10 @@ void run_item(const Call& call, const Item& item, Memory& m, float* found) {
     memcpy(found + item.found, running.top, state_size(call, item.count) * sizeof(float));
     return;
   }
+  if (reach.first_split() == reach.last_split(item.count) && !call.sinks) {  // merging would change nothing
+    run_split(call, item, reach, m, reach.first_split(), running);
+    return finish(call, item, running);
+  }
   const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
   begin_merging(call, item, merged);
   for (long split = reach.first_split(); split <= reach.last_split(item.count); split++) {
@@ -255,18 +311,24 @@ struct Work {
 
   // Few rows with long contexts are divided, so that no thread waits; nobody's bits change.
   Work(const Call& call, int threads) {
-    for (long row = 0; row < call.rows; row++) {
-      const long queries = call.queries(row) * call.shared();
-      for (long first = 0; first < queries; first += GROUP)
-        for (long head = 0; head < call.cache.heads; head++)
-          items.push_back({row, head, first, std::min(GROUP, queries - first), -1, 0});
-    }
+    long group = GROUP;
+    for (begin(call, group); group > LEAST_GROUP && (long)items.size() < 4 * threads; begin(call, group)) group /= 2;
     if ((long)items.size() < 4 * threads) divide(call);
     // The longest first, so that no thread begins one when the others are done.
     const auto effort = [&](const Item& item) {
       return item.count * (item.split < 0 ? (long)call.lengths[item.row] : std::min<long>(SPLIT, call.lengths[item.row]));
     };
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return effort(a) > effort(b); });
+  }
+
+  void begin(const Call& call, long group) {
+    items.clear();
+    for (long row = 0; row < call.rows; row++) {
+      const long queries = call.queries(row) * call.shared();
+      for (long first = 0; first < queries; first += group)
+        for (long head = 0; head < call.cache.heads; head++)
+          items.push_back({row, head, first, std::min(group, queries - first), -1, 0});
+    }
   }
 
   void divide(const Call& call) {

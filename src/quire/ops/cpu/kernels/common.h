@@ -21,17 +21,26 @@ namespace quire {
 constexpr long LINE = 64;           // bytes of a cache line
 constexpr float LOG2E = 1.44269504f;
 
-// 2^x, relative error about 2e-7; x is taken between -126 and 126.
-inline Floats exp2_of(Floats x) {
-  x = min(max(x, floats(-126.f)), floats(126.f));
-  const Floats whole = nearest(x), part = x - whole;
+// 2^part, relative error about 2e-7; part is between -0.5 and 0.5.
+inline Floats exp2_part(Floats part) {
   Floats p = floats(1.3333558e-3f);
   p = fma(p, part, floats(9.6181291e-3f));
   p = fma(p, part, floats(5.5504109e-2f));
   p = fma(p, part, floats(2.4022651e-1f));
   p = fma(p, part, floats(6.9314718e-1f));
-  p = fma(p, part, floats(1.f));
-  return times_power(p, whole);
+  return fma(p, part, floats(1.f));
+}
+
+inline Floats exp2_of(Floats x) {  // 2^x; x is taken between -126 and 126
+  x = min(max(x, floats(-126.f)), floats(126.f));
+  const Floats whole = nearest(x);
+  return times_power(exp2_part(x - whole), whole);
+}
+
+inline Floats exp2_below(Floats x) {  // the same for x that are not above 0, but for rounding
+  x = max(x, floats(-126.f));
+  const Floats whole = nearest(x);
+  return times_power(exp2_part(x - whole), whole);
 }
 
 inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
