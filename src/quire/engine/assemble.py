@@ -355,13 +355,16 @@ def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> B
 
 def build_drawing(platform: Platform) -> Drawing:
     """The functions that draw: kernels, where the platform has them."""
-    if "triton" not in platform.kernels:
-        from quire.worker.sample.drawing import PLAIN
+    if "triton" in platform.kernels:
+        from quire.worker.sample.compiled import COMPILED
 
-        return PLAIN
-    from quire.worker.sample.compiled import COMPILED
+        return COMPILED
+    from quire.ops.cpu.library import best
+    from quire.worker.sample.drawing import PLAIN
+    from quire.worker.sample.native import native
 
-    return COMPILED
+    kernels = best() if "native" in platform.kernels else None
+    return PLAIN if kernels is None else native(kernels)
 
 
 def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any) -> Source:

@@ -60,6 +60,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_and_mul": (_P, _P, _L, _L),
     "best": (_P, _L, _I, _P, _L, _L, _P, _P, _P),
     "bar": (_P, _L, _P, _L, _L),
+    "draw": (_P, _L, _P, _P, _P, _L, _L, _P),
+    "cut": (_P, _L, _P, _P, _P, _L, _L, _P),
     "layer": (_P, _P, _P, _P, _I),
 }
 
@@ -82,6 +84,8 @@ class Kernels:
     silu_and_mul: Callable[..., None]
     best: Callable[..., None]
     bar: Callable[..., None]
+    draw: Callable[..., None]
+    cut: Callable[..., None]
     layer: Callable[..., None]
 
     def __init__(self, which: isa.Isa):

@@ -38,3 +38,8 @@ EXPORT void quire_silu_and_mul(const quire::bf16* x, quire::bf16* y, long rows, 
 EXPORT void quire_best(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
                        float* whole, float* kept);
 EXPORT void quire_bar(float* x, long step, const uint32_t* words, long rows, long V);
+
+EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors, long rows, long V,
+                       int64_t* tokens);
+EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
+                      long V, float* floors);

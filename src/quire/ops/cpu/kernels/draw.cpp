@@ -1,0 +1,241 @@
+// Sampling: where top-k, top-p and min-p cut a row of logits, and the draw from what is left.
+//
+// The definitions stand in worker/sample/limits.py and draw.py. Noise of a token is a function of its id and its row's two
+// words, so a row's token does not depend on the rows beside it. The integers are the definition's; exp and log differ from
+// torch's in the last bit, as torch's own do from machine to machine.
+#include <vector>
+
+#include "common.h"
+#include "exports.h"
+
+namespace quire {
+
+namespace {
+
+alignas(64) const int32_t PLACES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+constexpr int32_t GOLDEN = (int32_t)0x9E3779B9;
+constexpr float MOST_NOISE = 22.2f;   // -log(0.5 / 2^31), and a little more
+constexpr float DEPTH = 28.f;         // exp(-28) * 2^40 < 1: a token so far below the top has no weight
+constexpr long BUCKETS = 4096;        // of logits, from the top down to DEPTH below it
+
+// -- functions -------------------------------------------------------------------------------------------------------
+
+inline Ints mix(Ints x) {
+  x = x ^ logical_right(x, 16);
+  x = wrapping_times(x, ints((int32_t)0x7FEB352D));
+  x = x ^ logical_right(x, 15);
+  x = wrapping_times(x, ints((int32_t)0x846CA68B));
+  return x ^ logical_right(x, 16);
+}
+
+// log x of normal positive x, to about 1e-7 of itself (Cephes: 2^e * m with m from sqrt(1/2) to sqrt 2, a polynomial of m - 1).
+inline Floats log_of(Floats x) {
+  const Ints bits = as_ints(x), shifted = bits - ints(0x3f3504f3);  // of sqrt(1/2)
+  const Floats exponent = to_floats(shifted >> 23);
+  const Floats f = as_floats((shifted & 0x7fffff) + ints(0x3f3504f3)) - floats(1.f), square = f * f;
+  Floats p = floats(7.0376836292e-2f);
+  p = fma(p, f, floats(-1.1514610310e-1f));
+  p = fma(p, f, floats(1.1676998740e-1f));
+  p = fma(p, f, floats(-1.2420140846e-1f));
+  p = fma(p, f, floats(1.4249322787e-1f));
+  p = fma(p, f, floats(-1.6668057665e-1f));
+  p = fma(p, f, floats(2.0000714765e-1f));
+  p = fma(p, f, floats(-2.4999993993e-1f));
+  p = fma(p, f, floats(3.3333331174e-1f));
+  Floats y = p * f * square;
+  y = fma(exponent, floats(-2.12194440e-4f), y);  // log 2 in two parts
+  y = fnma(square, floats(0.5f), y);
+  return fma(exponent, floats(0.693359375f), f + y);
+}
+
+// e^x for x from -87 to 0, to about 1e-7 of itself.
+inline Floats exp_of(Floats x) {
+  const Floats whole = nearest(x * floats(LOG2E));
+  Floats part = fnma(whole, floats(0.693359375f), x);
+  part = fnma(whole, floats(-2.12194440e-4f), part);
+  Floats p = floats(1.9875691500e-4f);
+  p = fma(p, part, floats(1.3981999507e-3f));
+  p = fma(p, part, floats(8.3334519073e-3f));
+  p = fma(p, part, floats(4.1665795894e-2f));
+  p = fma(p, part, floats(1.6666665459e-1f));
+  p = fma(p, part, floats(5.0000001201e-1f));
+  return times_power(fma(p, part * part, part) + floats(1.f), whole);
+}
+
+// -log(-log1p(-v)), v from (0.5 + the token's word) / 2^31.
+inline Floats gumbel(Ints x, int32_t b) {
+  const Floats v = min(fma(to_floats(mix(mix(x) ^ ints(b)) & 0x7fffffff), floats(0x1p-31f), floats(0x1p-32f)),
+                       floats(1.f - 0x1p-24f));
+  const Floats u = floats(1.f) - v, lost = v - (floats(1.f) - u);  // 1 - v = u - lost, exactly
+  return floats(0.f) - log_of(lost / u - log_of(u));
+}
+
+// Sixteen tokens from `v` on; beyond V they are -inf.
+inline Floats sixteen(const float* x, long v, long V) {
+  if (v + 16 <= V) return load(x + v);
+  alignas(64) float edge[16];
+  for (int i = 0; i < 16; i++) edge[i] = v + i < V ? x[v + i] : -INFINITY;
+  return load(edge);
+}
+
+inline float top_of(const float* x, long V) {
+  Floats top = floats(-INFINITY);
+  for (long v = 0; v < V; v += 16) top = max(sixteen(x, v, V), top);
+  return max_of(top);
+}
+
+// -- the draw --------------------------------------------------------------------------------------------------------
+
+// The token of the largest x + noise among those not below `floor`; of equals the first. 0 if there is none.
+long draw(const float* x, long V, int32_t a, int32_t b, float floor) {
+  const float top = top_of(x, V);
+  Floats best = floats(-INFINITY);
+  Ints found = ints(0);
+  float sure = -INFINITY;  // what some token reaches
+  for (long v = 0; v < V; v += 16) {
+    const Floats value = sixteen(x, v, V);
+    const float most = max_of(value);
+    if (!(most >= floor) || most + MOST_NOISE < sure) continue;
+    const Ints ids = load(PLACES) + (int32_t)v;
+    Floats score = value + gumbel(wrapping_plus(wrapping_times(ids, ints(GOLDEN)), ints(a)), b);
+    score = select(less(value, floats(floor)), floats(-INFINITY), score);
+    const Mask better = less(best, score);
+    best = select(better, score, best);
+    found = select(better, ids, found);
+    if (most + 4 > top) sure = std::max(sure, max_of(best));
+  }
+  alignas(64) float values[16];
+  alignas(64) int32_t places[16];
+  store(values, best);
+  store(places, found);
+  const float most = max_of(best);
+  long id = V;
+  for (int i = 0; i < 16; i++)
+    if (values[i] == most && places[i] < id) id = places[i];
+  return id < V ? id : 0;
+}
+
+// -- the cut ---------------------------------------------------------------------------------------------------------
+
+inline int64_t weight_of(float e) { return (int64_t)(e * 0x1p40f); }
+
+struct Histogram {  // of one row: tokens and their weights by how far they lie below the top
+  std::vector<int64_t> weights = std::vector<int64_t>(BUCKETS);
+  std::vector<int32_t> counts = std::vector<int32_t>(BUCKETS);
+  std::vector<float> inside, peaks;
+
+  void clear() {
+    std::fill(weights.begin(), weights.end(), 0);
+    std::fill(counts.begin(), counts.end(), 0);
+  }
+};
+
+// A value that at least k tokens reach: the k-th of the peaks of pieces of the row. -inf if there are too few pieces.
+float reached_by(Histogram& h, const float* x, long V, long k) {
+  constexpr long PIECE = 256;
+  h.peaks.clear();
+  for (long v = 0; v + PIECE <= V; v += PIECE) h.peaks.push_back(top_of(x + v, PIECE));
+  if ((long)h.peaks.size() < k) return -INFINITY;
+  std::nth_element(h.peaks.begin(), h.peaks.begin() + k - 1, h.peaks.end(), std::greater<float>());
+  return h.peaks[k - 1];
+}
+
+inline Ints bucket_of(Floats value, float top) {
+  return to_ints(min((floats(top) - value) * floats(BUCKETS / DEPTH), floats(BUCKETS - 1)));
+}
+
+void fill(Histogram& h, const float* x, long V, float top, float floor) {
+  alignas(64) float e[16], values[16];
+  alignas(64) int32_t bucket[16];
+  h.clear();
+  for (long v = 0; v < V; v += 16) {
+    const long here = std::min<long>(16, V - v);
+    const Floats value = sixteen(x, v, V);
+    if (!(max_of(value) >= floor)) continue;
+    store(values, value);
+    store(e, exp_of(max(value - floats(top), floats(-87.f))));
+    store(bucket, bucket_of(value, top));
+    for (int i = 0; i < here; i++)
+      if (values[i] >= floor) h.counts[bucket[i]]++, h.weights[bucket[i]] += weight_of(e[i]);
+  }
+}
+
+// The values of a bucket that are not below the floor, best first.
+void collect(Histogram& h, const float* x, long V, float top, float floor, int32_t bucket) {
+  alignas(64) float values[16];
+  alignas(64) int32_t places[16];
+  h.inside.clear();
+  for (long v = 0; v < V; v += 16) {
+    const Floats value = sixteen(x, v, V);
+    if (!(max_of(value) >= floor)) continue;
+    store(places, bucket_of(value, top));
+    store(values, value);
+    for (int i = 0; i < std::min<long>(16, V - v); i++)
+      if (places[i] == bucket && values[i] >= floor) h.inside.push_back(values[i]);
+  }
+  std::sort(h.inside.begin(), h.inside.end(), std::greater<float>());
+}
+
+inline int64_t weight(float value, float top) {
+  alignas(64) float e[16];
+  store(e, exp_of(max(floats(value - top), floats(-87.f))));
+  return weight_of(e[0]);
+}
+
+// The lowest logit that survives; -inf if all do.
+float cut(Histogram& h, const float* x, long V, long top_k, double top_p, double log_min_p) {
+  const float top = top_of(x, V);
+  if (!(fabsf(top) < INFINITY)) return -INFINITY;
+  float floor = log_min_p == -INFINITY ? -INFINITY : std::min((float)(top + log_min_p), top);
+  const bool ranked = 0 < top_k && top_k < V;
+  if (!ranked && !(top_p < 1)) return floor;
+  if (ranked) floor = std::max(floor, reached_by(h, x, V, top_k));  // what top-k would leave out anyway
+  fill(h, x, V, top, floor);
+  if (ranked) {
+    int64_t before = 0;
+    long b = 0;
+    for (; b < BUCKETS && before + h.counts[b] < top_k; b++) before += h.counts[b];
+    if (b < BUCKETS) {  // else fewer than k survive min-p
+      collect(h, x, V, top, floor, (int32_t)b);
+      floor = std::max(floor, h.inside[top_k - before - 1]);
+      for (long rest = b; rest < BUCKETS; rest++) h.weights[rest] = 0;
+      for (float value : h.inside)
+        if (value >= floor) h.weights[b] += weight(value, top);
+    }
+  }
+  if (!(top_p < 1)) return floor;
+  int64_t total = 0, sum = 0;
+  for (int64_t each : h.weights) total += each;
+  const int64_t wanted = (int64_t)ceil((double)total * top_p);
+  long b = 0;
+  for (; b < BUCKETS - 1 && sum + h.weights[b] < wanted; b++) sum += h.weights[b];
+  collect(h, x, V, top, floor, (int32_t)b);
+  for (float value : h.inside)
+    if ((sum += weight(value, top)) >= wanted) return std::max(floor, value);
+  return floor;
+}
+
+}  // namespace
+
+}  // namespace quire
+
+using namespace quire;
+
+// x: [rows, V], `step` from row to row. a, b: each row's words. floors: the lowest logit that may be drawn, or null.
+EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors, long rows, long V,
+                       int64_t* tokens) {
+#pragma omp parallel for if (rows > 1) schedule(dynamic)
+  for (long r = 0; r < rows; r++) tokens[r] = draw(x + r * step, V, a[r], b[r], floors ? floors[r] : -INFINITY);
+}
+
+// top_k 0, top_p 1 and log_min_p -inf limit nothing.
+EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
+                      long V, float* floors) {
+#pragma omp parallel if (rows > 1)
+  {
+    static thread_local Histogram histogram;
+#pragma omp for schedule(dynamic)
+    for (long r = 0; r < rows; r++) floors[r] = cut(histogram, x + r * step, V, top_k[r], top_p[r], log_min_p[r]);
+  }
+}

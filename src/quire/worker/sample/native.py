@@ -1,0 +1,62 @@
+"""Sampling by the CPU's kernels: draws and cuts in one pass each, where torch takes a dozen over every logit.
+
+Knows which kernel serves which function. Does not know how they work (`ops/cpu/kernels/draw.cpp`).
+
+Shape suffixes: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.library import Kernels
+from quire.worker.sample.drawing import Drawing
+from quire.worker.sample.limits import Limits
+
+
+class NativeDrawing:
+    """`draw`, `draw_limited` and `full_threshold` as the plain functions give them."""
+
+    def __init__(self, kernels: Kernels):
+        self.kernels = kernels
+
+    def draw(self, scaled_SV: Tensor, keys_2S: Tensor, floor_S1: Tensor | None = None) -> Tensor:
+        logits_SV, keys_2S = _rows(scaled_SV), keys_2S.contiguous()
+        count, vocab = logits_SV.shape
+        tokens_S = torch.empty(count, dtype=torch.int64)
+        self.kernels.draw(
+            logits_SV.data_ptr(), logits_SV.stride(0), keys_2S[0].data_ptr(), keys_2S[1].data_ptr(),
+            None if floor_S1 is None else floor_S1.data_ptr(), count, vocab, tokens_S.data_ptr(),
+        )  # fmt: skip
+        return tokens_S
+
+    def draw_limited(self, scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
+        return self.draw(scaled_SV, keys_2S, self.full_threshold(scaled_SV, limits))
+
+    def full_threshold(self, scaled_SV: Tensor, limits: Limits) -> Tensor:
+        logits_SV = _rows(scaled_SV)
+        count, vocab = logits_SV.shape
+        top_k = np.ascontiguousarray(limits.top_k, np.int64)
+        top_p = np.ascontiguousarray(limits.top_p, np.float64)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(limits.min_p)
+        floor_S1 = torch.empty((count, 1))
+        self.kernels.cut(
+            logits_SV.data_ptr(), logits_SV.stride(0), top_k.ctypes.data, top_p.ctypes.data, log_min_p.ctypes.data,
+            count, vocab, floor_S1.data_ptr(),
+        )  # fmt: skip
+        return floor_S1
+
+
+def _rows(logits_SV: Tensor) -> Tensor:
+    """float32, each row in one piece."""
+    logits_SV = logits_SV.float()
+    return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
+
+
+def native(kernels: Kernels) -> Drawing:
+    """The set for a sink on a CPU."""
+    how = NativeDrawing(kernels)
+    return Drawing(how.draw, how.draw_limited, how.full_threshold)

@@ -1,0 +1,73 @@
+// Draws and cuts: against sorting, and against noise in doubles.
+#include <algorithm>
+
+#include "harness.h"
+
+namespace {
+
+uint32_t mixed(uint32_t x) {
+  x ^= x >> 16, x *= 0x7FEB352D, x ^= x >> 15, x *= 0x846CA68B;
+  return x ^ x >> 16;
+}
+
+double noise(uint32_t token, uint32_t a, uint32_t b) {
+  const uint32_t word = mixed(mixed(token * 0x9E3779B9 + a) ^ b) & 0x7fffffff;
+  return -log(-log1p(-std::min((float)((word + 0.5) / 2147483648.0), 1.f - 0x1p-24f)));
+}
+
+}  // namespace
+
+CHECK(draw) {
+  for (long rows : {1L, 5L})
+    for (long V : {1L, 15L, 16L, 259L}) {
+      Random random((unsigned)(rows * V));
+      const long step = V + 3;
+      const auto x = random.floats((rows - 1) * step + V), floors = random.floats(rows);
+      Guarded<int32_t> a(rows), b(rows);
+      Guarded<int64_t> got(rows);
+      std::vector<double> lost, none(rows, 0);
+      for (long r = 0; r < rows; r++) a[r] = (int32_t)random.source(), b[r] = (int32_t)random.source();
+      for (const float* floor : {(const float*)nullptr, (const float*)floors}) {
+        lost.clear();
+        quire_draw(x, step, a, b, floor, rows, V, got);
+        for (long r = 0; r < rows; r++) {
+          double best = -INFINITY, mine = -INFINITY;
+          for (long v = 0; v < V; v++)
+            if (!floor || x[r * step + v] >= floor[r]) {
+              const double score = x[r * step + v] + noise((uint32_t)v, (uint32_t)a[r], (uint32_t)b[r]);
+              best = std::max(best, score);
+              if (got[r] == v) mine = score;
+            }
+          lost.push_back(best == -INFINITY ? (double)got[r] : best - mine);
+        }
+        std::vector<float> found(lost.begin(), lost.end());
+        found.push_back(1), none.resize(rows), none.push_back(1);  // so that there is a size to compare with
+        near(named("draw", {rows, V, floor != nullptr}), found.data(), none, 1e-5);
+      }
+    }
+}
+
+CHECK(cut) {
+  for (long V : {1L, 15L, 300L, 3000L})
+    for (long k : {0L, 1L, 7L, 400L})
+      for (double p : {1.0, 0.9, 0.0})
+        for (double m : {0.0, 0.05}) {
+          Random random((unsigned)(V + k));
+          const auto x = random.floats(V);
+          const int64_t top_k[] = {k};
+          const double top_p[] = {p}, log_min_p[] = {log(m)};
+          Guarded<float> got(1);
+          quire_cut(x, V, top_k, top_p, log_min_p, 1, V, got);
+          std::vector<float> order(x.data, x.data + V);
+          std::sort(order.begin(), order.end(), std::greater<float>());
+          size_t count = 0;
+          while (count < order.size() && (!k || (long)count < k) && order[count] >= order[0] + log(m)) count++;
+          double total = 0, sum = 0;
+          for (size_t i = 0; i < count; i++) total += exp((double)order[i] - order[0]);
+          size_t kept = 0;
+          while (kept < count && (!kept || sum < p * total)) sum += exp((double)order[kept++] - order[0]);
+          const auto alive = [&](float value) { return value >= got[0]; };
+          const float found[] = {(float)std::count_if(order.begin(), order.end(), alive)};
+          near(named("cut", {V, k, (long)(p * 10), (long)(m * 100)}), found, {(double)(p < 1 ? kept : count)}, 1e-6);
+        }
+}

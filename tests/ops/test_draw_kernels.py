@@ -1,0 +1,83 @@
+"""Draws and cuts by our kernels: the definition's tokens and survivors, in every build."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.ops.cpu import build, isa, library
+from quire.worker.sample.draw import draw, draw_among, keys, seed_words
+from quire.worker.sample.limits import Limits, draw_limited, full_threshold
+from quire.worker.sample.native import NativeDrawing
+
+SIZES = [1, 7, 16, 33, 700, 5000]
+
+
+@pytest.fixture(params=[each.name for each in isa.usable()])
+def native(request: pytest.FixtureRequest) -> NativeDrawing:
+    try:
+        return NativeDrawing(library.load(request.param))
+    except build.CannotBuild as why:
+        pytest.skip(str(why))
+
+
+def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits, torch.Tensor]:
+    """Logits of any spread, with ties and tokens that are out; limits; keys."""
+    dice, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    wide_SV = torch.randn(count, vocab + 5, generator=made)
+    wide_SV *= float(dice.choice([0.0, 0.01, 0.3, 1, 3, 20]))
+    if seed % 3 == 0:
+        wide_SV = (wide_SV * 4).round() / 4
+    if seed % 2 == 0:
+        wide_SV[:, 1::3] = -torch.inf
+    limits = Limits(
+        dice.choice([0, 0, 1, 7, 100, 2500], count),
+        dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6, 0.0], count),
+        dice.choice([0, 0, 0.01, 0.5, 1.0], count),
+    )
+    seeds = dice.integers(0, 2**62, count).tolist()
+    found = keys(seed_words(seeds), dice.integers(0, 99_999, count))
+    return wide_SV[:, :vocab], limits, torch.from_numpy(found)
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_they_draw_the_same_tokens_from_the_same_survivors(native: NativeDrawing, vocab: int):
+    for seed in range(12):
+        scaled_SV, limits, keys_2S = some(9, vocab, seed)
+        assert torch.equal(native.draw(scaled_SV, keys_2S), draw(scaled_SV, keys_2S))
+        mine = scaled_SV >= native.full_threshold(scaled_SV, limits)
+        assert torch.equal(mine, scaled_SV >= full_threshold(scaled_SV, limits))
+        mine_S = native.draw_limited(scaled_SV, limits, keys_2S)
+        assert torch.equal(mine_S, draw_limited(scaled_SV, limits, keys_2S))
+
+
+def test_a_row_does_not_depend_on_those_beside_it(native: NativeDrawing):
+    scaled_SV, limits, keys_2S = some(17, 3000, 1)
+    together = native.draw_limited(scaled_SV, limits, keys_2S)
+    for row in range(17):
+        at = np.array([row])
+        alone = native.draw_limited(scaled_SV[row : row + 1], limits[at], keys_2S[:, row : row + 1])
+        assert alone.tolist() == together[row : row + 1].tolist()
+
+
+def test_a_likely_token_does_not_hide_a_lucky_one(native: NativeDrawing):
+    """What is skipped as hopeless must be: each token wins as often as the definition says."""
+    logits_SV = torch.tensor([[8.0, 0.0, 7.0, 1.0] + [0.0] * 300]).expand(6000, -1)
+    keys_2S = torch.from_numpy(keys(seed_words([7] * 6000), np.arange(6000)))
+    mine = native.draw(logits_SV, keys_2S)
+    assert torch.equal(mine, draw(logits_SV, keys_2S))
+    assert len(mine.unique()) > 100
+    everything = torch.arange(304).expand(6000, -1)
+    assert torch.equal(mine, draw_among(logits_SV, everything, keys_2S))
+
+
+def test_rows_without_sense_hurt_nobody(native: NativeDrawing):
+    scaled_SV, limits, keys_2S = some(5, 700, 2)
+    before = native.draw_limited(scaled_SV, limits, keys_2S)
+    scaled_SV = scaled_SV.clone()
+    scaled_SV[0], scaled_SV[2] = torch.nan, -torch.inf
+    scaled_SV[3, 44] = torch.inf
+    after = native.draw_limited(scaled_SV, limits, keys_2S)
+    assert after[[1, 4]].tolist() == before[[1, 4]].tolist()
+    assert ((after >= 0) & (after < 700)).all()
