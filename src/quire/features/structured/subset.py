@@ -62,7 +62,10 @@ def check(constraint: StructuredOutputsParams) -> None:
     match kind:
         case "json":
             schema = schema_of(constraint)
-            _Reader(schema).read(schema)
+            try:
+                _Reader(schema).read(schema)
+            except (TypeError, AttributeError) as error:  # a list where a text belongs, and the like
+                raise Refused(f"it is no schema: {error}") from error
         case "json_object":
             return
         case "choice":

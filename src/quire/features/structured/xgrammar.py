@@ -98,7 +98,7 @@ class XCompiler:
         """Raises Refused: it is no grammar to xgrammar."""
         try:
             return XMatcher(self._compile(constraint))
-        except RuntimeError as error:  # what its C++ throws
+        except Exception as error:  # what its C++ throws comes as several
             raise Refused(str(error).strip().rpartition("] ")[2]) from None
 
     def _compile(self, constraint: StructuredOutputsParams) -> Any:
