@@ -21,9 +21,10 @@ from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.attention import Scores, Sizes, Step, attend, sizes_for
 from quire.ops.triton.cache import write
 from quire.ops.triton.launch import INTERPRETED
+from quire.ops.triton.prepare import Norms, prepare
 
 if TYPE_CHECKING:
-    from quire.layers.attention import Attention
+    from quire.layers.attention import Attention, Unturned
 
 
 class TritonAttention:
@@ -67,6 +68,19 @@ class TritonAttention:
             k_TKD, less = codes.turned(k_TKD), 1 / codes.span(layer.head_dim)
         write(layer.cache, k_TKD, v_TKE, meta.slots_T, top, less)
         return self.read(layer, q_THD, meta)
+
+    def attend_unturned(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: Unturned,
+        angles: tuple[Tensor, Tensor], meta: Plan,
+    ) -> Tensor | None:  # fmt: skip
+        """Norm, rotation and cache write in one pass; None: a cache of codes wants keys that are turned already."""
+        if codes.held(layer.cache):
+            return None
+        norms = None
+        if how.q_weight_D is not None and how.k_weight_D is not None:
+            norms = Norms(how.q_weight_D, how.k_weight_D, how.eps, how.plus_one)
+        given = (q_THD, k_TKD, v_TKE, angles, how.interleaved, norms)
+        return self.read(layer, prepare(*given, layer.cache, meta.slots_T), meta)
 
     def read(
         self, layer: Attention, q_THD: Tensor, meta: Plan, lse_TH: Tensor | None = None

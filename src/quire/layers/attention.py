@@ -8,13 +8,23 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend
 from quire.batch import current_batch
 from quire.kvcache.specs import CacheSpec, WindowSpec
+
+
+class Unturned(NamedTuple):
+    """What is still to be done to queries and keys."""
+
+    interleaved: bool  # pairs of neighbours turn
+    q_weight_D: Tensor | None = None  # of their RMS norms; None: there are none
+    k_weight_D: Tensor | None = None
+    eps: float = 0.0
+    plus_one: bool = False
 
 
 class Attention(nn.Module):
@@ -66,13 +76,36 @@ class Attention(nn.Module):
         Raises:
             RuntimeError: no forward pass is running, or the worker gave this layer no backend.
         """
+        meta = self._meta()
+        return self.backend.attend(self, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
+
+    def unturned(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        how: Unturned,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor | None:
+        """As `forward`, of queries and keys that are neither normed nor turned yet, by backends that do all in one pass.
+
+        None: this one does not, and nothing has happened.
+        """
+        attend = getattr(self.backend, "attend_unturned", None)
+        if attend is None:
+            return None
+        o_THE: Tensor | None = attend(self, q_THD, k_TKD, v_TKE, how, angles, self._meta())
+        return o_THE
+
+    def _meta(self) -> Any:
+        """What the layers of the group share in this step: the first of them plans for the others."""
         if self.backend is None:
             raise RuntimeError(f"attention layer {self.layer_index} has no backend yet")
         batch = current_batch()
         meta = batch.meta.get(self.group)
-        if meta is None:  # the first layer of the group plans for the others
+        if meta is None:
             meta = batch.meta[self.group] = self.backend.plan(batch, self.group)
-        return self.backend.attend(self, q_THD, k_TKD, v_TKE, meta)
+        return meta
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, Unturned
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
@@ -63,13 +63,23 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x_TD).split(self.sizes, -1)
         q_THD = q.unflatten(-1, (self.heads, self.size))
         k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
+        v_TKD = v.unflatten(-1, (self.kv_heads, self.size))
+        if self.rope:
+            o_THD = self.attend.unturned(q_THD, k_TKD, v_TKD, self._unturned(), angles)
+            if o_THD is not None:
+                return self.o_proj(o_THD.flatten(-2))
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         if self.rope:
             q_THD = rotate(q_THD, *angles, self.interleaved)
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
-        o_THD = self.attend(q_THD, k_TKD, v.unflatten(-1, (self.kv_heads, self.size)))
-        return self.o_proj(o_THD.flatten(-2))
+        return self.o_proj(self.attend(q_THD, k_TKD, v_TKD).flatten(-2))
+
+    def _unturned(self) -> Unturned:
+        if self.q_norm is None or self.k_norm is None:
+            return Unturned(self.interleaved)
+        q, k = self.q_norm, self.k_norm
+        return Unturned(self.interleaved, q.weight, k.weight, q.eps, q.plus_one)
 
 
 class GatedMLP(nn.Module):

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.ops.triton import attention, batch, cache, rows, sampling
+from quire.ops.triton import attention, batch, cache, prepare, rows, sampling
 
 BF16 = torch.bfloat16
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -81,6 +81,14 @@ def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> 
         parts += [torch.zeros(9, 8, 16)] * 2
     new = torch.zeros(4, 8, size, dtype=dtype)
     cache.write(tuple(parts), new, new, torch.zeros(4, dtype=torch.int64), top)
+    angle = torch.zeros(4, size // 2)
+    if not top:
+        norms = prepare.Norms(*torch.zeros(2, size, dtype=dtype), 1e-6, False)
+        for given in (None, norms):
+            prepare.prepare(
+                torch.zeros(4, 32, size, dtype=dtype), new, new, (angle, angle), False, given,
+                tuple(parts), torch.zeros(4, dtype=torch.int64),
+            )  # fmt: skip
     sizes = attention.sizes_for(4, size, dtype.itemsize)
     ints = torch.arange(5, dtype=torch.int32)
     long = torch.zeros(3, 2, dtype=torch.int32)
