@@ -213,7 +213,6 @@ def test_calls_that_must_come_are_constrained():
     assert named(choice["message"]) == [("f", {"count": 1})]
     (tag,) = params.structured_outputs.structural_tag["format"]["elements"][-1]["tags"]
     assert tag["content"]["json_schema"] == TOOLS[1]["function"]["parameters"]
-    assert demand()[1].structured_outputs is None
     strict = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
     _, params = demand(tools=strict)
     assert params.structured_outputs.structural_tag["format"]["elements"][-1]["type"] == "triggered_tags"  # fmt: skip
@@ -230,10 +229,14 @@ def test_the_server_may_ask_for_more_than_the_tools_do():
         form = engine.asked[0].params.structured_outputs
         return [] if form is None else form.structural_tag["format"]["elements"][-1]["tags"]
 
-    assert tags("auto") == []
+    assert tags("strict") == []
     schemas = [tool["function"]["parameters"] for tool in TOOLS]  # type: ignore[index]
     assert [tag["content"]["json_schema"] for tag in tags("parameter")] == schemas
-    assert [tag["content"]["json_schema"] for tag in tags("function")] == [{"type": "object"}] * 3
+    for level in ("auto", "function"):
+        assert [tag["content"]["json_schema"] for tag in tags(level)] == [{"type": "object"}] * 3
+    strict = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
+    for level in ("auto", "strict"):
+        assert [tag["content"]["json_schema"] for tag in tags(level, tools=strict)] == [schemas[1]]
     assert tags("function", tools=TOOLS, tool_choice="none") == tags("parameter", n=1) == []
 
 

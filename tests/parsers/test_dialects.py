@@ -238,18 +238,17 @@ def test_thoughts_are_told_to_those_who_ask():
 
 @pytest.mark.parametrize(
     ("asked", "kind", "several"),
-    [({"type": "any"}, "sequence", True), ({"type": "any", "disable_parallel_tool_use": True}, "sequence", False),
-     ({"type": "tool", "name": "f"}, "sequence", False), ({"type": "auto"}, None, True)],
+    [({"type": "any"}, "tags_with_separator", True), ({"type": "any", "disable_parallel_tool_use": True}, "tags_with_separator", False),
+     ({"type": "tool", "name": "f"}, "tags_with_separator", False), ({"type": "auto"}, "triggered_tags", True)],
 )  # fmt: skip
-def test_the_choice_of_messages(asked: dict[str, Any], kind: str | None, several: bool):
+def test_the_choice_of_messages(asked: dict[str, Any], kind: str, several: bool):
     engine = ScriptedEngine(CALL)
     body = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}], "tools": BLOCKS, "tool_choice": asked}  # fmt: skip
     found = ask(engine, "POST", MESSAGES, body, **FORMATS).json()
     assert found["stop_reason"] == "tool_use"
-    form = engine.asked[0].params.structured_outputs
-    assert (None if form is None else form.structural_tag["format"]["type"]) == kind
-    if form is not None:
-        assert form.structural_tag["format"]["elements"][-1]["stop_after_first"] is not several
+    form = engine.asked[0].params.structured_outputs.structural_tag["format"]["elements"][-1]
+    assert form["type"] == kind
+    assert form["stop_after_first"] is not several
 
 
 REFUSED = [

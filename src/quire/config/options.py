@@ -54,7 +54,7 @@ CHOICES = {
     "tokenizer_mode": ("auto", "hf", "slow", "mistral"),
     "config_format": ("auto", "hf", "mistral"),
     "chat_template_content_format": ("auto", "string", "openai"),
-    "tool_strict_level": ("auto", "function", "parameter"),
+    "tool_strict_level": ("auto", "strict", "function", "parameter"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     "prefix_caching_hash_algo": (
         "blake2b",

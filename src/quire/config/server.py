@@ -57,7 +57,7 @@ class ServerConfig:
     tool_parser_plugin: str | None = None
     """Python file with a function `register(registry)` that adds formats."""
     tool_strict_level: str = "auto"
-    """What holds for calls that a model may make: auto: strict tools' schemas; function: all tools' names, and JSON; parameter: all tools' schemas."""
+    """What holds for calls that a model may make: auto or function: their form, tools' names, strict tools' schemas; parameter: all tools' schemas; strict: as auto, and nothing without strict tools."""
     reasoning_parser: str | None = None
     """Format of the model's thoughts; unset or auto: as its chat template shows; none: they are part of the text."""
     reasoning_parser_plugin: str | None = None

@@ -120,19 +120,22 @@ def demanded(
     """The form that calls must have."""
     tag: dict[str, Any] | None = None
     parallel, tools = body.parallel_tool_calls, choice.tools
+    asked_for = choice.must or level == "parameter" or any(map(is_strict, tools))
     if choice.must:
         format = forced(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
         tag = calls_only(format, tools, parallel, formats.reasoning, opened)
-    elif tools and formats.tools is not None and (level != "auto" or any(map(is_strict, tools))):
+    elif tools and formats.tools is not None and (asked_for or level != "strict"):
         tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
-        if tag is None:
+        if tag is None and asked_for:
             log.warning_every("strict", 3600, "`strict` does not hold: calls in the format %s, or a tool's schema in it, cannot be told to the grammar", formats.tool_choice.name)  # fmt: skip
     if tag is None:
         return None
     try:
         return StructuredOutputsParams(structural_tag=tag, said="tools")
     except ValidationError as error:
+        if not asked_for:
+            return None  # nobody asked for more than that calls be read
         raise invalid(f"`tools`: {error}", "tools") from error
 
 
