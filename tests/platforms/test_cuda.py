@@ -63,7 +63,9 @@ def test_it_names_what_there_is(card, monkeypatch) -> None:
 def test_a_plan_counts_on_what_is_free_less_a_reserve(card, monkeypatch) -> None:
     here = platform(allocated=2 * GIB, reserved=3 * GIB, free=60 * GIB, monkeypatch=monkeypatch)
     assert here.memory() == Memory(80 * GIB, 61 * GIB)
-    assert here.plannable(Memory(80 * GIB, 80 * GIB)) == Memory(80 * GIB, 61 * GIB - cuda.RESERVE)
+    assert here.plannable(Memory(80 * GIB, 80 * GIB), GIB) == Memory(
+        80 * GIB, 60 * GIB - cuda.RESERVE
+    )
     here.check_room(61 * GIB)
     with pytest.raises(NotEnoughMemory, match=r"62464 MiB are left on A card.*needs 62465 MiB"):
         here.check_room(61 * GIB + (1 << 20))

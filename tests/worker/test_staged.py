@@ -17,7 +17,7 @@ from quire.protocol.plan import Entered, StepPlan, Work
 from quire.worker.batcher import Batcher
 from quire.worker.buffers import LINE, Twin
 from quire.worker.rows import Rows
-from quire.worker.staged import StagedBatcher, StagedRows
+from quire.worker.staged import TOKENS, StagedBatcher, StagedRows
 
 ROWS, LENGTH, GROUPS, BLOCK = 4, 80, 2, 8
 
@@ -86,6 +86,7 @@ def test_what_is_written_last_stays() -> None:
     rows = StagedRows(ROWS, LENGTH, 1, BLOCK)
     rows.enter(Entered(1, "a", [7, 8, 9], 3, 0, [[5]], SamplingParams()))
     rows.put(1, 0, [0, 0, 0])
+    assert rows.pieces[TOKENS] == [(1, 0, [0, 0, 0])], "pieces of one flush are written in no order"
     rows.put(1, 3, [4])
     rows.flush()
     assert rows.token_ids_RL[1, :5].tolist() == [0, 0, 0, 4, 0]

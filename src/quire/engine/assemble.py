@@ -311,8 +311,12 @@ def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> Mem
     """The same sum with the device's own word: without it, a forecast can only say what there is when nothing runs."""
     from quire.platforms.base import Memory
 
-    now = platform.plannable(Memory(forecast.total, forecast.available))
     specs = specs_of(resolved.hf_config, resolved.kv_dtype)
+    # Of each row its tokens, and its blocks by group: once for good, and once for the step that runs.
+    groups = len(forecast.layout.groups)
+    blocks = -(-forecast.max_model_len // resolved.block_size) + 1
+    tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
+    now = platform.plannable(Memory(forecast.total, forecast.available), tables)
     return make_plan(resolved, forecast.weights, now.total, now.available, specs)
 
 

@@ -49,8 +49,8 @@ class Platform(Protocol):
         """As it is now."""
         ...
 
-    def plannable(self, forecast: Memory) -> Memory:
-        """What of a forecast, made without the device, a plan may count on."""
+    def plannable(self, forecast: Memory, tables: int) -> Memory:
+        """What of a forecast, made without the device, a plan may count on; tables: bytes that rows' tables take."""
         ...
 
     def check_room(self, needed: int) -> None:

@@ -62,10 +62,11 @@ class CudaPlatform:
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return Memory(total, free + kept)
 
-    def plannable(self, forecast: Memory) -> Memory:
+    def plannable(self, forecast: Memory, tables: int) -> Memory:
         """What a plan may count on: without a context the forecast could only say what the card has."""
         now = self.memory()
-        return Memory(now.total, max(0, min(forecast.available, now.available) - RESERVE))
+        available = min(forecast.available, now.available) - RESERVE - tables
+        return Memory(now.total, max(0, available))
 
     def check_room(self, needed: int) -> None:
         """After everything is allocated, a step's activations must still fit.
@@ -116,6 +117,8 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # Other threads (of grammars) may use the device meanwhile: only this one must not do what cannot be recorded.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             output = run()
         return Graph(graph, output)
