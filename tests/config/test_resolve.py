@@ -369,6 +369,13 @@ def test_a_quantized_checkpoint(settle):
         settle({"quantization_config": {"quant_method": "quark"}})
 
 
+def test_small_weights_are_computed_in_bfloat16(settle):
+    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4}, "dtype": "float16"}
+    assert settle(gptq).dtype == "bfloat16"
+    assert settle({"dtype": "float16"}, quantization="int8").dtype == "bfloat16"
+    assert settle({"dtype": "float16"}, quantization="int8", dtype="float16").dtype == "float16"
+
+
 def test_one_line_says_what_was_decided(settle, caplog):
     with caplog.at_level("INFO", logger="quire"):
         settle(max_num_seqs=3)

@@ -143,6 +143,25 @@ def test_a_wrapped_model(made: Callable[[str], Path], plain: Path) -> None:
     assert torch.equal(answer(path), want)
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
+)
+def test_older_writers_leave_a_file_of_their_own(
+    name: str, form: str, made: Callable[[str], Path]
+) -> None:
+    path = made(form)
+    want = answer(path)
+    config = json.loads((path / "config.json").read_text())
+    stored = config.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(config))
+    del stored["quant_method"]
+    (path / name).write_text(json.dumps(stored))
+    assert torch.equal(answer(path), want)
+    (path / name).write_text("{")
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read"):
+        build(path)
+
+
 def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: Any) -> None:
     path = made("fp8 blocks")
     with caplog.at_level(logging.INFO):

@@ -14,7 +14,7 @@ from quire import env
 from quire.config.checks import check
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.lengths import learned_positions, model_length
-from quire.config.quantized import fitting, stored_quantization
+from quire.config.quantized import ONLINE, fitting, scheme_asked, stored_quantization
 from quire.config.stored import stored_dtype
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -142,7 +142,12 @@ def _dtype(asked: EngineConfig, path: str, config: Mapping[str, Any], facts: Fac
     wanted = asked.model.dtype
     dtype = DTYPES.get(wanted, wanted)
     if dtype == "auto":
-        dtype = facts.preferred_dtype(stored)
+        small = (
+            scheme_asked(asked.model.quantization) in ONLINE
+            or stored_quantization(config) is not None
+        )
+        kept = "bfloat16" if small and facts.device == "cpu" else stored  # its kernels take that
+        dtype = facts.preferred_dtype(kept)
         if dtype == "float16" and fragile:
             dtype = "bfloat16"
         if dtype != stored:

@@ -117,7 +117,30 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, not an object")
-    return text_config(overridden(config, overrides or {}))
+    return text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
+
+
+BESIDE = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Where older writers left what belongs under `quantization_config`, and whose it is then."""
+
+
+def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if any(config.get(key) for key in ("quantization_config", "compression_config")):
+        return config
+    for name, method in BESIDE.items():
+        try:
+            says = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder / name} cannot be read: {error}") from None
+        if isinstance(says, dict):
+            return {**config, "quantization_config": {"quant_method": method, **says}}
+    return config
 
 
 NESTS = ("text_config", "language_config", "llm_config", "thinker_config")

@@ -40,6 +40,7 @@ from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
 from quire.quantization.registry import bytes_held, expect_stored, pack_model, quantize_model
+from quire.quantization.stored import kernels_for
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -91,6 +92,11 @@ def _can_quantize(impl: str, resolved: Resolved) -> None:
         raise Unsupported(what, remedy)
     if resolved.device != "cpu":
         raise Unsupported(f"quantized weights on {resolved.device}", remedy)
+    if kernels_for(getattr(torch, resolved.dtype)) is None:
+        log.warning(
+            "quantized weights run in plain torch, many times slower: there are kernels for bfloat16, not %s here",
+            resolved.dtype,
+        )
 
 
 def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
