@@ -14,6 +14,7 @@ KINDS = {
     "throughput": "many prompts at once, without a server",
     "latency": "one batch, again and again, without a server",
     "startup": "from nothing to ready, in new processes",
+    "loading": "memory while a model is loaded, and seconds to its first token",
     "offline": "throughput beside Transformers; also without a word",
     "peers": "throughput beside vLLM and OpenVINO, each in its own environment",
     "serving": "what serving costs: the API process's CPU, tokens a second at 1, 16 and 64 clients",

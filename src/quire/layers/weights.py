@@ -35,7 +35,9 @@ class Slot(NamedTuple):
         return tuple(shape)
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
-        """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made.
+        """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made. A part of one waits
+        in the CPU's memory, which is a mapped file's as a rule, until the layer's `join`: copies of a whole model at once
+        would cost what the model does.
 
         Raises:
             ConfigError: it has another shape, or is quantized where it should not be, or the other way round; `called`
@@ -50,11 +52,18 @@ class Slot(NamedTuple):
         if self.dim is None:
             made = tensor.to(device=device, dtype=into.dtype)
             set_parameter(self.layer, self.name, made)
-            return
+        elif device.type == "cpu" and isinstance(self.layer, Layer):
+            self.layer.waiting = (*self.layer.waiting, (self, tensor))
+        else:
+            self.put(tensor, device)
+
+    def put(self, tensor: Tensor, device: torch.device) -> None:
+        """Copy a part into its place."""
+        into = self.layer.get_parameter(self.name)
         if into.is_meta:
             set_parameter(self.layer, self.name, torch.empty_like(into, device=device))
             into = self.layer.get_parameter(self.name)
-        into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
+        into.data.narrow(self.dim or 0, self.start, self.length).copy_(tensor)
 
     def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
         """Dimensions of one element may be there or not; what each part has may be there once for all of them."""
@@ -94,6 +103,14 @@ def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
 
 class Layer(nn.Module):
     """A module with weights of its own."""
+
+    waiting: tuple[tuple[Slot, Tensor], ...] = ()  # parts that came and are not in their places yet
+
+    def join(self) -> None:
+        """Put what waits into its places, in memory of its own."""
+        waiting, self.waiting = self.waiting, ()
+        for slot, tensor in waiting:
+            slot.put(tensor, torch.device("cpu"))
 
     def slots(self, path: str) -> dict[str, Slot]:
         """Checkpoint name -> slot, for a layer at `path` in the model. By default its parameters' own names."""

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +30,14 @@ from quire.config.engine import Resolved
 from quire.config.quantized import ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
-from quire.layers.linear import Linear
+from quire.layers.linear import PLAIN, Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weights import Layer, Slot
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
+from quire.models.frugal import let_go, separate_blocks
 from quire.models.hf import WRAPPED, TextConfig
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
@@ -108,9 +110,21 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         )
         _expect_quantized(model, resolved)
     _drop_wide_windows(model, resolved.max_model_len)
-    load_format = resolved.asked.load.load_format
+    with separate_blocks():
+        source = _with_weights(model, resolved, platform)
+    log.info(
+        "loaded %s: %.2f GiB in %s from %s, %.1f s",
+        *(target.partition(":")[2], bytes_held(model) / 2**30, resolved.dtype),
+        *(source, time.perf_counter() - began),
+    )
+    return model
+
+
+def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> str:
+    """Fill the model and bring its weights into the form in which they are used; where they came from, in words."""
+    load_format, files = resolved.asked.load.load_format, list[Path]()
+    source = f"random weights (seed {resolved.asked.model.seed})"
     if load_format == "dummy":
-        source = f"random weights (seed {resolved.asked.model.seed})"
         found = random_tensors(model, resolved.asked.model.seed, platform.device)
     else:
         kind, files = weight_files(resolved.path, load_format)
@@ -128,13 +142,13 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         log.info("made %d weights %s: %s", quantize_model(model, scheme), scheme, ONLINE[scheme])
     if "native" in platform.kernels:
         pack_model(model)
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            layer.join()
+    if "native" in platform.kernels:
         fuse_model(model)
-    log.info(
-        "loaded %s: %.2f GiB in %s from %s, %.1f s",
-        *(target.partition(":")[2], bytes_held(model) / 2**30, resolved.dtype),
-        *(source, time.perf_counter() - began),
-    )
-    return model
+        let_go(files)  # of which little is still in use: norms, the table of embeddings
+    return source
 
 
 def _expect_quantized(model: Any, resolved: Resolved) -> None:
@@ -194,7 +208,8 @@ def fill(
     *,
     wrapped: bool = False,
 ) -> None:
-    """Put (name, tensor) pairs where they belong, each once, then let schemes repack.
+    """Put (name, tensor) pairs where they belong, each once, then let schemes repack. Parts of plain weights still wait
+    for `Layer.join`.
 
     `wrapped`: the checkpoint is of a larger model, whose other parts are passed over.
 
@@ -231,7 +246,8 @@ def fill(
             "%d tensors of the checkpoint are not used: %s", len(outside), _some(outside)
         )
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) and layer.scheme is not PLAIN:
+            layer.join()
             layer.scheme.after_load(layer)
 
 

@@ -26,7 +26,7 @@ from quire.quantization.int8 import Int8Weight, quantize
 MOST = 15
 STEP = 32  # inputs of a group that the kernels take at once
 GROUP = 128
-AT_ONCE = 1 << 22  # weights, so that what is made between stays small
+AT_ONCE = 1 << 20  # weights, so that what is made between stays small
 
 
 def quantize_groups(weight_OI: Tensor, group: int) -> Grouped:

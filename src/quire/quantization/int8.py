@@ -22,6 +22,7 @@ from quire.quantization.base import Weight
 
 STEP = 64
 MOST = 127
+AT_ONCE = 1 << 20  # numbers that are floats at a time while loading
 
 
 def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,10 +37,14 @@ def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize`, by the kernels where they can: the same numbers, many times sooner."""
     outs, ins = weight_OI.shape
-    if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
-        return quantize(weight_OI)
-    weight_OI = weight_OI.contiguous()
     q_OI, scale_O = torch.empty(outs, ins, dtype=torch.int8), torch.empty(outs)
+    if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
+        many = max(1, AT_ONCE // ins)
+        for start in range(0, outs, many):
+            rows = slice(start, start + many)
+            q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
+        return q_OI, scale_O
+    weight_OI = weight_OI.contiguous()
     kernels.quantize_rows(weight_OI.data_ptr(), outs, ins, q_OI.data_ptr(), scale_O.data_ptr())
     return q_OI, scale_O
 
@@ -64,7 +69,9 @@ class Int8Weight(Weight):
         kernels.pack_int8(q_OI.data_ptr(), self.data.data_ptr(), self.padded, outs, ins, gated)
         missing = (0, self.padded - outs)
         self.scale_O = F.pad(scale_O, missing).contiguous()
-        self.sum_O = F.pad(q_OI.sum(1, dtype=torch.int32) * 128, missing)
+        # By parts: torch makes a whole copy in the format of a sum.
+        sums = [part.sum(1, dtype=torch.int32) for part in q_OI.split(max(1, AT_ONCE // ins))]
+        self.sum_O = F.pad(torch.cat(sums) * 128, missing)
 
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Weight:

@@ -72,14 +72,20 @@ def expect_stored(model: nn.Module, stored: Quantized, online: str | None) -> in
     return count
 
 
+def largest_first(model: nn.Module) -> list[nn.Module]:
+    """Heads, then the rest: what a step needs beside the largest weight is taken while little is held yet."""
+    return sorted(model.modules(), key=lambda module: not isinstance(module, Head))
+
+
 def quantize_model(model: nn.Module, name: str) -> int:
     """Make every plain linear and the head as `name` says, one after the other; how many.
 
     The embedding's table stays as it is.
     """
     count = 0
-    for layer in model.modules():
+    for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
+            layer.join()
             weight = ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype))
             settle(layer, weight)
             count += 1
@@ -100,8 +106,9 @@ def pack_model(model: nn.Module) -> int:
         return 0
     count = 0
     tables: dict[int, Packed] = {}
-    for layer in model.modules():
+    for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
+            layer.join()
             if Packed.takes(layer.weight, layer.silu):
                 settle(layer, Packed(kernels, layer.weight, layer.silu))
                 count += 1

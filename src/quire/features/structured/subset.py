@@ -64,7 +64,10 @@ def check(constraint: StructuredOutputsParams) -> None:
             schema = schema_of(constraint)
             try:
                 _Reader(schema).read(schema)
-            except (TypeError, AttributeError) as error:  # a list where a text belongs, and the like
+            except (
+                TypeError,
+                AttributeError,
+            ) as error:  # a list where a text belongs, and the like
                 raise Refused(f"it is no schema: {error}") from error
         case "json_object":
             return

@@ -1,0 +1,70 @@
+"""What loading may not take beside the weights themselves: memory of the C library's heap, and pages of the files.
+
+Knows Linux and glibc; elsewhere nothing happens. Does not know models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
+WHILE_LOADING = 1 << 20
+AFTER = 32 << 20  # the most that glibc would have come to by itself
+SMAPS = Path("/proc/self/smaps")
+AREA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
+
+
+@contextmanager
+def separate_blocks() -> Iterator[None]:
+    """Inside, every larger block is a mapping of its own, and is given back as soon as it is let go.
+
+    By itself glibc takes blocks of some megabytes from the heap once one has been let go, and weights that stay lie
+    between such that went: measured, a model in int8 took 30 % more than its weights so, and 7 % more this way.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(MMAP_THRESHOLD, WHILE_LOADING)
+    try:
+        yield
+    finally:
+        # A step's activations come and go: they are not to be mapped anew each time.
+        libc.mallopt(MMAP_THRESHOLD, AFTER)
+        libc.mallopt(TRIM_THRESHOLD, 2 * AFTER)
+        libc.malloc_trim(0)
+
+
+def let_go(files: Iterable[str | Path]) -> int:
+    """Give back what was read of mapped files; how many bytes. They stay mapped, and in the system's cache.
+
+    A mapping that was written to is left alone: its changes are nowhere else.
+    """
+    names = {str(Path(file).resolve()) for file in files}
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not SMAPS.exists() or not hasattr(libc, "madvise"):
+        return 0
+    given = 0
+    for start, end, resident in _unchanged(SMAPS.read_text(encoding="utf-8"), names):
+        pages = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+        if libc.madvise(*pages, mmap.MADV_DONTNEED) == 0:
+            given += resident
+    return given
+
+
+def _unchanged(smaps: str, names: set[str]) -> Iterator[tuple[int, int, int]]:
+    """(start, end, resident bytes) of mappings of these files that are as the files are."""
+    area: re.Match[str] | None = None
+    resident = 0
+    for line in smaps.splitlines():
+        if found := AREA.fullmatch(line):
+            area = found if found[3] in names else None
+        elif area is not None and line.startswith("Rss:"):
+            resident = int(line.split()[1]) * 1024
+        elif area is not None and line.startswith("Anonymous:") and line.split()[1] == "0":
+            yield int(area[1], 16), int(area[2], 16), resident

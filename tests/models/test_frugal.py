@@ -1,0 +1,99 @@
+"""What loading takes beside the weights: files' pages are given back, parts wait, and pieces make the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.layers.linear import Linear
+from quire.models import frugal
+from quire.quantization import int8
+
+PAGES = 64
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    path = tmp_path / "weights"
+    np.arange(PAGES * 1024, dtype=np.float32).tofile(path)
+    return path, torch.from_file(str(path), shared=False, size=PAGES * 1024)
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file's mapping that the process holds."""
+    total, inside = 0, False
+    for line in frugal.SMAPS.read_text().splitlines():
+        if frugal.AREA.fullmatch(line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_pages_of_a_file_are_given_back_and_read_again(mapped):
+    path, tensor = mapped
+    whole = float(tensor.double().sum())
+    assert resident(path) == PAGES * 4096
+    assert frugal.let_go([path]) == PAGES * 4096
+    assert resident(path) == 0
+    assert float(tensor.double().sum()) == whole
+
+
+def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
+    path, tensor = mapped
+    tensor[5] = -1.0
+    assert frugal.let_go([path]) == 0
+    assert float(tensor[5]) == -1.0
+
+
+def test_other_files_are_left_alone(mapped, tmp_path):
+    path, tensor = mapped
+    assert float(tensor[0]) == 0.0
+    held = resident(path)
+    assert held > 0
+    assert frugal.let_go([tmp_path / "another"]) == 0
+    assert resident(path) == held
+
+
+def test_parts_wait_for_the_join_and_then_lie_side_by_side():
+    with torch.device("meta"):
+        layer = Linear(3, {"q": 2, "k": 1})
+    slots = layer.slots("layer")
+    parts = {name: torch.randn(slot.shape()) for name, slot in slots.items()}
+    for name, slot in slots.items():
+        slot.fill(parts[name], torch.device("cpu"), name)
+    assert layer.weight.is_meta
+    layer.join()
+    assert torch.equal(layer.weight, torch.cat(list(parts.values())))
+    layer.weight.data.zero_()
+    layer.join()  # nothing waits any more
+    assert not layer.weight.any()
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+def test_a_weight_made_in_pieces_has_the_same_numbers(monkeypatch, at_once):
+    weight = torch.randn(70, 64)
+    q_OI, scale_O = int8.quantize(weight)
+    monkeypatch.setattr(int8, "AT_ONCE", at_once)
+    made = int8.Int8Weight.of(weight, False, None)
+    assert torch.equal(made.q_OI, q_OI)
+    assert torch.equal(made.scale_O, scale_O)
+
+
+def test_large_blocks_come_back_to_the_system():
+    def held() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * 4096
+
+    torch.ones(
+        4 << 20
+    )  # let go at once: from here on, by itself, the heap would take blocks of this size
+    with frugal.separate_blocks():
+        before = held()
+        blocks = [torch.ones(3 << 18) for _ in range(40)]  # 3 MiB each
+        del blocks[::2]
+        assert held() - before < 75 << 20  # of 120 MiB
+        del blocks
