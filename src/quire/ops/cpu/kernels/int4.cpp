@@ -136,7 +136,7 @@ void by_registers(const Job4& job, long panel0, long panel1) {
 
 #ifdef QUIRE_AMX
 
-constexpr long MANY = 24;  // rows, from which on tiles are faster
+constexpr long MANY = 13;  // rows, from which on tiles are faster
 
 // Two tiles of signed bytes, zero points taken off, from the lines of `deep` inputs.
 inline void unpack(const uint8_t* w, const uint8_t* zero, int deep, int8_t* to) {
