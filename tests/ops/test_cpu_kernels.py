@@ -320,3 +320,17 @@ def test_a_build_asks_for_no_more_than_the_cpu_has(
     for words, names in CPUS[machine].items():
         monkeypatch.setattr(isa, "words", lambda words=words: frozenset(words.split()))
         assert [each.name for each in isa.usable()] == names
+
+
+@pytest.mark.parametrize(("intel", "first"), [(True, "avx512vnni"), (False, "avx512bf16")])
+def test_intels_bf16_instruction_comes_after_its_fma(
+    intel: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = frozenset().union(*(each.needs for each in isa.ISAS if each.name != "amx"))
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "words", lambda: words)
+    monkeypatch.setattr(isa, "by_intel", lambda: intel)
+    names = [each.name for each in isa.usable()]
+    assert names[0] == first
+    assert sorted(names) == sorted(each.name for each in isa.ISAS if each.name != "amx")
+    assert names[-2:] == ["avx2", "portable"]

@@ -64,6 +64,18 @@ def of_this_architecture() -> list[Isa]:
     return [isa for isa in ISAS if not isa.machines or machine in isa.machines]
 
 
+@functools.cache
+def by_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def usable() -> list[Isa]:
     """The builds that this machine can run, best first."""
-    return [isa for isa in of_this_architecture() if isa.needs <= words()]
+    found = [isa for isa in of_this_architecture() if isa.needs <= words()]
+    if by_intel():  # its bf16 instruction is half as quick as its fma (106 against 219 GFLOP/s a core of a Sapphire Rapids)
+        wide = ("amx", "avx512")
+        found.sort(key=lambda isa: (not isa.name.startswith(wide), isa.name == "avx512bf16"))
+    return found

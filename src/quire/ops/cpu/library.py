@@ -125,7 +125,8 @@ def best() -> Kernels | None:
         except (build.CannotBuild, OSError) as why:
             reasons.append(f"{each.name}: {why}")
     if not reasons:
-        reasons = ["this CPU has none of " + ", ".join(each.name for each in isa.ISAS)]
+        names = ", ".join(each.name for each in isa.usable())
+        reasons = [f"QUIRE_CPU_ISA={wanted}: this CPU runs {names}; or auto, or none"]
     log.warning(
         "no native CPU kernels (%s): linears and attention run in plain torch, slower",
         "; ".join(reasons),

@@ -65,7 +65,7 @@ void few_rows(const Job<F>& job, long panel0, long panel1) {
   for (long panel = panel0; panel < panel1; panel++) {
     const auto* w = job.w + panel * job.steps() * STEP_OF<F>;
     product<F, false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * sizeof(*job.x), F::K, w, STEP_OF<F>,
-                      job.steps(), sums, 128, {(const char*)w + FAR * STEP_BYTES, 32});
+                      job.steps(), sums, 128, {(const char*)w + FAR * STEP_BYTES, 32, 8});
     finish_rows<KIND>(job, 0, (int)job.rows, panel, sums);
   }
 }
@@ -94,13 +94,14 @@ void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
   auto* sums = keep.at_least(block * 32);
   begin_products();
   for (long m0 = 0; m0 < padded; m0 += block) {
-    const long m1 = std::min(padded, m0 + block);
+    const long m1 = std::min(padded, m0 + block), tiles = (m1 - m0) / 32;
+    const int lines = (int)((32 + tiles - 1) / tiles);  // of a step: each tile of rows fetches its share of the next steps
     for (long panel = panel0; panel < panel1; panel++) {
       const auto* w = job.w + panel * steps * STEP_OF<F>;
       for (long k0 = 0; k0 < steps; k0 += DEEP) {
         const long deep = std::min(DEEP, steps - k0);
         const auto* b = w + k0 * STEP_OF<F>;
-        Ahead ahead{(const char*)(b + DEEP * STEP_OF<F>), 32};
+        Ahead ahead{(const char*)(b + DEEP * STEP_OF<F>), lines};
         for (long m = m0; m < m1; m += 32) {
           const auto* a = x + (m / 32 * steps + k0) * A_STEP;
           auto* c = sums + (m - m0) * 32;
@@ -108,7 +109,7 @@ void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
             product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
           else
             product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
-          ahead.lines = 0;  // the first rows have fetched what the others will find
+          ahead.from += lines * LINE * deep;
           if (k0 + deep == steps)  // now, while its sums are in the L1 cache
             finish_rows<KIND>(job, m, (int)std::min<long>(32, job.rows - m), panel, c);
         }

@@ -42,21 +42,17 @@ template <class F>
 constexpr long HALF_OF = HALF_BYTES / sizeof(typename F::Weight);
 constexpr long STEP = STEP_OF<Bf16>, HALF = HALF_OF<Bf16>;
 
-// B is fetched into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on.
+// B is fetched into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on, or one of `every` of them.
 //
-// With AMX, that is on Intel, only every eighth line is asked for: each request of ours holds one of the core's 16 fill buffers
-// until memory answers, while the L2 cache's own prefetcher has 48, and follows us once it sees where we go. One row
-// of x by two cores: 18 GB/s with every line, 27 with every eighth, of 29 that plain reading reaches.
+// Each request holds one of the core's 16 fill buffers until memory answers, while the L2 cache's own prefetcher (Intel) has
+// 48, and follows us once it sees where we go. One row of x by two cores, AMX: 18 GB/s with every line, 27 with every eighth, of
+// 29 that plain reading reaches.
 struct Ahead {
-#ifdef QUIRE_AMX
-  static constexpr int EVERY = 8;
-#else
-  static constexpr int EVERY = 1;
-#endif
   const char* from;
   int lines;
+  int every = 1;
   void fetch() {
-    for (int i = 0; i < lines; i += EVERY) quire::fetch(from + i * LINE);
+    for (int i = 0; i < lines; i += every) quire::fetch(from + i * LINE);
     from += lines * LINE;
   }
 };
