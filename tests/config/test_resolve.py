@@ -345,6 +345,8 @@ REFUSED = [
     ({"kv_cache_memory_bytes": 0}, ConfigError, "kv_cache_memory_bytes=0: at least 1"),
     ({"max_logprobs": -2}, ConfigError, "max_logprobs=-2: at least -1"),
     ({"num_scheduler_steps": 0}, ConfigError, "num_scheduler_steps=0: at least 1"),
+    ({"cudagraph_capture_sizes": [1, "x"]}, ConfigError, "cudagraph_capture_sizes has 'x': these are numbers"),
+    ({"cudagraph_capture_sizes": [0]}, ConfigError, "cudagraph_capture_sizes has 0: these are numbers"),
     ({"api_server_count": 0}, ConfigError, "api_server_count=0: at least 1"),
     ({"port": 70000}, ConfigError, "port=70000: from 0"),
     ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy='lifo': choose from fcfs, priority"),

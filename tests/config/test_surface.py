@@ -34,7 +34,7 @@ enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_for
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
 disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
-LISTS = "served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
+LISTS = "cudagraph_capture_sizes served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
     " custom_histogram_buckets structured_outputs_config"
@@ -55,7 +55,7 @@ worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_r
 WARNED = """
 max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 lora_extra_vocab_size=512 mm_processor_cache_gb=8
 mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/m compilation_config={"level":3}
-optimization_level=3 performance_mode=throughput cudagraph_capture_sizes=1 max_cudagraph_capture_size=8 cuda_graph_sizes=8
+optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs
 max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn stream_interval=4
 mamba_cache_dtype=float32 guided_decoding_backend=outlines

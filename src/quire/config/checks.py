@@ -78,6 +78,9 @@ def _ranges(asked: EngineConfig) -> None:
     watched = asked.observe.kv_cache_metrics_sample
     if not 0 < watched <= 1:
         raise ConfigError(f"kv_cache_metrics_sample={watched}: a share, above 0 and at most 1")
+    for size in asked.parallel.cudagraph_capture_sizes:
+        if not str(size).isdigit() or int(size) < 1:
+            raise ConfigError(f"cudagraph_capture_sizes has {size!r}: these are numbers from 1 on")
     at_least: dict[str, tuple[int | float | None, float]] = {
         "kv_cache_memory_bytes": (asked.cache.kv_cache_memory_bytes, 1),
         "num_gpu_blocks_override": (asked.cache.num_gpu_blocks_override, 1),

@@ -146,8 +146,8 @@ _rows("E", "gRPC, rendering servers and scale-out: use the HTTP server", "grpc o
 
 # What this engine does not need: taken, and said
 
-_rows("W", "nothing is compiled or captured while serving, so there is nothing to tune", """
-    compilation_config= optimization_level= performance_mode=balanced cudagraph_capture_sizes* max_cudagraph_capture_size=
+_rows("W", "nothing is compiled, and steps are recorded when they are first wanted (cudagraph_capture_sizes, enforce_eager)", """
+    compilation_config= optimization_level= performance_mode=balanced max_cudagraph_capture_size=
     cuda_graph_sizes* max_seq_len_to_capture=8192 max_context_len_to_capture= full_cuda_graph cudagraph_metrics use_cudagraph
     enable_layerwise_nvtx_tracing kernel_config= moe_backend=auto linear_backend=auto ir_op_priority= jit_monitor_config=     debug_dump_path=""")
 _rows("W", "there is one scheduler and one block manager here, and they do not have this knob", """

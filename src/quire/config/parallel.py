@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,3 +23,5 @@ class ParallelConfig:
     """TORCH_SDPA, or a name that this platform has; unset: the platform's first that fits."""
     enforce_eager: bool = False
     """No graphs."""
+    cudagraph_capture_sizes: list[int] = field(default_factory=list)
+    """Numbers of requests whose steps are recorded as graphs, on devices that can; unset: 1, 2, 4, 8, 16 ... max_num_seqs."""

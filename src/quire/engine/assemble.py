@@ -382,7 +382,9 @@ def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model
     if recorder is None or not able or resolved.asked.parallel.enforce_eager:
         return source
     most = -(-(plan.max_model_len + 1) // resolved.block_size)
-    sizes = default_sizes(resolved.max_num_seqs)
+    wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
+    sizes = [size for size in wanted if size <= resolved.max_num_seqs]
+    sizes = sizes or default_sizes(resolved.max_num_seqs)
     return GraphSource(source, recorder, sizes, most, plan.max_model_len)
 
 
