@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +269,13 @@ def test_what_does_not_fit_is_done_by_the_definition() -> None:
     angles = torch.randn(4, 12, generator=draw(3))
     got = reference.rotate.implementations["native"](odd, angles.cos(), angles.sin())
     assert torch.equal(got, reference.rotate.reference(odd, angles.cos(), angles.sin()))
+
+
+# -- sanitizers ------------------------------------------------------------------------------------
+def test_every_kernel_is_called_under_the_sanitizers() -> None:
+    checks = Path(__file__).parent / "sanitize"
+    text = "".join(path.read_text() for path in checks.glob("*.cpp"))
+    assert {name for name in library.SIGNATURES if f"quire_{name}(" not in text} == set()
 
 
 # -- building --------------------------------------------------------------------------------------
