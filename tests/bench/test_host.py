@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.bench import host, streaming
+from quire.bench import host, loading, streaming
 from quire.bench.__main__ import main
 from quire.bench.host import HostCost, Stopwatch
 
@@ -65,3 +65,12 @@ def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 512
     assert tokenizer.decode([300, 511]) == " 42 253"
+
+
+def test_memory_of_loading_is_told_over_what_was_held_before():
+    start = {"seconds": 5.0, "base": 100 << 20, "weights": 500 << 20, "peak": 650 << 20, "held": 610 << 20}  # fmt: skip
+    text = loading.table({"none": [start], "int8": [start | {"peak": 700 << 20}]})
+    assert "| bfloat16 | 500 | 100 | 650 | 610 | 110% | 115% | 5.0 | 8 |" in text
+    assert "| int8 | 500 | 100 | 700 | 610 | 120% | 115% | 5.0 | 8 |" in text
+    assert loading.anonymous("self") > 1 << 20
+    assert loading.anonymous(0) == 0
