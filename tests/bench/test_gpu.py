@@ -28,6 +28,7 @@ def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     assert found["machine"]["copy_bytes_per_second"] > 0
     assert found["engine"]["depth 2, graphs"] == "6 of 6 texts are the CPU's"
     assert found["steps"]["decode of 3 rows"]["tokens a second"] > 0
+    assert found["steps"]["decode of 1 rows"]["microseconds of the host"] > 0
     assert found["serving"]["at a rate"]["ITL"]["p99 ms"] > 0
 
 
