@@ -15,6 +15,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from quire.errors import QuireError
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, EngineStats, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
@@ -121,6 +122,9 @@ class EngineCore:
             )
         try:
             return Reply(call.id, function(*call.args), client=call.client)
+        except QuireError as error:  # these say it all
+            log.error("engine function %s failed: %s", call.name, error)
+            return Reply(call.id, error=str(error), client=call.client)
         except Exception as error:
             log.exception("engine function %s failed", call.name)
             return Reply(call.id, error=f"{type(error).__name__}: {error}", client=call.client)
