@@ -107,15 +107,19 @@ inline void weigh(const Call& call, const float* scores, bf16* weights, Seen see
                   float top, State s) {
   const Floats factor = floats(PLAIN ? factor_of(call) : 1.f), below = floats(-top);
   Floats total = floats(0.f);
-  for (long t = 0; t < seen.first(); t += 16) store(weights + t, floats(0.f));
-  for (long t = seen.first(); t < seen.to; t += 16) {
+  const auto weight = [&](long t) {
     Floats x = exp2_below(fma(load(scores + t), factor, below));
     if (!seen.all(t)) x = keep(seen.some(t), x);
     total = total + x;
-    if (!PLAIN && call.cache.kind != SHORT) x = x * load(scales + TILE + t);
-    store(weights + t, x);
+    return !PLAIN && call.cache.kind != SHORT ? x * load(scales + TILE + t) : x;
+  };
+  const long first = seen.from / 32 * 32, last = padded(seen.to, 32);
+  memset(weights, 0, first * sizeof(bf16));
+  for (long t = first; t < last; t += 32) {
+    const Floats x = weight(t);
+    store(weights + t, x, weight(t + 16));
   }
-  for (long t = padded(seen.to, 16); t < width; t += 16) store(weights + t, floats(0.f));
+  memset(weights + last, 0, (width - last) * sizeof(bf16));
   const float shrink = *s.top == top ? 1.f : exp2f(*s.top - top);
   *s.total = fmaf(*s.total, shrink, sum_of(total));
   *s.top = top;
@@ -215,6 +219,8 @@ void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
   Run::each(call, item, [&](const Run& run) {
     const bf16* from = call.q + run.token * call.q_step + run.head * D;
     memcpy(q + run.i * D, from, run.count * D * sizeof(bf16));
+    if (run.i + 8 * run.count < item.count)
+      for (long d = 0; d < run.count * D; d += 32) fetch(from + 8 * call.q_step + d);
   });
   if (call.cache.kind != INT8) return;
   float* x = m.scores.data;  // no scores are there yet
