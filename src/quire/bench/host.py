@@ -175,8 +175,10 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
 
     path = shapes.checkpoint(shape, "bfloat16", cache)
     most = max(rows)
+    tokens = PROMPT + WARM + steps + 128  # of a row, whole blocks
+    room = most * tokens * shape.kv_elements * 2
     engine = Quire(
-        path, "bfloat16", most, PROMPT + steps + most + 80, {"async_scheduling": False, "kv_cache_memory_bytes": 1 << 30}
+        path, "bfloat16", most, PROMPT + steps + most + 80, {"async_scheduling": False, "kv_cache_memory_bytes": room}
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         # The front room's end, which nobody reads from: reading is not the engine's cost.
