@@ -119,3 +119,17 @@ def test_long_contexts_are_divided_and_no_bit_changes(
         for r, (new, _) in enumerate(LONG):
             alone = paged.run(kernels, [(r, new // 2, new)], *rules)
             assert torch.equal(alone, whole[paged.starts[r] + new // 2 : paged.starts[r + 1]]), r
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED, **SMALL)
+def test_every_code_is_read_as_what_it_is(kernels: library.Kernels, dtype: torch.dtype) -> None:
+    """One token, whose value is all codes there are, with a scale of 1: its attention is the value itself."""
+    every = torch.arange(256).to(torch.uint8)
+    every[~every.view(dtype).float().isfinite()] = 0
+    paged = Quantized(dtype, [(1, 1)], 1, 1, 32, 256, 16)
+    block = int(paged.table[0, 0])
+    _, values, _, value_scales = paged.parts
+    codes.plain(values)[block, 0, 0] = every
+    value_scales[block, 0, 0] = 1
+    got = paged.run(kernels, [(0, 0, 1)], 0, 0.0, False)
+    assert torch.equal(got[0, 0].float(), every.view(dtype).float())

@@ -42,6 +42,29 @@ struct SmallFloat {
 using E4M3Code = SmallFloat<3, 7>;
 using E5M2Code = SmallFloat<2, 15>;
 
+// 32 codes -> bf16, which holds each exactly.
+template <class C>
+inline void widen_32(C, const uint8_t* from, bf16* to) {
+  store(to, C::value(from), C::value(from + 16));
+}
+#if defined(__AVX512BW__)
+// A small float is a bf16 whose exponent lies elsewhere; those below the least exponent come from a table.
+template <int MANTISSA, int BIAS>
+inline void widen_32(SmallFloat<MANTISSA, BIAS>, const uint8_t* from, bf16* to) {
+  alignas(64) static const bf16 table[2][32] = {
+      {0, 0x3780, 0x3800, 0x3840},                                         // 0 .. 3 times 2^-16
+      {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60},         // 0 .. 7 times 2^-9
+  };
+  const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  const __m512i low = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+  const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(low, 7 - MANTISSA), _mm512_set1_epi16((127 - BIAS) << 7));
+  const __m512i small = _mm512_permutexvar_epi16(low, _mm512_load_si512(table[MANTISSA - 2]));
+  const __mmask32 is_small = _mm512_cmplt_epi16_mask(low, _mm512_set1_epi16(1 << MANTISSA));
+  _mm512_storeu_si512(to, _mm512_or_si512(_mm512_mask_mov_epi16(usual, is_small, small), sign));
+}
+#endif
+
 // Calls f(code of the kind); of SHORT, f is not called.
 template <class F>
 inline void with_code(long kind, const F& f) {

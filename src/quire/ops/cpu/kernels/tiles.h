@@ -53,10 +53,7 @@ template <class C>
 inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Fetches ahead) {
   alignas(64) bf16 wide[16 * 32];
   for (long d = 0; d < D / 32; d++, ahead.some(8)) {
-    for (long i = 0; i < 16; i++) {
-      const uint8_t* at = from + i * D + d * 32;
-      store(wide + i * 32, C::value(at), C::value(at + 16));
-    }
+    for (long i = 0; i < 16; i++) widen_32(C{}, from + i * D + d * 32, wide + i * 32);
     transpose_words(wide, 64, to + d * STEP);
   }
 }
@@ -72,6 +69,19 @@ inline void pack_values(const bf16* from, long E, long count, bf16* to, long pan
 }
 template <class C>
 inline void pack_values(C, const uint8_t* from, long E, long count, bf16* to, long panel_step, Fetches ahead) {
+  alignas(64) bf16 a[32], b[32];
+  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
+    for (long e = 0; e < E / 32; e++) {
+      const uint8_t* at = from + 2 * pair * E + e * 32;
+      bf16* line = to + e * panel_step + pair * 32;
+      widen_32(C{}, at, a);
+      widen_32(C{}, at + E, b);
+      interleave(2 * pair < count ? a : nullptr, 2 * pair + 1 < count ? b : nullptr, line, line + HALF);
+    }
+}
+// Of int8, words are put together in 32 bits, where they become floats anyway.
+inline void pack_values(Int8Code, const uint8_t* from, long E, long count, bf16* to, long panel_step, Fetches ahead) {
+  using C = Int8Code;
   for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
     for (long e = 0; e < E / 32; e++)
       for (long half = 0; half < 2; half++) {
