@@ -139,12 +139,13 @@ def test_a_request_that_leaves_no_token_is_told_so_and_no_other(server: Served):
     assert whole.status_code == 400
     assert why in whole.json()["error"]["message"]
     with server.client.stream("POST", TEXT, json=GREEDY | asked | {"stream": True}) as answer:
-        events = [line for line in answer.iter_lines() if line]
-    begun, error, done = (line.removeprefix("data: ") for line in events)
-    assert json.loads(begun)["choices"][0]["text"] == "a"
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    if answer.status_code == 200:  # the first token went out before the second step
+        assert json.loads(events.pop(0))["choices"][0]["text"] == "a"
+        assert events.pop() == "[DONE]"
+    (error,) = events
     assert json.loads(error)["error"]["code"] == 400
     assert why in json.loads(error)["error"]["message"]
-    assert done == "[DONE]"
 
 
 def test_named_functions_of_the_engine(server: Served):

@@ -106,7 +106,7 @@ def test_new_files_are_taken_and_broken_ones_are_not(
                 await asked(port, made / "one.pem")
             watching.cancel()
 
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "quire"):
         asyncio.run(go())
 
 

