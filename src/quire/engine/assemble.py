@@ -254,6 +254,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.models.load import build_model
         from quire.platforms.base import platform_of
         from quire.quantization.registry import bytes_held
+        from quire.worker.pages import PagesAhead
         from quire.worker.rest import Rest
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
@@ -280,7 +281,9 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     drawing = build_drawing(platform)
     sink = SampleSink(model, rows, asked.logprobs_mode, processors, drawing=drawing)
     source = build_source(resolved, platform, plan, model)
-    worker = Worker(platform, model, source, sink, [masks.hook], rows, batcher)
+    step = -(-resolved.max_num_batched_tokens // resolved.block_size)
+    hooks = [masks.hook, PagesAhead(storages, plan.num_blocks + 1, step)]
+    worker = Worker(platform, model, source, sink, hooks, rows, batcher)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,

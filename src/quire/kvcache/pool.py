@@ -3,8 +3,9 @@
 Knows references and content hashes. Does not know requests, tokens or layers.
 
     in use    refs > 0
-    free      refs = 0, in the order in which they will be taken again (least recently freed first);
-              a free block keeps its content, and can be shared again, until it is taken
+    free      refs = 0, in the order in which they will be taken again: those that nobody can find first, the last
+              one freed before the others (its memory is warm, and it is worth nothing to anybody), then those that
+              hold content, least recently freed first; these can be shared again until they are taken
 
 Block 0 is the null block: nobody owns it, and nothing that is written there is ever read.
 """
@@ -35,7 +36,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self) -> int:
-        """The least recently freed block; what it held is forgotten."""
+        """The first of the free blocks; what it held is forgotten."""
         block, _ = self.free.popitem(last=False)
         self.forget(block)
         self.refs[block] = 1
@@ -55,6 +56,8 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self.free[block] = None
+                if block not in self.hash_of:
+                    self.free.move_to_end(block, last=False)
 
     def find(self, group: int, hash: bytes) -> int | None:
         return self.by_hash[group].get(hash)

@@ -1,0 +1,84 @@
+"""Pages of the cache are there before a step writes to them, and no more of them than it may take."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import Entered, StepPlan, Work
+from quire.worker.pages import PagesAhead
+
+BLOCKS, EACH = 1000, 64 << 10  # 62 MiB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+
+
+def fresh() -> torch.Tensor:
+    """A mapping of our own: what an allocator hands out may have been used before."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, BLOCKS * EACH, flags=private), dtype=torch.uint8)
+
+
+def resident(tensor: torch.Tensor, start: int, end: int) -> float:
+    """The share of a range of bytes whose pages are there."""
+    first = -(-(tensor.data_ptr() + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (tensor.data_ptr() + end - first) // mmap.PAGESIZE
+    told = (ctypes.c_ubyte * count)()
+    if ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), told
+    ):
+        pytest.skip("mincore is not there")
+    return sum(told) / count
+
+
+def until(tensor: torch.Tensor, block: int) -> None:
+    for _ in range(500):
+        if resident(tensor, 0, block * EACH) == 1:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"pages of the first {block} blocks never came")
+
+
+def plan(*blocks: int, more: int = 0) -> StepPlan:
+    params = SamplingParams(max_tokens=1)
+    entered = [Entered(0, "a", [1], 1, 0, [list(blocks)], params)] if blocks else []
+    return StepPlan(1, entered, [Work(0, 1, [[more]] if more else [])], [])
+
+
+def test_pages_come_before_the_blocks_are_used():
+    tensor = fresh()
+    step, batch = 40, None
+    hook = PagesAhead([(tensor,)], BLOCKS, step)
+    until(tensor, step)
+    assert resident(tensor, 400 * EACH, BLOCKS * EACH) < 0.1  # what nobody is near stays away
+    near: Any = batch
+    hook.before(plan(0, 1, 5), near)
+    assert hook.asked == step + 1  # still far ahead
+    hook.before(plan(0, 1, 300), near)
+    until(tensor, 340)
+    assert hook.asked == 341
+    hook.before(plan(more=BLOCKS - 1), near)
+    until(tensor, BLOCKS)
+    hook.before(plan(more=3), near)
+    assert hook.asked == BLOCKS
+
+
+def test_what_was_written_stays():
+    tensor = fresh()
+    tensor[::EACH] = 7
+    hook = PagesAhead([(tensor,)], BLOCKS, BLOCKS)
+    hook.before(plan(more=BLOCKS - 1), None)  # type: ignore[arg-type]
+    until(tensor, BLOCKS)
+    assert tensor[::EACH].eq(7).all()
+    assert int(tensor.count_nonzero()) == BLOCKS
+
+
+def test_without_a_cache_it_does_nothing():
+    PagesAhead([], 1, 8).before(plan(0, 1), None)  # type: ignore[arg-type]
