@@ -52,10 +52,16 @@ def plan(*blocks: int, more: int = 0) -> StepPlan:
     return StepPlan(1, entered, [Work(0, 1, [[more]] if more else [])], [])
 
 
+def begun(tensor: torch.Tensor, step: int) -> PagesAhead:
+    hook = PagesAhead(BLOCKS, step)
+    hook.begin([(tensor,)])
+    return hook
+
+
 def test_pages_come_before_the_blocks_are_used():
     tensor = fresh()
     step, batch = 40, None
-    hook = PagesAhead([(tensor,)], BLOCKS, step)
+    hook = begun(tensor, step)
     until(tensor, step)
     assert resident(tensor, 400 * EACH, BLOCKS * EACH) < 0.1  # what nobody is near stays away
     near: Any = batch
@@ -73,7 +79,7 @@ def test_pages_come_before_the_blocks_are_used():
 def test_what_was_written_stays():
     tensor = fresh()
     tensor[::EACH] = 7
-    hook = PagesAhead([(tensor,)], BLOCKS, BLOCKS)
+    hook = begun(tensor, BLOCKS)
     hook.before(plan(more=BLOCKS - 1), None)  # type: ignore[arg-type]
     until(tensor, BLOCKS)
     assert tensor[::EACH].eq(7).all()
@@ -81,4 +87,18 @@ def test_what_was_written_stays():
 
 
 def test_without_a_cache_it_does_nothing():
-    PagesAhead([], 1, 8).before(plan(0, 1), None)  # type: ignore[arg-type]
+    hook = PagesAhead(1, 8)
+    hook.begin([])
+    hook.before(plan(0, 1), None)  # type: ignore[arg-type]
+
+
+def test_another_cache_begins_anew_and_the_old_one_is_let_go():
+    first, second = fresh(), fresh()
+    hook = begun(first, 40)
+    until(first, 40)
+    hook.begin([])
+    hook.before(plan(0, 1, 300), None)  # type: ignore[arg-type]
+    assert not hook.parts
+    hook.begin([(second,)])
+    until(second, 40)
+    assert resident(first, 400 * EACH, BLOCKS * EACH) < 0.1

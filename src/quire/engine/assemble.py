@@ -282,8 +282,9 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     sink = SampleSink(model, rows, asked.logprobs_mode, processors, drawing=drawing)
     source = build_source(resolved, platform, plan, model)
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
-    hooks = [masks.hook, PagesAhead(storages, plan.num_blocks + 1, step)]
-    worker = Worker(platform, model, source, sink, hooks, rows, batcher)
+    pages = PagesAhead(plan.num_blocks + 1, step)
+    pages.begin(storages)
+    worker = Worker(platform, model, source, sink, [masks.hook, pages], rows, batcher)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,
@@ -298,6 +299,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         worker, storages, platform.device,
         load=lambda: build_model(resolved, platform),
         equip=lambda model: hand_out_cache(resolved, platform, model, plan),
+        begun=pages.begin,
     )  # fmt: skip
     return worker
 

@@ -33,31 +33,37 @@ NICENESS = 10
 
 
 class PagesAhead(Hook):
-    """A hook that only looks at which blocks a plan hands out.
+    """A hook that only looks at which blocks a plan hands out. Of no cache, or one on a device, it does nothing.
 
     Args:
-        storages: the cache, as `allocate_cache` returned it.
-        num_blocks: blocks of each, the null block counted.
+        num_blocks: blocks of each storage, the null block counted.
         step: blocks that one step may take.
     """
 
     name = "pages"
 
-    def __init__(self, storages: Sequence[tuple[Tensor, ...]], num_blocks: int, step: int):
+    def __init__(self, num_blocks: int, step: int):
+        self.num_blocks, self.step = num_blocks, step
+        self.parts: list[Tensor] = []
+        self.ahead = self.asked = 0  # blocks below `asked` have their pages, or will
+        self._jobs: SimpleQueue[tuple[list[Tensor], int, int]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, storages: Sequence[tuple[Tensor, ...]]) -> None:
+        """From now on the cache is this, as `allocate_cache` returned it, and none of its pages is there yet."""
         parts = [part for storage in storages for part in storage]
-        self.parts = [(part.data_ptr(), part.nbytes // num_blocks) for part in parts]
-        self.each = sum(size for _, size in self.parts)
         on_host = all(part.device.type == "cpu" for part in parts) and sys.platform == "linux"
-        self.num_blocks = num_blocks if on_host and self.each else 0
-        self.ahead = min(step, MOST // self.each) if self.num_blocks else 0
-        self.asked = 0  # blocks below this have their pages, or will
-        self._jobs: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        if self.num_blocks:
-            threading.Thread(target=self._work, name="pages", daemon=True).start()
-            self._ask(self.ahead)
+        self.parts, self.asked = parts if on_host else [], 0
+        if not self.parts:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
+            self._thread.start()
+        self.ahead = min(self.step, MOST // self._each(self.parts))
+        self._ask(self.ahead)
 
     def before(self, plan: StepPlan, batch: Batch) -> None:
-        if self.asked >= self.num_blocks:
+        if not self.parts or self.asked >= self.num_blocks:
             return
         columns = [column for new in plan.entered for column in new.blocks]
         columns += [column for item in plan.work for column in item.new_blocks]
@@ -67,7 +73,11 @@ class PagesAhead(Hook):
 
     def _ask(self, until: int) -> None:
         start, self.asked = self.asked, min(until + 1, self.num_blocks)
-        self._jobs.put((start, self.asked))
+        self._jobs.put((self.parts, start, self.asked))
+
+    def _each(self, parts: Sequence[Tensor]) -> int:
+        """Bytes of a block."""
+        return sum(part.nbytes for part in parts) // self.num_blocks
 
     def _work(self) -> None:
         with suppress(OSError):
@@ -75,12 +85,19 @@ class PagesAhead(Hook):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         while True:
-            block, until = self._jobs.get()
-            while block < until:
-                end = min(until, block + max(1, SLICE // self.each))
-                for address, size in self.parts:
-                    first = (address + block * size) // mmap.PAGESIZE * mmap.PAGESIZE
-                    last = -(-(address + end * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            parts, start, until = (
+                self._jobs.get()
+            )  # held as long as it takes: their memory stays theirs
+            few = max(1, SLICE // self._each(parts))
+            for block in range(start, until, few):
+                for part in parts:
+                    size = part.nbytes // self.num_blocks
+                    first = part.data_ptr() + block * size
+                    last = part.data_ptr() + min(until, block + few) * size
+                    first, last = (
+                        first // mmap.PAGESIZE * mmap.PAGESIZE,
+                        -(-last // mmap.PAGESIZE) * mmap.PAGESIZE,
+                    )
                     if madvise(first, last - first, POPULATE_WRITE):
                         return  # an older kernel, or no memory left: pages come when they are touched
-                block = end
+            del parts

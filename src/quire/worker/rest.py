@@ -38,6 +38,7 @@ class Rest:
         device: where weights and cache are while they are used.
         load: makes the model anew.
         equip: hands a model its cache.
+        begun: is told of the cache when it is empty again, and of none when it goes.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Rest:
         *,
         load: Callable[[], LanguageModel],
         equip: Callable[[LanguageModel], Storages],
+        begun: Callable[[Storages], None],
     ):
         self.worker, self.storages, self.device = worker, storages, device
-        self.load, self.equip = load, equip
+        self.load, self.equip, self.begun = load, equip, begun
         self.in_place = device.type == "cpu"
         self.away: set[str] = set()
         self.equipped = True
@@ -61,6 +63,7 @@ class Rest:
         worker = self.worker
         if worker.forget is not None:
             worker.forget(list(range(worker.rows.max_rows)))
+        self.begun([])
         for parts in self.storages:
             for part in parts:
                 give_back(part)
@@ -88,6 +91,8 @@ class Rest:
             self.storages = self.equip(worker.model)
             worker.place(worker.model)
             self.equipped = True
+        if not self.away:
+            self.begun(self.storages)
         collect()
 
     def _drop_cache(self) -> None:
