@@ -120,7 +120,7 @@ def demanded(
     """The form that calls must have."""
     tag: dict[str, Any] | None = None
     parallel, tools = body.parallel_tool_calls, choice.tools
-    asked_for = choice.must or level == "parameter" or any(map(is_strict, tools))
+    asked_for = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
     if choice.must:
         format = forced(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
