@@ -213,3 +213,18 @@ def test_those_who_wait_for_a_gate_are_told_apart() -> None:
     client.outputs()
     stats = client.call("stats")
     assert (stats["running"], stats["waiting"], stats["deferred"]) == (4, 2, 1)
+
+
+def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:
+    class Silent(Gate):
+        open = False
+
+        def ready(self, request: Request) -> bool:
+            return self.open
+
+    client, gate = make(), Silent()
+    client.core.scheduler.gates.append(gate)
+    request = ask(client, "held")
+    threading.Timer(0.1, lambda: setattr(gate, "open", True)).start()
+    got = collect(client, {"held"})["held"]
+    assert [t for output in got for t in output.tokens] == reference(request)[0]

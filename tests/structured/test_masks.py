@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,3 +165,16 @@ def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
     for form in forms:
         reader.compiler.ask(form).result()
         assert gate.ready(request(form))
+
+
+def test_who_waits_is_woken_though_another_asked_first(reader: Reader):
+    """The worker asks too, for a grammar whose limits are spent. (It asked first, and nobody woke the loop.)"""
+    form, woken = Form(regex="[a-z]{1,901}-woken"), threading.Event()
+    asked = reader.compiler.ask(form)
+    params = SamplingParams(structured_outputs=form, max_tokens=5, seed=0)
+    request = Request.of(EngineRequest("woken", [1], params), 0, b"", False)
+    gate = GrammarGate(reader.compiler, wake=woken.set)
+    assert not gate.ready(request)
+    asked.result()
+    assert woken.wait(10)
+    assert gate.ready(request)

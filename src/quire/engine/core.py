@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+LOOK_AGAIN_S = 0.2  # how long the loop sleeps while requests wait
+
 Inbox = SimpleQueue[ToEngine | None]  # None wakes the loop and means nothing else
 Outbox = list[EngineOutput | Reply]
 
@@ -54,10 +56,15 @@ class EngineCore:
         return outputs
 
     def receive(self, block: bool) -> Outbox:
-        """Take in every message that is there; with `block`, wait until there is one."""
+        """Take in every message that is there; with `block`, wait until there is one.
+
+        With requests here that wait does end: whatever holds them back should wake the loop when it lets go, and
+        one that forgets to must cost them a moment, not their answer.
+        """
         outputs: Outbox = []
         try:
-            message = self.inbox.get(block=block)
+            end = LOOK_AGAIN_S if self.scheduler.has_requests else None
+            message = self.inbox.get(block=block, timeout=end)
             while True:
                 self._take_in(message, outputs)
                 message = self.inbox.get_nowait()

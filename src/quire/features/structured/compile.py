@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -41,10 +40,8 @@ class Compiler:
         self._xgrammar: XCompiler | None = None
         self._pool = ThreadPoolExecutor(THREADS, "grammar-compile")
 
-    def ask(
-        self, constraint: StructuredOutputsParams, then: Callable[[], None] | None = None
-    ) -> Future[Matcher]:
-        """The compiled grammar, some time; `then` is called (in a thread) if it was not known before.
+    def ask(self, constraint: StructuredOutputsParams) -> Future[Matcher]:
+        """The compiled grammar, some time.
 
         Its result is to be copied, and raises:
             Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
@@ -57,9 +54,7 @@ class Compiler:
             found = self._made[key] = self._pool.submit(self._compile, constraint)
             if len(self._made) > KEPT:
                 self._made.popitem(last=False)
-        if then is not None:
-            found.add_done_callback(lambda _: then())
-        return found
+            return found
 
     def forget(self, constraint: StructuredOutputsParams, spent: Future[Matcher]) -> None:
         """Compile it anew for whoever asks next, unless that has been done since `spent`."""

@@ -7,6 +7,9 @@ request through: it fails alone, on the worker, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import msgspec
 
@@ -15,6 +18,9 @@ from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.plan import StepPlan
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from quire.features.structured.compile import Matcher
 
 NAME = "structured"
 
@@ -36,14 +42,25 @@ class GrammarGate(Gate):
     ):
         self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
         self._announced: dict[tuple[object, ...], StructuredOutputsParams] = {}
+        self._awaited: WeakSet[Future[Matcher]] = WeakSet()
 
     def ready(self, request: Request) -> bool:
         if (constraint := request.params.structured_outputs) is None:
             return True
-        done = self.compiler.ask(constraint, self.wake).done()
-        if self.elsewhere and not done:
+        compiled = self.compiler.ask(constraint)
+        if compiled.done():
+            return True
+        if self.elsewhere:
             self._announced.setdefault(constraint.key, constraint)
-        return done
+        # Whoever asked for it first: the worker, which compiles a spent grammar anew, wakes nobody.
+        if compiled not in self._awaited:
+            self._awaited.add(compiled)
+            compiled.add_done_callback(self._done)
+        return False
+
+    def _done(self, _: Future[Matcher]) -> None:
+        if self.wake is not None:
+            self.wake()
 
     def extra(self, plan: StepPlan) -> bytes | None:
         if not self._announced:
