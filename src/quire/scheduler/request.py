@@ -21,7 +21,7 @@ from quire.protocol.request import EngineRequest, MediaItem
 NO_ROW = -1
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """Made from an EngineRequest by `Request.of`."""
 

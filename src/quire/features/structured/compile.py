@@ -4,6 +4,8 @@ Knows constraints and a vocabulary. Does not know rows, requests or logits. A co
 has read nothing; a request gets a copy of it, which costs microseconds. Copies share what the lexer has learned, and
 the limits on that: what many requests have used up must not be held against the next, so a grammar that has reached
 them is compiled anew (`forget`).
+
+What is still to be compiled is never dropped, however many ask: somebody waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher
 
@@ -35,32 +39,50 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[object, ...], Future[Matcher]] = OrderedDict()
+        self._known: WeakValueDictionary[tuple[object, ...], Future[Matcher]] = (
+            WeakValueDictionary()
+        )
+        self._kept: OrderedDict[tuple[object, ...], Future[Matcher]] = OrderedDict()
         self._making = threading.Lock()
         self._xgrammar: XCompiler | None = None
         self._pool = ThreadPoolExecutor(THREADS, "grammar-compile")
+        self._first = ThreadPoolExecutor(1, "grammar-now")
 
-    def ask(self, constraint: StructuredOutputsParams) -> Future[Matcher]:
-        """The compiled grammar, some time.
+    def ask(self, constraint: StructuredOutputsParams, now: bool = False) -> Future[Matcher]:
+        """The compiled grammar, some time; `now`: before all that waits, because a step waits for it.
 
         Its result is to be copied, and raises:
             Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
         """
         key = constraint.key
         with self._lock:
-            if (found := self._made.get(key)) is not None:
-                self._made.move_to_end(key)
+            found = self._known.get(key)
+            if found is not None and (found.done() or found.running() or not now):
+                if found.done():
+                    self._keep(key, found)
                 return found
-            found = self._made[key] = self._pool.submit(self._compile, constraint)
-            if len(self._made) > KEPT:
-                self._made.popitem(last=False)
-            return found
+            pool = self._first if now else self._pool
+            found = self._known[key] = pool.submit(self._compile, constraint)
+        found.add_done_callback(partial(self._made, key))
+        return found
+
+    def _made(self, key: tuple[object, ...], made: Future[Matcher]) -> None:
+        with self._lock:
+            if self._known.get(key) is made:
+                self._keep(key, made)
+
+    def _keep(self, key: tuple[object, ...], made: Future[Matcher]) -> None:
+        self._kept[key] = made
+        self._kept.move_to_end(key)
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
 
     def forget(self, constraint: StructuredOutputsParams, spent: Future[Matcher]) -> None:
         """Compile it anew for whoever asks next, unless that has been done since `spent`."""
         with self._lock:
-            if self._made.get(constraint.key) is spent:
-                del self._made[constraint.key]
+            if self._known.get(constraint.key) is spent:
+                del self._known[constraint.key]
+                self._kept.pop(constraint.key, None)
 
     def _compile(self, constraint: StructuredOutputsParams) -> Matcher:
         if constraint.engine == "xgrammar":

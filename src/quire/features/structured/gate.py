@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import msgspec
 
@@ -42,23 +43,34 @@ class GrammarGate(Gate):
     ):
         self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
         self._announced: dict[tuple[object, ...], StructuredOutputsParams] = {}
-        self._awaited: WeakSet[Future[Matcher]] = WeakSet()
+        self._asked: WeakSet[Request] = WeakSet()
+        self._ready: WeakSet[Request] = WeakSet()
 
     def ready(self, request: Request) -> bool:
-        if (constraint := request.params.structured_outputs) is None:
+        """It asks once for each: what was compiled for one may be forgotten by the time the last was asked for, and
+        whoever asks again would wait again."""
+        if (constraint := request.params.structured_outputs) is None or request in self._ready:
             return True
-        compiled = self.compiler.ask(constraint)
-        if compiled.done():
-            return True
-        if self.elsewhere:
-            self._announced.setdefault(constraint.key, constraint)
-        # Whoever asked for it first: the worker, which compiles a spent grammar anew, wakes nobody.
-        if compiled not in self._awaited:
-            self._awaited.add(compiled)
-            compiled.add_done_callback(self._done)
-        return False
+        if request not in self._asked:
+            self._asked.add(request)
+            compiled = self.compiler.ask(constraint)
+            if compiled.done():
+                self._ready.add(request)
+                return True
+            if self.elsewhere:
+                self._announced.setdefault(constraint.key, constraint)
+            # Whoever else asked for it: the worker, which compiles a spent grammar anew, wakes nobody.
+            compiled.add_done_callback(partial(self._done, ref(request)))
+        return request in self._ready
 
-    def _done(self, _: Future[Matcher]) -> None:
+    def leave(self, request: Request) -> None:
+        """It may come back much later."""
+        self._asked.discard(request)
+        self._ready.discard(request)
+
+    def _done(self, asker: ref[Request], _: Future[Matcher]) -> None:
+        if (request := asker()) is not None:
+            self._ready.add(request)
         if self.wake is not None:
             self.wake()
 

@@ -95,7 +95,7 @@ class GrammarMasks(Processor):
     def enter(self, new: Entered) -> bool:
         if (constraint := new.params.structured_outputs) is None:
             return False
-        params, compiled = new.params, self.compiler.ask(constraint)
+        params, compiled = new.params, self.compiler.ask(constraint, now=True)
         ends, room = list(params.eos_token_ids), params.max_tokens or 0
         one_end = len(ends) == 1 and not params.ignore_eos
         held = Held(
@@ -270,7 +270,7 @@ class GrammarMasks(Processor):
         if not held.renewed:
             held.renewed = True
             self.compiler.forget(held.constraint, held.compiled)
-            held.compiled = self.compiler.ask(held.constraint)
+            held.compiled = self.compiler.ask(held.constraint, now=True)
             held.matcher = held.compiled.result().deep_copy()
             if held.matcher.consume_tokens(held.known[: held.num_fed]):
                 return
