@@ -21,6 +21,9 @@ ONLINE = {
 }
 """Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
 
+FLOATS = "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is"
+"""What `fp8` is where a device multiplies them."""
+
 BYTES = {
     "int8": 1.0,
     "int4": 0.5 + 5 / 128,
@@ -86,8 +89,11 @@ class Layout:
     shifted: bool = False  # stored zero points are one too small (GPTQ's first format)
     inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
 
-    def says(self) -> str:
+    def says(self, floats: bool = False) -> str:
+        """floats: of a device that multiplies those of 8 bits."""
         per = f"groups of {self.group}" if self.group > 0 else f"a scale a {self.strategy}"
+        if self.kind == "float" and floats:
+            return f"8-bit floats with {per}; activations by token in 8-bit floats"
         if self.kind == "float":
             return "8-bit floats, made int8 with a scale a row: a CPU multiplies bytes"
         if self.kind == "ct-int":
@@ -133,9 +139,9 @@ class Quantized:
                         return layout
         return None
 
-    def says(self) -> str:
+    def says(self, floats: bool = False) -> str:
         """For the log: what there is, and what it becomes."""
-        kinds = [layout.says() for layout in dict.fromkeys(self.layouts())]
+        kinds = [layout.says(floats) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     def layouts(self) -> Iterator[Layout]:

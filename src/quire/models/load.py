@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.config.quantized import ONLINE, stored_quantization
+from quire.config.quantized import FLOATS, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import PLAIN, Linear
@@ -79,7 +79,7 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     )
     log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
     if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
-        _can_quantize(impl, resolved)
+        _can_quantize(impl, resolved, platform)
     if impl == "transformers":
         from quire.models.transformers import TransformersModel
 
@@ -87,17 +87,37 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     return _native(resolved, platform)
 
 
-def _can_quantize(impl: str, resolved: Resolved) -> None:
+def keeps_floats(platform: Platform) -> bool:
+    """Whether 8-bit floats are multiplied as what they are, by kernels of that platform."""
+    return "triton" in platform.kernels
+
+
+def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
     remedy = "serve its float16 or bfloat16 form without --quantization"
     if impl == "transformers":
         what = f"quantized weights of {resolved.architecture}, which runs through Transformers"
         raise Unsupported(what, remedy)
-    if resolved.device != "cpu":
-        raise Unsupported(f"quantized weights on {resolved.device}", remedy)
+    if keeps_floats(platform):
+        _can_be_floats(resolved, platform, remedy)
+        return
     if kernels_for(getattr(torch, resolved.dtype)) is None:
         log.warning(
             "quantized weights run in plain torch, many times slower: there are kernels for bfloat16, not %s here",
             resolved.dtype,
+        )
+
+
+def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
+    stored = stored_quantization(resolved.hf_config)
+    kinds = {layout.kind for layout in stored.layouts()} if stored is not None else set()
+    if kinds - {"float"} or resolved.quantization not in (None, "fp8"):
+        method = resolved.quantization or (stored.method if stored is not None else "")
+        raise Unsupported(f"{method} weights on {resolved.device}", f"fp8 is served there; or {remedy}")  # fmt: skip
+    if not platform.supports("float8_e4m3"):
+        raise Unsupported(
+            f"8-bit floats on {platform.description}, which has no instructions for them (compute capability 8.9"
+            " and newer have)",
+            remedy,
         )
 
 
@@ -108,7 +128,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         model: CausalLM = _model_class(target)(
             TextConfig(resolved.hf_config), resolved.max_model_len
         )
-        _expect_quantized(model, resolved)
+        _expect_quantized(model, resolved, keeps_floats(platform))
     _drop_wide_windows(model, resolved.max_model_len)
     with separate_blocks():
         source = _with_weights(model, resolved, platform)
@@ -139,7 +159,9 @@ def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> st
             setattr(module, name, buffer.to(platform.device))
     model.eval()
     if (scheme := resolved.quantization) is not None:
-        log.info("made %d weights %s: %s", quantize_model(model, scheme), scheme, ONLINE[scheme])
+        floats = keeps_floats(platform)
+        made, says = quantize_model(model, scheme, floats), FLOATS if floats else ONLINE[scheme]
+        log.info("made %d weights %s: %s", made, scheme, says)
     if "native" in platform.kernels:
         pack_model(model)
     for layer in model.modules():
@@ -151,15 +173,15 @@ def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> st
     return source
 
 
-def _expect_quantized(model: Any, resolved: Resolved) -> None:
+def _expect_quantized(model: Any, resolved: Resolved, floats: bool) -> None:
     """Where the checkpoint is quantized: layers that take its tensors. The model is still on "meta"."""
     stored = stored_quantization(resolved.hf_config)
     if stored is None:
         return
     if stored.layout_of("lm_head") is not None and model.lm_head.table is model.lm_head:
         model.lm_head = Linear(model.cfg.hidden_size, model.cfg.vocab_size)
-    count = expect_stored(model, stored, resolved.quantization)
-    log.info("%d layers are quantized: %s", count, stored.says())
+    count = expect_stored(model, stored, resolved.quantization, floats)
+    log.info("%d layers are quantized: %s", count, stored.says(floats))
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:

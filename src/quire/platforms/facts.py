@@ -119,10 +119,11 @@ def cuda_facts() -> PlatformFacts:
 
 def _cuda_facts(gpu: CudaDevice) -> PlatformFacts:
     new = gpu.capability >= (8, 0)
+    short = ("float8_e4m3",) if gpu.capability >= (8, 9) else ()
     return PlatformFacts(
         device="cuda",
         name=gpu.name,
-        dtypes=("bfloat16", "float16") if new else ("float16",),
+        dtypes=("bfloat16", "float16", *short) if new else ("float16",),
         block_size=16,
         num_batched_tokens=8192 if gpu.total >= 70 * GIB else 2048,
         max_num_seqs=256,

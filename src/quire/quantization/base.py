@@ -66,6 +66,12 @@ class Weight:
         """All that it holds."""
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
+    def to(self, device: torch.device) -> None:
+        """Have all of it there."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
     def told(self) -> dict[str, Any]:
         """Fields of `Weight` in kernels/layer.cpp, but for the bias and the shape."""
         raise NotImplementedError

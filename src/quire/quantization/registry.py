@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.quantized import Quantized
@@ -17,7 +18,8 @@ from quire.ops.cpu.library import best
 from quire.quantization.awq import Awq
 from quire.quantization.base import Made, Weight, let_go, settle
 from quire.quantization.compressed import CompressedInt8, CompressedPacked
-from quire.quantization.fp8 import Float8
+from quire.quantization.fp8 import Float8, Float8Kept
+from quire.quantization.fp8_weight import Float8Weight
 from quire.quantization.gptq import Gptq
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -33,6 +35,9 @@ ONLINE: dict[str, Make] = {
 }
 """`--quantization` -> how a weight of 16 or 32 bits becomes one of the scheme."""
 
+FLOATS: dict[str, Make] = {"fp8": Float8Weight.of}
+"""The same where 8-bit floats are multiplied as what they are. The head stays: 3 bits are few to choose words by."""
+
 HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
 """The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""
 
@@ -46,10 +51,12 @@ FORMATS: dict[str, type[AsStored]] = {
 """`Layout.kind` (config/quantized.py) -> how the tensors of a checkpoint are read."""
 
 
-def expect_stored(model: nn.Module, stored: Quantized, online: str | None) -> int:
+def expect_stored(
+    model: nn.Module, stored: Quantized, online: str | None, floats: bool = False
+) -> int:
     """Make room for what a quantized checkpoint has, in a model that is not filled yet; for how many weights.
 
-    `online`: the scheme to make of float weights, if another than int8.
+    `online`: the scheme to make of float weights, if another than int8. `floats`: 8-bit floats are kept.
 
     Raises:
         Unsupported: parts of one layer are stored in different ways.
@@ -67,7 +74,8 @@ def expect_stored(model: nn.Module, stored: Quantized, online: str | None) -> in
                 "quantize all of them alike, or none",
             )
         if (layout := layouts[0]) is not None:
-            layer.use(FORMATS[layout.kind](layout, ONLINE[online or "int8"]))
+            form = Float8Kept if floats else FORMATS[layout.kind]
+            layer.use(form(layout, ONLINE[online or "int8"]))
             count += 1
     return count
 
@@ -77,19 +85,18 @@ def largest_first(model: nn.Module) -> list[nn.Module]:
     return sorted(model.modules(), key=lambda module: not isinstance(module, Head))
 
 
-def quantize_model(model: nn.Module, name: str) -> int:
+def quantize_model(model: nn.Module, name: str, floats: bool = False) -> int:
     """Make every plain linear and the head as `name` says, one after the other; how many.
 
-    The embedding's table stays as it is.
+    The embedding's table stays as it is; so does the head, where `floats` are multiplied as what they are.
     """
-    count = 0
+    count, make = 0, FLOATS[name] if floats else ONLINE[name]
     for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
             layer.join()
-            weight = ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype))
-            settle(layer, weight)
+            settle(layer, make(layer.weight, layer.silu, kernels_for(layer.weight.dtype)))
             count += 1
-        elif isinstance(layer, Head) and layer.plain:
+        elif isinstance(layer, Head) and layer.plain and not floats:
             table_VD = layer.table_VD
             weight = HEADS[name](table_VD, False, kernels_for(table_VD.dtype))
             layer.multiply = weight.multiply
@@ -123,19 +130,30 @@ def pack_model(model: nn.Module) -> int:
     return count
 
 
-def bytes_held(model: nn.Module) -> int:
-    """Of all weights, in whatever form."""
-    found: dict[int, Tensor] = {id(p): p for p in model.parameters() if not p.is_meta}
+def made_weights(model: nn.Module) -> list[Weight]:
+    """Of linears and heads that are multiplied in a form of their own."""
     weights = [
         m.scheme.weight
         for m in model.modules()
         if isinstance(m, Linear) and isinstance(m.scheme, Made)
     ]
-    weights += [
+    return weights + [
         w
         for m in model.modules()
         if isinstance(m, Head) and isinstance(w := getattr(m.multiply, "__self__", None), Weight)
     ]
-    for weight in weights:
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """All weights, in whatever form, to another device."""
+    model.to(device)
+    for weight in made_weights(model):
+        weight.to(device)
+
+
+def bytes_held(model: nn.Module) -> int:
+    """Of all weights, in whatever form."""
+    found: dict[int, Tensor] = {id(p): p for p in model.parameters() if not p.is_meta}
+    for weight in made_weights(model):
         found.update({id(t): t for t in weight.tensors()})
     return sum(t.numel() * t.element_size() for t in found.values())

@@ -102,4 +102,4 @@ def held(layer: Linear, name: str) -> Tensor | None:
 
 def by_output(each: Tensor, layer: Linear) -> Tensor:
     """One value a part -> one an output."""
-    return each.flatten().repeat_interleave(torch.tensor(layer.outputs))
+    return each.flatten().repeat_interleave(torch.tensor(layer.outputs, device=each.device))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from quire.errors import QuireError
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
+from quire.quantization.registry import move
 from quire.worker.untouched import give_back
 from quire.worker.worker import Worker
 
@@ -106,7 +107,7 @@ class Rest:
     def _move(self, device: torch.device) -> None:
         model = self.worker.model
         if isinstance(model, nn.Module):
-            model.to(device)
+            move(model, device)
 
 
 class Absent:

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.ops.triton import attention, batch, cache, prepare, rows, sampling
+from quire.ops.triton import attention, batch, cache, float8, prepare, rows, sampling
 
 BF16 = torch.bfloat16
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -117,6 +117,23 @@ def launch_batch() -> None:
     batch.scatter(table, ints[:4], ints[:4], ints, ints, 7)
 
 
+def launch_products(wide: int) -> None:
+    """Of the 8B shape: sums that are cut into parts, sums that are not, and many tokens."""
+    for tokens, outs, ins in (
+        (1, 4096, 4096),
+        (32, 28672, 4096),
+        (64, 4096, 4096),
+        (8192, 4096, 14336),
+    ):
+        x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
+        weight = torch.zeros(outs, ins, dtype=float8.CODES, device="meta")
+        scale = torch.zeros((outs // wide, ins // wide) if wide else (outs,), device="meta")
+        bias = torch.zeros(outs, dtype=BF16, device="meta")
+        coded = float8.codes(x, wide)
+        for given in (None, bias):
+            float8.product(coded, (weight, scale), given, BF16, wide, wide or 1)
+
+
 LAUNCHES = {
     "rows": launch_rows,
     "attention bfloat16": lambda: launch_attention(BF16, BF16),
@@ -125,6 +142,8 @@ LAUNCHES = {
     "attention fp8": lambda: launch_attention(BF16, torch.float8_e4m3fn),
     "attention int8": lambda: launch_attention(BF16, torch.int8),
     "attention float32": lambda: launch_attention(torch.float32, torch.float32),
+    "fp8 products by row": lambda: launch_products(0),
+    "fp8 products by block": lambda: launch_products(128),
     "sampling": launch_sampling,
     "batch": launch_batch,
 }

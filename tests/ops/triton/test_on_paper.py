@@ -32,6 +32,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     written = {
         line.split("(")[0].removeprefix("def ")
         for file in (HERE.parents[2] / "src/quire/ops/triton").glob("*.py")
+        if capability >= 89 or file.name != "float8.py"  # no instructions for 8-bit floats
         for line in file.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
@@ -40,7 +41,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
         assert line["shared"] <= MOST_SHARED[capability], line
         # Products in float32 are a mode for comparing, and spill.
         assert line["stack"] <= MOST_STACK[capability] or "float32" in line["what"], line
-    products = [x for x in found if x["kernel"] == "attend_kernel" and "float32" not in x["what"]]
+    names = ("attend_kernel", "product_kernel")
+    products = [x for x in found if x["kernel"] in names and "float32" not in x["what"]]
     assert all(x["wgmma"] + x["mma"] for x in products)
     if capability == 90:
         assert any(x["wgmma"] for x in products)

@@ -1,0 +1,151 @@
+"""8-bit floats as they are multiplied where there are instructions for them: weights e4m3, activations e4m3 by token.
+
+Knows one weight, its scales, and who multiplies: torch's scaled product, or kernels of our own (`ops/triton/float8.py`
+has the table). No calibration: a token's activations have the scale, or the scales by group, that they themselves ask for.
+
+    y = bias + scale_w * scale_x * sum (x_q * w_q),    x_q = e4m3(448 x / max |x|),    w_q likewise, or as stored
+
+Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, R groups of outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.logging import get_logger
+from quire.ops.cpu.library import Kernels
+from quire.ops.reference import silu_and_mul
+from quire.quantization.base import Weight
+
+log = get_logger(__name__)
+
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0
+NEAR = 0.02  # of torch's product to ours, when it is tried out
+AT_ONCE = 1 << 24  # numbers that are floats at a time while loading
+WIDTHS = (32, 64, 128, 256)  # inputs of a group that kernels take
+
+
+def quantize(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, I], float32 scale [T], or [T, G] by groups of `wide` inputs): the definition of both."""
+    rows, size = x_TI.shape
+    padding = -size % wide if wide else 0
+    groups = torch.nn.functional.pad(x_TI.float(), (0, padding)).view(rows, -1, wide or size)
+    top = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(top > 1e-30, torch.full_like(top, MOST) / top.clamp(min=1e-30), 0.0)
+    codes = (groups * factor).clamp_(-MOST, MOST).to(E4M3).view(rows, -1)[:, :size].contiguous()
+    scale = (top / MOST)[..., 0]
+    return codes, scale if wide else scale[:, 0]
+
+
+class Float8Weight(Weight):
+    """The weight is q_OI times its scale.
+
+    Args:
+        q_OI: e4m3.
+        scale: float32 [O]; or [R, G] of groups of `high` outputs and `wide` inputs.
+    """
+
+    def __init__(self, q_OI: Tensor, scale: Tensor, gated: bool, wide: int = 0, high: int = 1):
+        outs, ins = q_OI.shape
+        super().__init__(outs, ins, gated, None)
+        self.q_OI, self.scale = q_OI.contiguous(), scale.float().contiguous()
+        self.wide, self.high = wide, high
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> Weight:
+        """From a weight of any float format: a scale a row."""
+        outs, ins = weight_OI.shape
+        q_OI = torch.empty(outs, ins, dtype=E4M3, device=weight_OI.device)
+        scale_O = torch.empty(outs, device=weight_OI.device)
+        many = max(1, AT_ONCE // ins)
+        for start in range(0, outs, many):
+            rows = slice(start, start + many)
+            q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
+        return cls(q_OI, scale_O, gated)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        x_TI = x_TI.reshape(-1, self.ins)
+        if not _compiled(x_TI):
+            return self.plainly(x_TI, bias_O)
+        from quire.ops.triton import float8
+
+        shape = (len(x_TI), self.outs, self.ins, x_TI.dtype, self.wide)
+        coded = float8.codes(x_TI, self.wide)
+        if float8.by_torch(*shape) and torch_can(x_TI.device):
+            y_TO = scaled_product(coded, (self.q_OI, self.scale), bias_O, x_TI.dtype)
+        else:
+            weight = (self.q_OI, self.scale)
+            y_TO = float8.product(coded, weight, bias_O, x_TI.dtype, self.wide, self.high)
+        return silu_and_mul(y_TO) if self.gated else y_TO
+
+    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The definition. Sums of products of 4 significant bits each are exact in float64."""
+        x_q, scale_x = quantize(x_TI, self.wide)
+        if self.wide:
+            scale_w = self.scale.repeat_interleave(self.high, 0)[: self.outs]
+            parts = zip(x_q.split(self.wide, 1), self.q_OI.split(self.wide, 1), strict=True)
+            y = torch.zeros(len(x_q), self.outs, device=x_q.device)
+            for g, (x_part, w_part) in enumerate(parts):
+                sums = (x_part.double() @ w_part.double().T).float()
+                y += sums * (scale_x[:, g, None] * scale_w[:, g])
+        else:
+            sums = (x_q.double() @ self.q_OI.double().T).float()
+            y = sums * (scale_x[:, None] * self.scale)
+        y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
+        return silu_and_mul(y) if self.gated else y
+
+    def floats(self) -> Tensor:
+        """What it stands for, float32 [O, I]."""
+        if not self.wide:
+            return self.q_OI.float() * self.scale[:, None]
+        by_row = self.scale.repeat_interleave(self.high, 0)[: self.outs]
+        return self.q_OI.float() * by_row.repeat_interleave(self.wide, 1)[:, : self.ins]
+
+    def told(self) -> dict[str, Any]:
+        raise NotImplementedError("no kernel of a whole layer takes 8-bit floats")
+
+
+def scaled_product(
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """By torch: scales of rows on both sides."""
+    (x_TI, x_scale_T), (w_OI, w_scale_O) = x, w
+    y_TO: Tensor = torch._scaled_mm(
+        x_TI, w_OI.t(), scale_a=x_scale_T[:, None], scale_b=w_scale_O[None, :], bias=bias_O,
+        out_dtype=dtype,
+    )  # fmt: skip
+    return y_TO
+
+
+def _compiled(x_TI: Tensor) -> bool:
+    """Do kernels run where x is?"""
+    try:
+        from quire.ops.triton.launch import runs_on
+    except ImportError:
+        return False
+    return runs_on(x_TI)
+
+
+@functools.cache
+def torch_can(device: torch.device) -> bool:
+    """Whether torch's scaled product runs there and is right: tried once, since cards and builds differ."""
+    made = torch.Generator().manual_seed(0)
+    weight: Any = Float8Weight.of(torch.randn(256, 512, generator=made).to(device), False)
+    x_TI = torch.randn(128, 512, generator=made).to(device).bfloat16()
+    want = weight.plainly(x_TI, None).float()
+    try:
+        pair = (weight.q_OI, weight.scale)
+        bias = torch.zeros(256, dtype=x_TI.dtype, device=device)
+        got = scaled_product(quantize(x_TI), pair, bias, x_TI.dtype).float()
+    except Exception as error:
+        log.info("8-bit floats are multiplied by our own kernels alone: %s", error)
+        return False
+    away = float((got - want).norm() / want.norm())
+    if not away < NEAR:
+        log.warning("torch's scaled product is %.2g off here, and not used", away)
+    return away < NEAR

@@ -1,0 +1,155 @@
+"""8-bit floats where a device multiplies them: every layout is kept to the bit, and what runs is what it stands for.
+
+The kernels run in Triton's interpreter, on a CPU that says of itself what a card would.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+import interpreted  # noqa: F401
+from equality.engines import engine, greedy
+
+from quire.errors import Unsupported
+from quire.layers.linear import Plain
+from quire.ops.dispatch import OPS
+from quire.platforms.cpu import CpuPlatform
+from quire.quantization.fp8_weight import E4M3, Float8Weight, quantize
+from quire.quantization.registry import bytes_held, made_weights, move
+from tests.models.cases import Case, write
+from tests.models.harness import Runner
+from tests.models.test_native import build, texts
+from tests.quantization.test_quantized_formats import SMALL, linears, parts_of, quantized
+from tests.quantization.writers import FORMS, FP8, PLAIN, Form, float8
+
+EIGHT = [form for form in FORMS if form.write is float8]
+WIDE = {"strategy": "block", "scale_name": "weight_scale_inv"}
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: True)
+    for op in OPS.values():
+        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    write(SMALL, folder)
+    return folder
+
+
+def answer(model: Any, text: list[int]) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return Runner(model).prefill(0, text)
+
+
+def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any) -> Any:
+    with caplog.at_level(logging.INFO):
+        ours, theirs = build(stored), build(dense)
+    assert "activations by token in 8-bit floats" in caplog.text
+    seen = 0
+    for path, layer in linears(ours):
+        names = parts_of(path, layer)
+        if PLAIN in names:
+            assert type(layer.scheme) is Plain
+            continue
+        seen += len(names)
+        weight = layer.scheme.weight
+        assert isinstance(weight, Float8Weight)
+        assert weight.q_OI.dtype == E4M3
+        assert torch.equal(weight.floats(), torch.cat([means[name] for name in names])), path
+    assert seen == len(means)
+    text = [token % 131 for token in texts()[1]]
+    got, want = answer(ours, text), answer(theirs, text)
+    # What is left is the rounding of activations to 4 significant bits.
+    assert (got - want).square().mean().sqrt() < 0.1 * want.std()
+    return ours
+
+
+@pytest.mark.parametrize("form", EIGHT, ids=lambda form: form.name.replace(" ", "-"))
+def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path, caplog) -> None:
+    """The scales of q, k and v, which are one matrix, are each their own."""
+    stored, dense, means = quantized(plain, tmp_path, form)
+    ours = check(stored, dense, means, caplog)
+    qkv = ours.get_submodule("model.layers.0.self_attn.qkv").scheme.weight
+    assert len(qkv.scale.flatten().unique()) >= 3
+
+
+def test_parts_that_end_inside_a_block(tmp_path: Path, caplog) -> None:
+    """Keys of 12 outputs: blocks begin anew with the values."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 12, "num_attention_heads": 8}
+    write(Case("qwen3", "qwen3", {**sizes, "num_key_value_heads": 1}), tmp_path / "plain")
+    form = Form("", {**FP8, "weight_block_size": [32, 32]}, float8, WIDE)
+    ours = check(*quantized(tmp_path / "plain", tmp_path, form), caplog)
+    assert ours.get_submodule("model.layers.0.self_attn.qkv").scheme.weight.high == 1
+    assert ours.get_submodule("model.layers.0.mlp.gate_up").scheme.weight.high == 32
+
+
+def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> None:
+    form = Form("", {**FP8, "weight_block_size": [24, 24]}, float8, {**WIDE, "block": 24})
+    stored, _, means = quantized(plain, tmp_path, form)
+    layer = build(stored).get_submodule("model.layers.0.self_attn.o_proj")
+    assert "blocks of 24 inputs are made anew" in caplog.text
+    q, scale = quantize(means["model.layers.0.self_attn.o_proj"])
+    assert torch.equal(layer.scheme.weight.floats(), q.float() * scale[:, None])
+
+
+def test_made_while_loading(plain: Path) -> None:
+    """A scale a row; the head and the table stay; the model is moved with all that it holds."""
+    dense, ours = build(plain), build(plain, quantization="fp8")
+    assert ours.lm_head.plain
+    for (path, layer), (_, want) in zip(linears(ours), linears(dense), strict=True):
+        q, scale = quantize(want.weight)
+        assert torch.equal(layer.scheme.weight.floats(), q.float() * scale[:, None]), path
+    weights = sum(layer.num_in * layer.num_out for _, layer in linears(ours))
+    rows = sum(layer.num_out for _, layer in linears(ours))
+    assert bytes_held(dense) - bytes_held(ours) == 3 * weights - 4 * rows
+    text = texts()[1]
+    got, want = answer(ours, text), answer(dense, text)
+    assert (got - want).square().mean().sqrt() < 0.15 * want.std()  # weights are rounded too
+    move(ours, torch.device("meta"))
+    assert all(t.is_meta for weight in made_weights(ours) for t in weight.tensors())
+
+
+def test_an_engine_gives_the_tokens_of_the_definition(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [text[:18] for text in texts()]
+    settings = {"block_size": 16, "max_model_len": 64, "quantization": "fp8"}
+    with np.errstate(all="ignore"):
+        with engine(str(plain), max_num_batched_tokens=16, **settings) as one:
+            got = one.tokens(asked, greedy(4))
+        monkeypatch.setattr(Float8Weight, "multiply", Float8Weight.plainly)
+        with engine(str(plain), **settings) as one:
+            assert one.tokens(asked, greedy(4)) == got
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct int8"])
+def test_what_is_not_served_there(name: str, plain: Path, tmp_path: Path) -> None:
+    form = next(form for form in FORMS if form.name == name)
+    stored, _, _ = quantized(plain, tmp_path, form)
+    with pytest.raises(Unsupported, match=f"{form.config['quant_method']} weights on cpu.*fp8 is"):
+        build(stored)
+
+
+def test_cards_without_instructions_for_it(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="int8 weights on cpu"):
+        build(plain, quantization="int8")
+    monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: dtype != "float8_e4m3")
+    with pytest.raises(Unsupported, match=r"8-bit floats on .*compute capability 8\.9"):
+        build(plain, quantization="fp8")
+
+
+def test_dummy_weights(plain: Path, tmp_path: Path) -> None:
+    stored, _, _ = quantized(plain, tmp_path, EIGHT[0])
+    assert answer(build(stored, load_format="dummy"), texts()[1][:4]).isfinite().all()
