@@ -325,7 +325,6 @@ REFUSED = [
     ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*several devices"),
     ({"runner": "pooling"}, Unsupported, "runner=pooling .*come with pooling"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),
-    ({"cpu_offload_gb": 1.0}, Unsupported, "cpu_offload_gb"),
     ({"tokenizer_mode": "mistral"}, Unsupported, "tokenizer_mode=mistral .*use auto"),
     ({"config_format": "mistral"}, Unsupported, "config_format=mistral .*config.json"),
     ({"distributed_executor_backend": "ray"}, Unsupported, "distributed_executor_backend=ray .*uni"),

@@ -9,6 +9,9 @@ import torch
 
 from quire.attention.base import BACKENDS
 from quire.errors import ConfigError, NotEnoughMemory
+from quire.layers.linear import Linear
+from quire.layers.weights import set_parameter
+from quire.models.offload import Offload
 from quire.ops.dispatch import MODULES
 from quire.platforms import cuda, facts
 from quire.platforms.base import PLATFORMS, Memory, platform_of
@@ -75,3 +78,23 @@ def test_a_build_of_torch_without_cuda_is_refused(card, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch finds no CUDA device"):
         cuda.CudaPlatform()
+
+
+@pytest.mark.device
+def test_weights_travel_on_streams_of_the_card() -> None:
+    """Large copies beside large products: what a layer computes with is its own, pass after pass."""
+    torch.manual_seed(0)
+    layers = [Linear(2048, 2048) for _ in range(9)]
+    weights = [torch.randn(2048, 2048).bfloat16() for _ in layers]
+    for layer, weight in zip(layers, weights, strict=True):
+        set_parameter(layer, "weight", weight.clone())
+    here = torch.device("cuda")
+    offload = Offload(cuda.CudaCopier(here), 7 * weights[0].nbytes)
+    offload.choose(layers)
+    offload.take()
+    x = torch.randn(512, 2048, device=here).bfloat16()
+    want = [x @ weight.to(here).T for weight in weights]
+    for _ in range(20):
+        for layer, one in zip(layers, want, strict=True):
+            assert layer.weight.is_cuda
+            torch.testing.assert_close(layer(x), one)

@@ -39,4 +39,4 @@ class CacheConfig:
     swap_space: float = 0
     """GiB of host memory for preempted requests (accepted; nothing is swapped, it is recomputed)."""
     cpu_offload_gb: float = 0
-    """GiB of weights kept on the host (0 until the CUDA platform has it)."""
+    """GiB of weights that a GPU is relieved of: they stay in the host's memory and are brought for each step (a CPU ignores it)."""

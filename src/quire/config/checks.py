@@ -85,6 +85,7 @@ def _ranges(asked: EngineConfig) -> None:
         "kv_cache_memory_bytes": (asked.cache.kv_cache_memory_bytes, 1),
         "num_gpu_blocks_override": (asked.cache.num_gpu_blocks_override, 1),
         "swap_space": (asked.cache.swap_space, 0),
+        "cpu_offload_gb": (asked.cache.cpu_offload_gb, 0),
         "max_num_queued_reqs": (asked.scheduler.max_num_queued_reqs, 0),
         "max_num_queued_tokens": (asked.scheduler.max_num_queued_tokens, 0),
         "long_prefill_token_threshold": (asked.scheduler.long_prefill_token_threshold, 0),
@@ -118,7 +119,6 @@ def _features(asked: EngineConfig) -> None:
             "embedding, classifying and scoring come with pooling",
         ),
         "enable_prompt_embeds": (model.enable_prompt_embeds, "send token ids instead"),
-        "cpu_offload_gb": (asked.cache.cpu_offload_gb > 0, "it comes with the CUDA platform"),
         "tokenizer_mode=mistral": (
             model.tokenizer_mode == "mistral",
             "use auto with the tokenizer.json form",

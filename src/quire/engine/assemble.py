@@ -25,10 +25,9 @@ from quire.engine import admin, live, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
-from quire.engine.memory import MemoryPlan, forecast_weights, make_plan, specs_of
+from quire.engine.memory import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import Stages, table
-from quire.errors import Unsupported
 from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -51,6 +50,7 @@ from quire.scheduler.scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
+    from quire.models.offload import Offload
     from quire.platforms.base import Platform
     from quire.worker.batcher import Batcher
     from quire.worker.sample.drawing import Drawing
@@ -265,7 +265,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         platform.prepare(forecast.weights)
         forecast = plan_on(platform, resolved, forecast)
     with stages("load the model"):
-        model = build_model(resolved, platform)
+        model = build_model(resolved, platform, build_offload(resolved, platform))
     with stages("allocate the KV cache"):
         specs = layer_specs(resolved, model)
         plan = replan(resolved, forecast, bytes_held(model), specs)
@@ -297,19 +297,23 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     worker.functions["apply_model"] = lambda function: function(worker.model)
     Rest(
         worker, storages, platform.device,
-        load=lambda: build_model(resolved, platform),
+        load=lambda: build_model(resolved, platform, build_offload(resolved, platform)),
         equip=lambda model: hand_out_cache(resolved, platform, model, plan),
         begun=pages.begin,
     )  # fmt: skip
     return worker
 
 
-def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """Before anything is loaded: from what config.json and the weights' headers forecast."""
-    about = facts()
-    weights = forecast_weights(resolved, about.available_bytes)
-    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
-    return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
+def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
+    """What of the weights stays on the host."""
+    if not resolved.asked.cache.cpu_offload_gb:
+        return None
+    if (copier := platform.copier()) is None:
+        log.warning("cpu_offload_gb does nothing here: weights are in the host's memory as it is")
+        return None
+    from quire.models.offload import Offload
+
+    return Offload(copier, int(resolved.asked.cache.cpu_offload_gb * GIB))
 
 
 def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> MemoryPlan:
@@ -330,22 +334,6 @@ def replan(
 ) -> MemoryPlan:
     """The same sum with what the weights take, and the layers' own word of what they keep."""
     return make_plan(resolved, weights, forecast.total, forecast.available, specs)
-
-
-def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
-    """What each layer keeps; of a model that keeps its own cache, the forecast stands.
-
-    Raises:
-        Unsupported: such a model, asked to keep it in another format.
-    """
-    dtype = resolved.kv_dtype
-    specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]
-    if not specs and dtype != resolved.dtype:
-        raise Unsupported(
-            f"kv_cache_dtype={dtype} for {resolved.architecture}, which keeps its cache itself",
-            "leave kv_cache_dtype=auto",
-        )
-    return specs or specs_of(resolved.hf_config, dtype)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> Batcher:
@@ -383,7 +371,7 @@ def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model
 
     source, recorder = TokenSource(model), platform.recorder()
     layers = model.attention_layers()
-    able = getattr(model, "recordable", True) and layers and layers[0].backend.can.graphs
+    able = model.recordable and layers and layers[0].backend.can.graphs
     if recorder is None or not able or resolved.asked.parallel.enforce_eager:
         return source
     most = -(-(plan.max_model_len + 1) // resolved.block_size)

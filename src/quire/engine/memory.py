@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.engine import Resolved
-from quire.errors import NotEnoughMemory
+from quire.errors import NotEnoughMemory, Unsupported
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.models.formats import Stored, in_memory, stored
+from quire.platforms.facts import facts
 
 GIB = 1 << 30
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -219,3 +220,28 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None)
         f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
         f" and {left} is left ({sums}). {remedy}."
     )
+
+
+def plan_memory(resolved: Resolved) -> MemoryPlan:
+    """Before anything is loaded: from what config.json and the weights' headers forecast."""
+    about, cache = facts(), resolved.asked.cache
+    away = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
+    weights = max(0, forecast_weights(resolved, about.available_bytes + away) - away)
+    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
+    return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
+
+
+def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
+    """What each layer keeps; of a model that keeps its own cache, the forecast stands.
+
+    Raises:
+        Unsupported: such a model, asked to keep it in another format.
+    """
+    dtype = resolved.kv_dtype
+    specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]
+    if not specs and dtype != resolved.dtype:
+        raise Unsupported(
+            f"kv_cache_dtype={dtype} for {resolved.architecture}, which keeps its cache itself",
+            "leave kv_cache_dtype=auto",
+        )
+    return specs or specs_of(resolved.hf_config, dtype)

@@ -49,6 +49,11 @@ class LanguageModel(nn.Module):
     description = "native"
     """One sentence for the log: how it runs, and what is off."""
 
+    recordable = True
+    """Its steps may be recorded and replayed."""
+    movable = True
+    """Its weights may be sent to another device and back."""
+
     @property
     def per_request(self) -> bool:
         """It keeps a cache of its own for each row, and `forget` matters."""

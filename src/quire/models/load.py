@@ -17,7 +17,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.config.quantized import FLOATS, ONLINE, stored_quantization
+from quire.config.quantized import BYTES, FLOATS, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import PLAIN, Linear
@@ -39,6 +39,7 @@ from quire.models.base import CausalLM, LanguageModel
 from quire.models.formats import tensors, weight_files
 from quire.models.frugal import let_go, separate_blocks
 from quire.models.hf import WRAPPED, TextConfig
+from quire.models.offload import Offload
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
 from quire.quantization.registry import bytes_held, expect_stored, pack_model, quantize_model
@@ -61,12 +62,17 @@ UNUSED = re.compile(
 )
 """What old checkpoints store and everybody works out; scales of caches and activations, which find their own here."""
 
+HOST = torch.device("cpu")
 SHOWN = 5  # names in a message
 LARGE = 1 << 22  # elements of a tensor that is drawn on the device
 
 
-def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
+def build_model(
+    resolved: Resolved, platform: Platform, offload: Offload | None = None
+) -> LanguageModel:
     """The model that `resolved` names, with its weights, on the platform's device, in eval mode, without gradients.
+
+    `offload`: what of the weights stays on the host.
 
     Raises:
         ModelNotFound: no weights there.
@@ -83,8 +89,11 @@ def build_model(resolved: Resolved, platform: Platform) -> LanguageModel:
     if impl == "transformers":
         from quire.models.transformers import TransformersModel
 
+        if offload is not None:
+            what = f"cpu_offload_gb for {resolved.architecture}, which runs through Transformers"
+            raise Unsupported(what, "leave it out")
         return TransformersModel.build(resolved, platform)
-    return _native(resolved, platform)
+    return _native(resolved, platform, offload)
 
 
 def keeps_floats(platform: Platform) -> bool:
@@ -121,7 +130,7 @@ def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
         )
 
 
-def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
+def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> LanguageModel:
     began = time.perf_counter()
     target = registry.MODELS[resolved.architecture]
     with construction(getattr(torch, resolved.dtype)):
@@ -131,7 +140,7 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
         _expect_quantized(model, resolved, keeps_floats(platform))
     _drop_wide_windows(model, resolved.max_model_len)
     with separate_blocks():
-        source = _with_weights(model, resolved, platform)
+        source = _with_weights(model, resolved, platform, offload)
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",
         *(target.partition(":")[2], bytes_held(model) / 2**30, resolved.dtype),
@@ -140,8 +149,15 @@ def _native(resolved: Resolved, platform: Platform) -> LanguageModel:
     return model
 
 
-def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> str:
+def _with_weights(
+    model: CausalLM, resolved: Resolved, platform: Platform, offload: Offload | None
+) -> str:
     """Fill the model and bring its weights into the form in which they are used; where they came from, in words."""
+    at_home: set[nn.Module] = set()
+    if offload is not None:
+        dtype = getattr(torch, resolved.dtype)
+        shrink = BYTES[resolved.quantization] / dtype.itemsize if resolved.quantization else 1.0
+        at_home = offload.choose(list(model.model.layers), shrink)
     load_format, files = resolved.asked.load.load_format, list[Path]()
     source = f"random weights (seed {resolved.asked.model.seed})"
     if load_format == "dummy":
@@ -153,7 +169,8 @@ def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> st
         if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
             # disable=None: where nobody watches a terminal, no bar.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
-    fill(model, found, platform.device, wrapped=bool(resolved.hf_config.get(WRAPPED)))
+    wrapped = bool(resolved.hf_config.get(WRAPPED))
+    fill(model, found, platform.device, wrapped=wrapped, at_home=at_home)
     for module in model.modules():  # buffers; the weights are there, or in another form by now
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
@@ -167,6 +184,9 @@ def _with_weights(model: CausalLM, resolved: Resolved, platform: Platform) -> st
     for layer in model.modules():
         if isinstance(layer, Layer):
             layer.join()
+    if offload is not None:
+        offload.take()
+        model.recordable = model.movable = False
     if "native" in platform.kernels:
         fuse_model(model)
         let_go(files)  # of which little is still in use: norms, the table of embeddings
@@ -229,11 +249,13 @@ def fill(
     device: torch.device,
     *,
     wrapped: bool = False,
+    at_home: Collection[nn.Module] = (),
 ) -> None:
     """Put (name, tensor) pairs where they belong, each once, then let schemes repack. Parts of plain weights still wait
     for `Layer.join`.
 
-    `wrapped`: the checkpoint is of a larger model, whose other parts are passed over.
+    `wrapped`: the checkpoint is of a larger model, whose other parts are passed over. `at_home`: layers whose weights
+    stay on the host.
 
     Raises:
         ConfigError: tensors are missing, have other shapes, or belong to the decoder and have no place in it.
@@ -246,7 +268,8 @@ def fill(
     for called, tensor in found:
         name = _own_name(called, slots)
         if name in slots:
-            slots[name].fill(tensor, device, called)
+            slot = slots[name]
+            slot.fill(tensor, HOST if slot.layer in at_home else device, called)
             filled.add(name)
         elif name == "lm_head.weight":
             aside[name] = tensor

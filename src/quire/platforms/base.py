@@ -61,6 +61,10 @@ class Platform(Protocol):
         """What records steps (`worker/graphs.py`); None: this device cannot."""
         ...
 
+    def copier(self) -> Any:
+        """What copies from the host beside computing (`models/offload.py`); None: the host's memory is the device's."""
+        ...
+
     def supports(self, dtype: str) -> bool:
         """Does it multiply this format with instructions of its own? Others work too, slower."""
         ...

@@ -65,6 +65,9 @@ class CpuPlatform:
     def recorder(self) -> None:
         return None
 
+    def copier(self) -> None:
+        return None
+
     def supports(self, dtype: str) -> bool:
         return dtype in self._facts.dtypes
 

@@ -8,7 +8,7 @@ It has not run on a card yet: what needs none is tested, and `facts.py` takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ class CudaPlatform:
     def recorder(self) -> CudaRecorder:
         return CudaRecorder()
 
+    def copier(self) -> CudaCopier:
+        return CudaCopier(self.device)
+
     def supports(self, dtype: str) -> bool:
         return dtype in self._facts.dtypes
 
@@ -122,3 +125,40 @@ class CudaRecorder:
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             output = run()
         return Graph(graph, output)
+
+
+class CudaCopier:
+    """Copies on a stream of its own; see `Copier`."""
+
+    def __init__(self, device: torch.device):
+        self.place = device
+        self.stream = torch.cuda.Stream(device)
+
+    def host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def device(self, size: int) -> Tensor:
+        made = torch.empty(size, dtype=torch.uint8, device=self.place)
+        made.record_stream(
+            self.stream
+        )  # once let go, it is not given to others while a copy is under way
+        return made
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        done = torch.cuda.Event()
+        self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+            done.record(self.stream)
+        return done
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(mark)

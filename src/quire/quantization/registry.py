@@ -153,7 +153,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def bytes_held(model: nn.Module) -> int:
     """Of all weights, in whatever form."""
-    found: dict[int, Tensor] = {id(p): p for p in model.parameters() if not p.is_meta}
-    for weight in made_weights(model):
-        found.update({id(t): t for t in weight.tensors()})
-    return sum(t.numel() * t.element_size() for t in found.values())
+    held: list[Tensor] = [p for p in model.parameters() if not p.is_meta]
+    held += [t for weight in made_weights(model) for t in weight.tensors()]
+    # By place: a table that two layers share is there once, and so is what layers hold in turn.
+    return sum(size for _, _, size in {(t.device, t.data_ptr(), t.nbytes) for t in held})

@@ -6,7 +6,8 @@ Knows its cache's storages, and how to make a model and its cache again. Three t
                             that somebody remembers (`quantization/fused.py` does)
     cache, on a device      its tensors go, and are made anew; the source forgets what it recorded of them
     weights                 at level 1 on the host: there they stay, which is why that costs nothing where they run;
-                            at level 2 nowhere: another model is loaded, in which nobody remembers anything
+                            at level 2, or if they cannot be moved, nowhere: another model is loaded, in which nobody
+                            remembers anything
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Rest:
         for parts in self.storages:
             for part in parts:
                 give_back(part)
-        dropped = level > 1 or isinstance(worker.model, Absent)
+        dropped = level > 1 or isinstance(worker.model, Absent) or not worker.model.movable
         if dropped or not self.in_place:
             self._drop_cache()
         if dropped:

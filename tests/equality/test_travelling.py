@@ -1,0 +1,110 @@
+"""An engine whose weights travel from the host gives the tokens of one whose weights stay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from engines import engine, greedy, make_checkpoint, prompts
+from torch import Tensor
+
+from quire.errors import ConfigError, Unsupported
+from quire.layers.linear import Linear
+from quire.models.offload import GIB
+from quire.platforms.cpu import CpuPlatform
+from quire.quantization.registry import bytes_held
+
+COUNT = 6
+LAYERS = 6
+
+
+class Apart:
+    """Two memories of one machine: a place holds nothing of worth until something is copied to it."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def host(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def device(self, size: int) -> Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def mark(self) -> None:
+        return None
+
+    def copy(self, pairs, after: None) -> None:
+        self.copies += 1
+        for into, source in pairs:
+            into.copy_(source)
+
+    def wait(self, mark: None) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("six")
+    return make_checkpoint("qwen3", folder, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Apart:
+    found = Apart()
+    monkeypatch.setattr(CpuPlatform, "copier", lambda self: found)
+    monkeypatch.setattr(CpuPlatform, "kernels", ("reference",))
+    return found
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tokens_are_the_same(quantization: str | None, apart: Apart, path: str, caplog) -> None:
+    asked = prompts(3, longest=30)
+    settings = {"quantization": quantization, "max_num_batched_tokens": 16}
+    with engine(path, **settings) as one:
+        want = one.tokens(asked, greedy(COUNT))
+        whole = one.client.core.executor.worker.model
+        layers = [sum(p.nbytes for p in parts(layer)) for layer in whole.model.layers]
+        held = bytes_held(whole)
+    with caplog.at_level(logging.INFO), engine(path, cpu_offload_gb=2.5 * layers[0] / GIB, **settings) as one:  # fmt: skip
+        model = one.client.core.executor.worker.model
+        assert bytes_held(model) == held - 3 * layers[0]  # five travel, and two places stay
+        assert one.tokens(asked, greedy(COUNT)) == want
+        passes = apart.copies
+        assert one.tokens(asked, greedy(COUNT)) == want
+        assert not model.recordable
+        one.client.call(
+            "sleep", 1
+        )  # its weights cannot be moved: they are dropped, and loaded again
+        one.client.call("wake_up")
+        assert one.client.core.executor.worker.model is not model
+        assert one.tokens(asked, greedy(COUNT)) == want
+    assert passes > 5
+    assert "5 layers" in caplog.text
+
+
+def parts(layer: torch.nn.Module) -> list[Tensor]:
+    from quire.models.offload import parts_of
+
+    assert any(isinstance(module, Linear) for module in layer.modules())
+    return [part.tensor for part in parts_of(layer)]
+
+
+def test_where_the_host_is_the_device_it_does_nothing(path: str, caplog) -> None:
+    with engine(path, cpu_offload_gb=4.0) as one:
+        assert one.client.core.executor.worker.model.movable
+    assert "cpu_offload_gb does nothing here" in caplog.text
+
+
+def test_models_through_transformers_keep_theirs(apart: Apart, path: str) -> None:
+    with (
+        pytest.raises(Unsupported, match="cpu_offload_gb for Qwen3ForCausalLM, which runs through"),
+        engine(path, cpu_offload_gb=1, model_impl="transformers"),
+    ):
+        pass
+
+
+def test_less_than_nothing(path: str) -> None:
+    with pytest.raises(ConfigError, match="cpu_offload_gb=-1"), engine(path, cpu_offload_gb=-1):  # fmt: skip
+        pass
