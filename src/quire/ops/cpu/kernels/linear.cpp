@@ -52,22 +52,40 @@ inline void finish_rows(const Job<F>& job, long first, int rows, long panel, con
   for (int r = 0; r < rows; r++) finish<KIND>(job, first + r, panel, sums + r * 32);
 }
 
-constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
-
 #ifdef QUIRE_AMX
+
+constexpr long FAR = 6;  // steps ahead that a panel is fetched when it is used once
+
+// What is done beside each step of a panel: its weights are fetched, and some rows of the panel before are finished, so that
+// memory is never idle.
+template <Kind KIND, class F>
+struct Beside {
+  Ahead ahead;
+  const Job<F>* job;
+  const typename F::Sum* sums;
+  long panel;
+  int row, rows, each;
+  void step() {
+    ahead.step();
+    for (int end = std::min(row + each, rows); row < end; row++) finish<KIND>(*job, row, panel, sums + row * 32);
+  }
+};
 
 // Up to 32 rows, straight from x.
 template <Kind KIND, class F>
 void few_rows(const Job<F>& job, long panel0, long panel1) {
-  alignas(64) typename F::Sum sums[32 * 32];
-  const int upper = (int)std::min<long>(16, job.rows), lower = (int)job.rows - upper;
+  alignas(64) typename F::Sum sums[2][32 * 32];
+  const int rows = (int)job.rows, upper = std::min(16, rows), lower = rows - upper;
+  const int each = (int)((rows + job.steps() - 1) / job.steps());
   configure(upper, lower);
   for (long panel = panel0; panel < panel1; panel++) {
     const auto* w = job.w + panel * job.steps() * STEP_OF<F>;
+    const Ahead ahead{(const char*)w + FAR * STEP_BYTES, 32};
+    const Beside<KIND, F> beside{ahead, &job, sums[(panel + 1) % 2], panel - 1, 0, panel == panel0 ? 0 : rows, each};
     product<F, false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * sizeof(*job.x), F::K, w, STEP_OF<F>,
-                      job.steps(), sums, 128, {(const char*)w + FAR * STEP_BYTES, 32, 8});
-    finish_rows<KIND>(job, 0, (int)job.rows, panel, sums);
+                      job.steps(), sums[panel % 2], 128, beside);
   }
+  if (panel0 < panel1) finish_rows<KIND>(job, 0, rows, panel1 - 1, sums[(panel1 - 1) % 2]);
 }
 
 // 32 rows of x as [steps][2][16][64 bytes]; rows that are not there are zeros.
@@ -140,6 +158,8 @@ void linear(const Job<F>& job) {
 }
 
 #else
+
+constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
 
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {

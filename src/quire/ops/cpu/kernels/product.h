@@ -42,21 +42,18 @@ template <class F>
 constexpr long HALF_OF = HALF_BYTES / sizeof(typename F::Weight);
 constexpr long STEP = STEP_OF<Bf16>, HALF = HALF_OF<Bf16>;
 
-// B is fetched into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on, or one of `every` of them.
+// B is fetched into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on.
 //
-// Each request holds one of the core's 16 fill buffers until memory answers, while the L2 cache's own prefetcher (Intel) has
-// 48, and follows us once it sees where we go. One row of x by two cores, AMX: 18 GB/s with every line, 27 with every eighth, of
-// 29 that plain reading reaches.
+// The requests must go one after the other. With addresses that gcc knows they go three at a time and in any order, the
+// L2 cache's own prefetcher loses the trace, and the product waits behind them for the core's 16 fill buffers: one row of x
+// by two cores, AMX, 24 GB/s instead of 28, 32 rows 20 instead of 24.
 struct Ahead {
   const char* from;
   int lines;
-  int every = 1;
-  void fetch() {
-    // Measured, not understood: told what `every` is, gcc counts in addresses, and 64 rows take 1.4 times as long.
-    int step = every;
-    asm("" : "+r"(step));
-    for (int i = 0; i < lines; i += step) quire::fetch(from + i * LINE);
-    from += lines * LINE;
+  void step() {
+    long line = LINE;
+    asm("" : "+r"(line));  // an address is the one before plus what is not known
+    for (int i = 0; i < lines; i++, from += line) quire::fetch(from);
   }
 };
 
@@ -106,10 +103,10 @@ inline void multiply_lower() {
 }
 
 // `a1` is A's 17th row, or null when there are 16 rows or fewer. a_row, c_row: bytes from row to row; a_next, b_next: elements
-// from step to step.
-template <class F, bool ADD>
+// from step to step. `beside` has something to do at each step: an Ahead, or more.
+template <class F, bool ADD, class Beside>
 inline void product(const typename F::Value* a, const typename F::Value* a1, long a_row, long a_next,
-                    const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Ahead ahead) {
+                    const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Beside beside) {
   auto* c1 = (typename F::Sum*)((char*)c + 16 * c_row);
   if (ADD) {
     _tile_loadd(0, c, c_row);
@@ -120,7 +117,7 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
   }
   if (!a1) {
     for (long k = 0; k < steps; k++) {
-      ahead.fetch();
+      beside.step();
       _tile_loadd(4, a, a_row);
       _tile_loadd(6, b, 64);
       _tile_loadd(7, b + HALF_OF<F>, 64);
@@ -139,7 +136,7 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
     _tile_zero(3);
   }
   for (long k = 0; k < steps; k++) {
-    ahead.fetch();
+    beside.step();
     _tile_loadd(4, a, a_row);
     _tile_loadd(6, b, 64);
     _tile_loadd(7, b + HALF_OF<F>, 64);
@@ -276,7 +273,7 @@ __attribute__((noinline)) void product_of_tiles(const typename F::Value* a, long
 #pragma GCC unroll 2
     for (int t = 0; t < TILES; t++) sums[m][t] = ADD ? load(c + m * c_row + t * 16) : zeros(F{});
   for (long k = 0; k < steps; k++, a += F::K, b += b_next) {
-    ahead.fetch();
+    ahead.step();
     typename Meet::Words words[N];
 #pragma GCC unroll 16
     for (int m = 0; m < N; m++) Meet::split(a + m * a_row, words[m]);
