@@ -228,3 +228,38 @@ def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:
     threading.Timer(0.1, lambda: setattr(gate, "open", True)).start()
     got = collect(client, {"held"})["held"]
     assert [t for output in got for t in output.tokens] == reference(request)[0]
+
+
+def test_what_a_call_took_in_is_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(The loop went to sleep with it, since nothing came any more.)"""
+    monkeypatch.setattr("quire.engine.core.LOOK_AGAIN_S", 3600.0)
+    client = make()
+    assert client.core.step() == []
+    assert client.core.idle
+    request = ask(client, "a")
+    assert client.call("stats")["waiting"] == 1
+    got = collect(client, {"a"})["a"]
+    assert [t for output in got for t in output.tokens] == reference(request)[0]
+
+
+def test_a_step_that_dies_under_a_function_is_the_end_of_the_engine() -> None:
+    """(The function's caller was told, and the requests of that step waited for ever.)"""
+
+    class DyingOnce(Device):
+        def result(self, step):
+            if step == 1:
+                raise MemoryError("no memory left on the toy")
+            return super().result(step)
+
+    client = make(DyingOnce)
+    core = client.core
+    core.depth = 2
+    core.functions["settle"] = core.settle
+    ask(client, "a")
+    core.receive(block=False)
+    assert core.step() == []
+    assert core.in_flight
+    with pytest.raises(QuireError, match="no memory left on the toy"):
+        client.call("settle")
+    with pytest.raises(EngineDeadError, match="no memory left on the toy"):
+        client.outputs()

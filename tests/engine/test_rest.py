@@ -174,3 +174,20 @@ def test_some_are_ended_by_id(engine: Engine) -> None:
     assert engine.finish == {"a": None, "bb": "abort", "ccc": None}
     engine.run()
     assert engine.is_right("a", "ccc")
+
+
+def test_a_sleep_that_fails_holds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Whoever asked for it was told that it failed, and all requests waited for ever.)"""
+
+    def fails(name: str, *args: object) -> list[None]:
+        raise MemoryError("no room on the host")
+
+    monkeypatch.setattr(engine.device, "call", fails)
+    engine.core.inbox.put(Call(1, "sleep", [1]))
+    *outputs, reply = engine.core.receive(block=False)
+    engine.take(outputs)
+    assert isinstance(reply, Reply)
+    assert reply.error == "MemoryError: no room on the host"
+    assert not engine.call("is_sleeping")
+    engine.run()
+    assert engine.is_right("a", "bb", "ccc")

@@ -47,6 +47,7 @@ class EngineCore:
         self.said: Outbox = []  # what a function has to tell besides its reply
         self.state = "awake"
         self.idle = True
+        self.broken: BaseException | None = None  # why no step can be trusted any more
 
     # -- the loop -------------------------------------------------------------------------------
     def turn(self) -> Outbox:
@@ -65,6 +66,7 @@ class EngineCore:
         try:
             end = LOOK_AGAIN_S if self.scheduler.has_requests else None
             message = self.inbox.get(block=block, timeout=end)
+            self.idle = False  # whoever took this in need not be the one who steps
             while True:
                 self._take_in(message, outputs)
                 message = self.inbox.get_nowait()
@@ -73,6 +75,8 @@ class EngineCore:
 
     def step(self) -> Outbox:
         """Launch a step if one can be planned and is due; commit the oldest one when enough are in flight."""
+        if self.broken is not None:
+            raise self.broken
         self.idle = False
         if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
             self.in_flight.append((plan.step, self.executor.launch(plan)))
@@ -84,9 +88,16 @@ class EngineCore:
         return self._commit()
 
     def settle(self) -> None:
-        """Commit all that is in flight, launching nothing: for a function that needs the device idle."""
-        while self.in_flight:
-            self.said += self._commit()
+        """Commit all that is in flight, launching nothing: for a function that needs the device idle.
+
+        A failure ends the engine, as it does in a step; the function's caller alone would be told of it.
+        """
+        try:
+            while self.in_flight:
+                self.said += self._commit()
+        except Exception as error:
+            self.broken = error
+            raise
 
     def _commit(self) -> Outbox:
         step, pending = self.in_flight.popleft()

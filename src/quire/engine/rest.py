@@ -96,12 +96,17 @@ class Rest:
         """
         core, level = self.core, checked_level(level)
         self.hold("keep", SLEEP)
-        core.settle()
-        if level:
-            core.scheduler.set_back_all()
-            if not core.scheduler.kv.reset():
-                raise RuntimeError("blocks are in use though nobody runs")
-            core.executor.call("put_away", level)
+        try:
+            core.settle()
+            if level:
+                core.scheduler.set_back_all()
+                if not core.scheduler.kv.reset():
+                    raise RuntimeError("blocks are in use though nobody runs")
+                core.executor.call("put_away", level)
+        except Exception:
+            if not self.away:  # it does not sleep, so nobody will think of waking it up
+                self.resume(SLEEP)
+            raise
         self.away |= set(PARTS) if level else {"scheduling"}
         self._be(max(self.level, level))
 
