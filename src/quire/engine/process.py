@@ -38,8 +38,8 @@ STATS_EVERY_S = 1.0
 YOUNG_OBJECTS = 20_000  # allocations between collections of the youngest; Python's own is 700
 
 
-class Stop(Exception):
-    """Our host said so."""
+class Stop(BaseException):
+    """Our host said so. No Exception: it may come in the middle of whatever catches those."""
 
 
 class Link:

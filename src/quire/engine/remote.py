@@ -48,10 +48,10 @@ class Wires:
 class _Mine:
     """A request of ours that has not ended."""
 
-    __slots__ = ("begun", "request", "sent")
+    __slots__ = ("begun", "given_up", "request", "sent")
 
     def __init__(self, request: EngineRequest):
-        self.request, self.sent, self.begun = request, 1, False
+        self.request, self.sent, self.begun, self.given_up = request, 1, False, False
 
 
 class ProcessClient:
@@ -121,6 +121,9 @@ class ProcessClient:
     def abort(self, ids: list[str]) -> None:
         self._alive()
         with self._sending:
+            for id in ids:
+                if (mine := self._mine.get(id)) is not None:
+                    mine.given_up = True
             self._put(Abort(ids))
 
     def call(self, name: str, *args: Any) -> Any:
@@ -206,7 +209,10 @@ class ProcessClient:
             self.generation = state.generation
             self._wires = Wires(self._context, self._folder / str(self.generation), self.client)
             for id, mine in list(self._mine.items()):
-                if mine.begun or id in lost or mine.sent > 1:
+                if mine.given_up:  # what died may not have heard of it
+                    del self._mine[id]
+                    self._held.append(EngineOutput(id, [], "abort", client=self.client))
+                elif mine.begun or id in lost or mine.sent > 1:
                     del self._mine[id]
                     error = f"the engine was restarted while this request ran: {state.error}"
                     self._held.append(
