@@ -365,6 +365,7 @@ def _pump(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
         except Exception as error:
             if (llm := reference()) is not None:
                 dead = error if isinstance(error, EngineDeadError) else _as_dead(error)
+                llm._dead = llm._dead or dead  # the loop may be closed, and the next one must know
                 llm._post(llm._fail, dead)
             return
         if (llm := reference()) is not None:

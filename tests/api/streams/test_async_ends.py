@@ -130,6 +130,24 @@ def test_a_loop_that_ended_in_the_middle(slow: AsyncLLM):
     del stream
 
 
+def test_a_fault_between_two_loops_is_known_in_the_second(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
+    """(It was told to the loop that was closed, and the next request waited for ever.)"""
+
+    def fail(block: bool) -> Any:
+        raise ZeroDivisionError("a fault")
+
+    run(outputs(llm, "x", GREEDY, "x"))
+    [pump] = [one for one in threading.enumerate() if one.name == "quire-outputs"]
+    core = llm.client.core  # type: ignore[attr-defined]
+    monkeypatch.setattr(core, "receive", fail)
+    core.inbox.put(None)
+    pump.join(60)
+    with pytest.raises(EngineDeadError, match="a fault"):
+        run(outputs(llm, "x", GREEDY, "y"))
+
+
 def test_two_loops_at_once_are_refused(slow: AsyncLLM):
     told: list[BaseException] = []
 
