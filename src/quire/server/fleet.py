@@ -216,6 +216,8 @@ class Fleet:
                 process.stdin.close()
             except BrokenPipeError:
                 pass  # it is dead already, which is noticed soon
+        if self.told is not None:  # while this one was on its way
+            process.send_signal(STOP)
 
     def _ended(self, child: Child, process: subprocess.Popen[bytes]) -> None:
         """It is started again if that is allowed, and nobody wanted it to end."""

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -179,7 +180,9 @@ class Serving:
             if self.state.tracer is not None:
                 await asyncio.to_thread(self.state.tracer.close)
             if self.client is not None:
-                await asyncio.to_thread(self.client.close)
+                # In a thread of its own: those of the loop may all wait for the engine, which this ends.
+                with ThreadPoolExecutor(1, "close") as own:
+                    await loop.run_in_executor(own, self.client.close)
         return code
 
     async def _answer(self) -> None:
@@ -232,6 +235,8 @@ class Serving:
                 log.exception("the start failed")
             self._report(error)
             return 1
+        if self.state.engine is None:
+            return 0  # told to stop in the last moment of loading
         watch = asyncio.ensure_future(self._watch())
         await first_of(told, watch, http)
         if watch.done():

@@ -1,0 +1,91 @@
+"""A server's life without an engine: told to stop at awkward moments, it ends, and with the right status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from socket import socket
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.config.server import ServerConfig
+from quire.engine.lifeline import STOP
+from quire.server import fleet, listen
+from quire.server.launch import Serving
+from quire.server.tenants import Tenants
+
+WORKERS = 64  # more threads than an event loop has by itself
+
+
+@pytest.fixture
+def listener() -> Iterator[socket]:
+    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as made:
+        yield made
+
+
+def lived(serving: Serving) -> int:
+    async def main() -> int:
+        return await asyncio.wait_for(serving.run(), 60)
+
+    return asyncio.run(main())
+
+
+def serving_of(listener: socket, client: Any, start: Any) -> Serving:
+    config = EngineConfig.from_keywords(model="none", host="127.0.0.1", port=0)
+    serving = Serving(config, listener, client, Tenants(config.server))
+    serving._start = start  # type: ignore[method-assign]
+    return serving
+
+
+def test_told_to_stop_in_the_last_moment_of_loading(listener: socket):
+    """(It looked like an engine that had died, which is status 1.)"""
+
+    async def start() -> None:
+        serving.stop(signal.SIGTERM)
+
+    serving = serving_of(listener, Mock(), start)
+    assert lived(serving) == 0
+
+
+def test_it_ends_though_all_threads_wait_for_the_engine(listener: socket):
+    """(The engine's end stood in line behind those whom only it could release.)"""
+    closed = threading.Event()
+
+    async def start() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(WORKERS):
+            loop.run_in_executor(None, closed.wait)
+        serving.stop(signal.SIGTERM)
+
+    serving = serving_of(listener, SimpleNamespace(close=closed.set), start)
+    try:
+        assert lived(serving) == 0
+    finally:
+        closed.set()
+
+
+def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
+    listener: socket, monkeypatch: pytest.MonkeyPatch
+):
+    """(It served on until it was killed.)"""
+    started = Mock()
+
+    def start(*words: Any, **more: Any) -> Mock:
+        keeper.told = 1.0  # the signal comes now, when this child is nobody's yet
+        return started
+
+    monkeypatch.setattr(fleet.subprocess, "Popen", start)
+    keeper = fleet.Fleet.__new__(fleet.Fleet)
+    keeper.host, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
+    keeper.counted, keeper.told = Mock(), None
+    child = fleet.Child(0, listener)
+    keeper._start(child)
+    assert child.ear is not None
+    child.ear.close()
+    started.send_signal.assert_called_once_with(STOP)
