@@ -104,7 +104,7 @@ def cpu_facts() -> PlatformFacts:
         block_size=64,
         num_batched_tokens=2048,
         max_num_seqs=256,
-        depth=1,
+        depth=1,  # running ahead costs more than it hides: docs/decisions/0034
         total_bytes=total,
         available_bytes=available,
     )
