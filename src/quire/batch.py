@@ -12,8 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -35,6 +41,8 @@ class Batch:
     query_lens: list[int] = field(default_factory=list)  # host copies of the above, by row
     lengths: list[int] = field(default_factory=list)
     drawing: list[int] = field(default_factory=list)  # which of the rows draw, as sample_at_S
+    rows_S: np.ndarray = field(default_factory=_none)  # on the host: the worker's rows of these
+    lengths_S: np.ndarray = field(default_factory=_none)  # and their contexts
     meta: dict[int, Any] = field(
         default_factory=dict
     )  # the attention backend's plan, by cache group

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.batch import Batch
@@ -28,7 +27,7 @@ class Counts:
     count_B: np.ndarray
     start_B: np.ndarray
     end_B: np.ndarray
-    samples_B: np.ndarray  # bool
+    drawing_S: np.ndarray  # which of the rows draw
     query_start_B1: np.ndarray
 
     @property
@@ -41,7 +40,7 @@ class Counts:
 
     @property
     def sample_at_S(self) -> np.ndarray:
-        found: np.ndarray = self.query_start_B1[1:][self.samples_B] - 1
+        found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1
         return found
 
     def batch(self, **tensors: Any) -> Batch:
@@ -53,7 +52,9 @@ class Counts:
             num_rows=len(self.rows_B),
             query_lens=self.count_B.tolist(),
             lengths=self.end_B.tolist(),
-            drawing=self.samples_B.nonzero()[0].tolist(),
+            drawing=self.drawing_S.tolist(),
+            rows_S=self.rows_B[self.drawing_S],
+            lengths_S=self.end_B[self.drawing_S],
             **tensors,
         )
 
@@ -63,7 +64,6 @@ class Batcher:
 
     def __init__(self, rows: Rows):
         self.rows = rows
-        self.device = rows.device
 
     def build(self, plan: StepPlan) -> Batch:
         """The batch of `plan.work`, row b being work item b. `rows.computed` is advanced.
@@ -80,16 +80,16 @@ class Batcher:
             position_T = np.arange(counts.num_tokens)
             position_T += np.repeat(start_B - starts_B1[:-1], counts.count_B)
         tables, slots = self._places(rows_B, row_T, position_T, counts.longest)
-        positions_T = self._tensor(position_T)
+        tensor = self.rows.tensor
         return counts.batch(
-            token_ids_T=self.rows.token_ids_RL[self._tensor(row_T), positions_T].long(),
-            positions_T=positions_T,
-            rows_B=self._tensor(rows_B),
-            query_start_B1=self._tensor(starts_B1.astype(np.int32)),
-            lengths_B=self._tensor(counts.end_B.astype(np.int32)),
+            token_ids_T=self.rows.tokens(row_T, position_T),
+            positions_T=tensor(position_T),
+            rows_B=tensor(rows_B),
+            query_start_B1=tensor(starts_B1.astype(np.int32)),
+            lengths_B=tensor(counts.end_B.astype(np.int32)),
             block_tables=tables,
             slots=slots,
-            sample_at_S=self._tensor(counts.sample_at_S),
+            sample_at_S=tensor(counts.sample_at_S),
         )
 
     def count(self, plan: StepPlan) -> Counts:
@@ -99,14 +99,14 @@ class Batcher:
         rows_B = np.array([item.row for item in work], np.int64)
         count_B = np.array([item.num_tokens for item in work], np.int64)
         start_B = rows.computed[rows_B]
-        end_B = start_B + count_B
-        if (end_B > rows.length[rows_B]).any() or (count_B < 1).any():
+        end_B, length_B = start_B + count_B, rows.length[rows_B]
+        if (end_B > length_B).any() or (count_B < 1).any():
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
-        samples_B = np.array([item.samples for item in work], bool) & (end_B == rows.length[rows_B])
+        samples_B = np.array([item.samples for item in work], bool) & (end_B == length_B)
         query_start_B1 = np.zeros(len(work) + 1, np.int64)
         np.cumsum(count_B, out=query_start_B1[1:])
         rows.advance(rows_B, end_B, samples_B)
-        return Counts(rows_B, count_B, start_B, end_B, samples_B, query_start_B1)
+        return Counts(rows_B, count_B, start_B, end_B, samples_B.nonzero()[0], query_start_B1)
 
     def _places(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int
@@ -117,12 +117,7 @@ class Batcher:
         width = -(-longest // size)
         tables, slots = [], []
         for blocks in self.rows.blocks:
-            tables.append(self._tensor(blocks[rows_B, :width]))
-            slots.append(self._tensor(blocks[row_T, index_T].astype(np.int64) * size + offset_T))
+            tables.append(self.rows.tensor(blocks[rows_B, :width]))
+            first_T = blocks[row_T, index_T].astype(np.int64) * size
+            slots.append(self.rows.tensor(first_T + offset_T))
         return tables, slots
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.to(self.device, non_blocking=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, Work
@@ -47,6 +48,8 @@ class Rows:
         self.device = torch.device(device)
         # A long limit is free until it is used.
         self.token_ids_RL = zeros((max_rows, max_model_len + 1), torch.int32, self.device)
+        # The same memory, where the host reaches it: numpy's indexing costs a fraction of torch's.
+        self._host_RL = self.token_ids_RL.numpy() if self.device.type == "cpu" else None
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # tokens it has, those being drawn included
@@ -85,6 +88,25 @@ class Rows:
         """Write tokens into a row, from a place on."""
         end = start + len(tokens)
         self.token_ids_RL[row, start:end] = torch.tensor(tokens, dtype=torch.int32)
+
+    def tokens(self, rows_T: np.ndarray, places_T: np.ndarray) -> Tensor:
+        """The tokens that stand there, int64, on the device."""
+        if self._host_RL is not None:
+            return torch.from_numpy(self._host_RL[rows_T, places_T].astype(np.int64))
+        return self.token_ids_RL[self.tensor(rows_T), self.tensor(places_T)].long()
+
+    def drawn(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
+        """Write what was drawn, on the device."""
+        if self._host_RL is not None:
+            self._host_RL[rows_S, places_S] = tokens_S.numpy()
+        else:
+            where = self.tensor(rows_S), self.tensor(places_S)
+            self.token_ids_RL[where] = tokens_S.to(torch.int32)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """On the device; on the host it is the array's own memory."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._host_RL is not None else tensor.to(self.device, non_blocking=True)
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """Append blocks to a row's tables, by cache group; nothing if no group grew."""

@@ -9,7 +9,7 @@ that must act here is a hook, a source or a sink.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -105,11 +105,9 @@ class Worker:
             raise  # the device itself is lost
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
-        rows = [plan.work[index].row for index in batch.drawing]
-        drew = [
-            _Drew(index, row, self.rows.told[row], batch.lengths[index])
-            for index, row in zip(batch.drawing, rows, strict=True)
-        ]
+        rows = batch.rows_S.tolist()
+        told = [self.rows.told[row] for row in rows]
+        drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
         return _Step(pending, self.hooks, self.rows, drew)
 
     def call(self, name: str, *args: Any) -> Any:
@@ -145,13 +143,7 @@ class Worker:
             self.forget([*plan.left, *(new.row for new in plan.entered)])
 
 
-class _Drew(NamedTuple):
-    """A work item that draws a token."""
-
-    number: int
-    row: int
-    told: Told
-    position: int
+_Drew = tuple[int, int, Told, int]  # a work item that draws: its number, row, Told and position
 
 
 class _Step:
@@ -162,17 +154,17 @@ class _Step:
 
     def result(self) -> StepResult:
         result = self.pending.result()
-        for item in self.drew:
-            if item.position < item.told.count:
-                result.tokens[item.number] = []  # an earlier result foretold it
+        for number, _, told, position in self.drew:
+            if position < told.count:
+                result.tokens[number] = []  # an earlier result foretold it
             else:
-                item.told.count = item.position + len(result.tokens[item.number])
+                told.count = position + len(result.tokens[number])
         for hook in self.hooks:
             if following := hook.certain(result.step):
-                for item in self.drew:
-                    if (tokens := following.get(item.row)) is not None:
-                        result.certain[item.number] = tokens
-                        self.rows.foretell(item.row, item.told, tokens)
+                for number, row, told, _ in self.drew:
+                    if (tokens := following.get(row)) is not None:
+                        result.certain[number] = tokens
+                        self.rows.foretell(row, told, tokens)
             if (extra := hook.report()) is not None:
                 result.extras[hook.name] = extra
         return result

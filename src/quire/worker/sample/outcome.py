@@ -8,6 +8,7 @@ Shape suffixes: S rows that draw.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepResult
 from quire.worker.sample.logprobs import Scored
 
-NOT_FINITE, NO_TOKEN_LEFT = 1, 2
 NO_NUMBER = (
     "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
     " may not fit this input: try dtype=float32 or bfloat16"
@@ -53,7 +53,8 @@ class Outcome:
         self.step, self.num_items = step, num_items
         self.items: list[int] = []
         self.tokens_S: Tensor | None = None
-        self.codes_S: Tensor | None = None
+        self.whole_S: Tensor | None = None  # the highest logit of all; not finite: the model failed
+        self.kept_S: Tensor | None = None  # of those left to choose from; None: rules left all
         self.params: list[SamplingParams | None] = []  # by row of S
         self.scored: list[
             tuple[Scored, list[tuple[int, int]]]
@@ -68,8 +69,10 @@ class Outcome:
         if self.tokens_S is not None and self.tokens_S.device.type != "cpu":
             device = self.tokens_S.device
             self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
-            if self.codes_S is not None:
-                self.codes_S = self.codes_S.to("cpu", non_blocking=True)
+            if self.whole_S is not None:
+                self.whole_S = self.whole_S.to("cpu", non_blocking=True)
+            if self.kept_S is not None:
+                self.kept_S = self.kept_S.to("cpu", non_blocking=True)
             for scored, _ in self.scored:
                 scored.to_host()
             for _, scored in self.prompts.values():
@@ -83,15 +86,15 @@ class Outcome:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
         errors, invalid = dict(self.errors), list(self.invalid)
-        if self.tokens_S is not None and self.codes_S is not None:
-            codes = self.codes_S.tolist()
-            drawn = zip(self.items, self.tokens_S.tolist(), codes, strict=True)
-            for at, (item, token, code) in enumerate(drawn):
+        if self.tokens_S is not None:
+            for item, token in zip(self.items, self.tokens_S.tolist(), strict=True):
                 tokens[item] = [token]
-                if code and item not in errors:
-                    refused = code == NO_TOKEN_LEFT
-                    errors[item] = none_left(self.params[at]) if refused else NO_NUMBER
-                    invalid += [item] * refused
+            for at in _not_finite(self.whole_S):
+                errors.setdefault(self.items[at], NO_NUMBER)
+            for at in _not_finite(self.kept_S):
+                if (item := self.items[at]) not in errors:
+                    errors[item] = none_left(self.params[at])
+                    invalid.append(item)
         logprobs: dict[int, Logprobs] = {}
         for scored, places in self.scored:
             for at, (item, position) in enumerate(places):
@@ -100,3 +103,11 @@ class Outcome:
         invalid += [item for item, text in errors.items() if isinstance(text, Fault)]
         told = {item: str(text) for item, text in errors.items()}
         return StepResult(self.step, tokens, logprobs, prompts, told, invalid)
+
+
+def _not_finite(highest_S: Tensor | None) -> list[int]:
+    """Which rows have no such logit; on the host."""
+    if highest_S is None:
+        return []
+    finite_S = np.isfinite(highest_S.numpy())
+    return [] if finite_S.all() else (~finite_S).nonzero()[0].tolist()

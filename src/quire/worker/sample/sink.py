@@ -30,7 +30,7 @@ from quire.worker.sample.draw import keys, seed_words
 from quire.worker.sample.drawing import PLAIN, Drawing
 from quire.worker.sample.limits import Limits
 from quire.worker.sample.logprobs import MODES, Scored, joined
-from quire.worker.sample.outcome import NO_TOKEN_LEFT, NOT_FINITE, Outcome
+from quire.worker.sample.outcome import Outcome
 from quire.worker.sample.processors import Pipeline, Processor
 from quire.worker.sample.rules import rules
 
@@ -145,12 +145,11 @@ class SampleSink:
             self._score_prompts(plan, batch, hidden_TD, outcome)
         if drawing := batch.drawing:
             outcome.items = drawing
-            outcome.params = [self.rows.params[plan.work[index].row] for index in drawing]
+            rows_S, lengths_S = batch.rows_S, batch.lengths_S
+            outcome.params = [self.rows.params[row] for row in rows_S.tolist()]
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
             logits_SV = self.model.logits(hidden_SD)
-            rows_S = np.array([plan.work[index].row for index in drawing], np.int64)
-            lengths_S = np.array([batch.lengths[index] for index in drawing], np.int64)
             self._choose(logits_SV, rows_S, lengths_S, outcome)
         if self.broken:
             for index, item in enumerate(plan.work):
@@ -170,27 +169,22 @@ class SampleSink:
         if all_greedy and not asked and all(processor.bars for processor, _ in stage):
             vocab = logits_SV.shape[1]
             words_SW = self.pipeline.allowed(stage, vocab, rows_S, lengths_S, errors)
-            tokens_S, whole_S, kept_S = choose.best(logits_SV, words_SW)
-            outcome.codes_S = (~whole_S.isfinite()).to(torch.int8) * NOT_FINITE
-            if stage:
-                empty_S = ~kept_S.isfinite() & (outcome.codes_S == 0)
-                outcome.codes_S = outcome.codes_S + empty_S.to(torch.int8) * NO_TOKEN_LEFT
+            tokens_S, outcome.whole_S, kept_S = choose.best(logits_SV, words_SW)
+            outcome.kept_S = kept_S if stage else None
         else:
             logits_SV = logits_SV.float()
-            outcome.codes_S = (~logits_SV.amax(dim=-1).isfinite()).to(torch.int8) * NOT_FINITE
+            outcome.whole_S = logits_SV.amax(dim=-1)
             reported_SV = logits_SV.clone() if asked and self.raw and stage else logits_SV
             changed_SV = self.pipeline.apply(stage, logits_SV, rows_S, lengths_S, errors)
             tokens_S, scaled_SV, more = self._draw(changed_SV, rows_S, lengths_S, errors)
             if stage or more:
-                empty_S = ~scaled_SV.amax(dim=-1).isfinite() & (outcome.codes_S == 0)
-                outcome.codes_S = outcome.codes_S + empty_S.to(torch.int8) * NO_TOKEN_LEFT
+                outcome.kept_S = scaled_SV.amax(dim=-1)
             if asked:
                 if not self.raw:
                     reported_SV = self._processed(scaled_SV, rows_S)
                 self._score(asked, reported_SV, tokens_S, rows_S, lengths_S, outcome)
         outcome.errors.update({outcome.items[at]: text for at, text in errors.items()})
-        where = (self._tensor(rows_S), self._tensor(lengths_S))
-        self.rows.token_ids_RL[where] = tokens_S.to(torch.int32)
+        self.rows.drawn(rows_S, lengths_S, tokens_S)
         outcome.tokens_S = tokens_S
         if self.pipeline.watched:
             self.pipeline.drawn(rows_S, tokens_S.tolist())
@@ -202,22 +196,22 @@ class SampleSink:
         greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
         if greedy_S.all():
             return choose.best(logits_SV)[0], logits_SV, False
-        scaled_SV = logits_SV / self._tensor(self.temperature[rows_S])[:, None]
+        scaled_SV = logits_SV / self.rows.tensor(self.temperature[rows_S])[:, None]
         stage = self.pipeline.stage(rows_S, changes_argmax=False)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
-        keys_2S = self._tensor(keys(self.seeds[rows_S], lengths_S))
+        keys_2S = self.rows.tensor(keys(self.seeds[rows_S], lengths_S))
         plain_S = ~(greedy_S | limited_S)
         if plain_S.all():
             return self.how.draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
-            at = self._tensor(greedy_S.nonzero()[0])
+            at = self.rows.tensor(greedy_S.nonzero()[0])
             tokens_S[at] = choose.best(scaled_SV[at])[0]
         if plain_S.any():
-            at = self._tensor(plain_S.nonzero()[0])
+            at = self.rows.tensor(plain_S.nonzero()[0])
             tokens_S[at] = self.how.draw(scaled_SV[at], keys_2S[:, at])
         if limited_S.any():
-            at = self._tensor(limited_S.nonzero()[0])
+            at = self.rows.tensor(limited_S.nonzero()[0])
             limits = self.limits[rows_S[limited_S]]
             part_SV = scaled_SV if limited_S.all() else scaled_SV[at]
             tokens_S[at] = self.how.draw_limited(part_SV, limits, keys_2S[:, at])
@@ -260,7 +254,7 @@ class SampleSink:
         limited_S = self.limited[rows_S]
         if not limited_S.any():
             return scaled_SV
-        at = self._tensor(limited_S.nonzero()[0])
+        at = self.rows.tensor(limited_S.nonzero()[0])
         part_SV = scaled_SV[at]
         floor_S1 = self.how.full_threshold(part_SV, self.limits[rows_S[limited_S]])
         scaled_SV = scaled_SV.clone()
@@ -289,6 +283,3 @@ class SampleSink:
                 best = self.prompts[item.row]
                 parts.append(self.how.score(logits, chosen, best, None, self.normalise))
             outcome.prompts[index] = start + 1, joined(parts)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
