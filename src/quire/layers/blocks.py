@@ -104,7 +104,7 @@ class GatedMLP(nn.Module):
 
 
 class Fused(Protocol):
-    """A whole layer by one kernel: the same results."""
+    """A whole layer by one call of the kernels: the same results."""
 
     def ready(self, angles: Angles) -> bool: ...
     def __call__(
@@ -135,3 +135,28 @@ class PreNormLayer(nn.Module):
         x_TD = self.self_attn(x_TD, angles)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
+
+
+class FusedLayers(Protocol):
+    """All layers and the norm behind them by one call: the same results."""
+
+    def ready(self, angles: Angles, norm: RMSNorm) -> bool: ...
+    def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor: ...
+
+
+class Layers(nn.ModuleList):
+    """Layers one after the other.
+
+    Each is called with (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD), whose sum is its output.
+    """
+
+    fused: FusedLayers | None = None  # set where all of them are one call
+
+    def forward(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
+        """What the last gives, normed."""
+        if self.fused is not None and self.fused.ready(angles, norm):
+            return self.fused(x_TD, angles, norm)
+        residual_TD: Tensor | None = None
+        for layer in self:
+            x_TD, residual_TD = layer(x_TD, residual_TD, angles)
+        return norm(x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention
+from quire.layers.blocks import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary
@@ -21,26 +22,18 @@ from quire.models.hf import TextConfig
 
 
 class Decoder(nn.Module):
-    """Token ids and positions to hidden states.
-
-    A layer is called with (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD), whose sum
-    is its output.
-    """
+    """Token ids and positions to hidden states. `layer(i)` makes layer i; see `Layers` for how it is called."""
 
     def __init__(self, cfg: TextConfig, layer: Callable[[int], nn.Module], max_length: int):
         super().__init__()
         self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size)
-        self.layers = nn.ModuleList(layer(i) for i in range(cfg.num_hidden_layers))
+        self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.rotary = Rotary(cfg.head_dim, cfg.rope(), max_length)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         angles = self.rotary(positions_T)
-        x_TD: Tensor = self.embed_tokens(token_ids_T)
-        residual_TD: Tensor | None = None
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, angles)
-        return self.norm(x_TD) if residual_TD is None else self.norm.add(x_TD, residual_TD)[0]
+        return self.layers(self.embed_tokens(token_ids_T), angles, self.norm)
 
 
 class LanguageModel(nn.Module):

@@ -1,4 +1,4 @@
-"""A decoder layer as one call of the kernels, where every part of it is one that they know.
+"""A decoder layer as one call of the kernels, where every part of it is one that they know; or all its layers at once.
 
 Knows the parts of a `PreNormLayer`. What is fused gives the same bits as its parts one by one; what does not fit stays as
 it is, and a layer is asked anew once its cache is there.
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from quire.attention.cpu import NativeAttention, Plan, cache_addresses
 from quire.batch import current_batch
 from quire.layers.attention import Attention
-from quire.layers.blocks import GatedMLP, PreNormLayer, SelfAttention
+from quire.layers.blocks import GatedMLP, Layers, PreNormLayer, SelfAttention
 from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
 from quire.ops.cpu.library import Kernels, best
 from quire.quantization.base import PANEL, Made
@@ -59,6 +60,11 @@ def fuse_model(model: nn.Module) -> int:
     found = [layer for layer in model.modules() if isinstance(layer, PreNormLayer) and fits(layer)]
     for layer in found:
         layer.fused = FusedLayer(layer, kernels)
+    for layers in model.modules():
+        if isinstance(layers, Layers):
+            alone = [layer.fused for layer in layers if isinstance(layer.fused, FusedLayer)]
+            if alone and len(alone) == len(layers):
+                layers.fused = AllFused(alone, kernels)
     return len(found)
 
 
@@ -71,16 +77,19 @@ def fits(layer: PreNormLayer) -> bool:
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    sizes = [norm.weight.shape[0] for norm in norms]
-    if any(norm.plus_one or norm.weight.dtype != torch.bfloat16 for norm in norms):
+    if not all(_norm_fits(norm) for norm in norms):
         return False
     linears = (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
     attend = attention.attend
     return (
-        all(size % 16 == 0 for size in sizes)
-        and all(_weight(linear) is not None for linear in linears)
+        all(_weight(linear) is not None for linear in linears)
         and attend.v_head_dim == attend.head_dim
     )
+
+
+def _norm_fits(norm: RMSNorm) -> bool:
+    weight = norm.weight
+    return not norm.plus_one and weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
 
 
 def _weight(linear: Linear) -> _Weight | None:
@@ -146,6 +155,42 @@ class FusedLayer:
             attend.scale, attend.softcap or 0.0,
         )  # fmt: skip
         self.address = ctypes.addressof(self.told)
+
+
+class AllFused:
+    """The one call, for layers that each have theirs."""
+
+    def __init__(self, layers: Sequence[FusedLayer], kernels: Kernels):
+        self.layers, self.kernels = layers, kernels
+        self.told: ctypes.Array[Any] | None = None
+        self.groups: ctypes.Array[Any] | None = None
+        self.firsts: list[Attention] = []  # a layer of each group
+
+    def ready(self, angles: Angles, norm: RMSNorm) -> bool:
+        """Whether each layer is, and the norm is one that the kernels have."""
+        if self.told is None:
+            if not (_norm_fits(norm) and all(layer.ready(angles) for layer in self.layers)):
+                return False
+            self._tell()
+        return True
+
+    def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
+        """As `Layers.forward`; writes over x."""
+        residual_TD = torch.empty_like(x_TD)
+        steps = (_P * len(self.firsts))(*(_step_of(one, angles) for one in self.firsts))
+        self.kernels.layers(
+            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), residual_TD.data_ptr(),
+            norm.weight.data_ptr(), norm.eps,
+        )  # fmt: skip
+        return x_TD
+
+    def _tell(self) -> None:
+        count = len(self.layers)
+        attends: list[Any] = [layer.layer.self_attn.attend for layer in self.layers]
+        groups = sorted({attend.group for attend in attends})
+        self.firsts = [next(a for a in attends if a.group == group) for group in groups]
+        self.groups = (_L * count)(*(groups.index(attend.group) for attend in attends))
+        self.told = (_P * count)(*(layer.address for layer in self.layers))
 
 
 def _step_of(attend: Attention, angles: Angles) -> int:

@@ -26,6 +26,7 @@ class Packed(Weight):
             weight_OI.data_ptr(), self.data.data_ptr(), self.padded, self.outs, self.ins, gated
         )
         self.address = self.data.data_ptr()
+        self.unpack = kernels.unpack_rows
 
     @staticmethod
     def takes(weight_OI: Tensor, gated: bool = False) -> bool:
@@ -43,7 +44,7 @@ class Packed(Weight):
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows of the weight, [T, I]: an embedding table that is packed as a head."""
-        panels = self.data.view(-1, self.ins // 32, 2, 16, 16, 2)
-        ids_T = ids_T.long()
-        found = panels[ids_T // 32, :, ids_T % 32 // 16, :, ids_T % 16]
-        return found.reshape(len(ids_T), self.ins)
+        ids_T = ids_T.long().contiguous()
+        found_TI = torch.empty((len(ids_T), self.ins), dtype=torch.bfloat16)
+        self.unpack(self.address, ids_T.data_ptr(), found_TI.data_ptr(), *found_TI.shape)
+        return found_TI

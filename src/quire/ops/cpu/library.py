@@ -28,6 +28,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear_int4": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _I),
     "quantize_rows": (_P, _L, _L, _P, _P),
     "quantize_groups": (_P, _L, _L, _L, _P, _P, _P),
+    "unpack_rows": (_P, _P, _P, _L, _L),
     "pack_int8": (_P, _P, _L, _L, _L, _I),
     "attention": (
         _P,
@@ -63,6 +64,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "draw": (_P, _L, _P, _P, _P, _L, _L, _P),
     "cut": (_P, _L, _P, _P, _P, _L, _L, _P),
     "layer": (_P, _P, _P, _P, _I),
+    "layers": (_P, _P, _L, _P, _P, _P, _P, _F),
 }
 
 
@@ -75,6 +77,7 @@ class Kernels:
     linear_int4: Callable[..., None]
     quantize_rows: Callable[..., None]
     quantize_groups: Callable[..., None]
+    unpack_rows: Callable[..., None]
     pack_int8: Callable[..., None]
     attention: Callable[..., None]
     write_cache: Callable[..., None]
@@ -87,6 +90,7 @@ class Kernels:
     draw: Callable[..., None]
     cut: Callable[..., None]
     layer: Callable[..., None]
+    layers: Callable[..., None]
 
     def __init__(self, which: isa.Isa):
         self.isa = which

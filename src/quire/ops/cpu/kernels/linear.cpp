@@ -249,6 +249,17 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
 EXPORT void quire_pack(const bf16* w, bf16* packed, long outs, long filled, long ins, int gated) {
   pack<Bf16>(w, packed, outs, filled, ins, gated);
 }
+// Rows of a packed weight [.., ins], as they were before: y[rows, ins]. Ids are within it.
+EXPORT void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* y, long rows, long ins) {
+  const long steps = ins / 32;
+#pragma omp parallel for if (rows >= 16) schedule(static)
+  for (long r = 0; r < rows; r++) {
+    const uint32_t* from = (const uint32_t*)packed + (ids[r] / 16 % 2 * 16 + ids[r] / 32 * steps * 32) * 16 + ids[r] % 16;
+    uint32_t* to = (uint32_t*)(y + r * ins);
+    for (long k = 0; k < steps; k++, from += 2 * 16 * 16)
+      for (long word = 0; word < 16; word++) *to++ = from[word * 16];
+  }
+}
 EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated) {
   pack<Int8>(w, packed, outs, filled, ins, gated);
 }
