@@ -29,6 +29,8 @@ class Counts:
     end_B: np.ndarray
     drawing_S: np.ndarray  # which of the rows draw
     query_start_B1: np.ndarray
+    query_lens: list[int]  # as count_B
+    lengths: list[int]  # as end_B
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +38,7 @@ class Counts:
 
     @property
     def longest(self) -> int:
-        return int(self.end_B.max())
+        return max(self.lengths)
 
     @property
     def sample_at_S(self) -> np.ndarray:
@@ -46,12 +48,12 @@ class Counts:
     def batch(self, **tensors: Any) -> Batch:
         """The batch that these and the tensors make."""
         return Batch(
-            max_query=int(self.count_B.max()),
+            max_query=max(self.query_lens),
             max_length=self.longest,
             num_tokens=self.num_tokens,
             num_rows=len(self.rows_B),
-            query_lens=self.count_B.tolist(),
-            lengths=self.end_B.tolist(),
+            query_lens=self.query_lens,
+            lengths=self.lengths,
             drawing=self.drawing_S.tolist(),
             rows_S=self.rows_B[self.drawing_S],
             lengths_S=self.end_B[self.drawing_S],
@@ -97,16 +99,20 @@ class Batcher:
         rows, work = self.rows, plan.work
         rows.grow(work)
         rows_B = np.array([item.row for item in work], np.int64)
-        count_B = np.array([item.num_tokens for item in work], np.int64)
+        query_lens = [item.num_tokens for item in work]
+        count_B = np.array(query_lens, np.int64)
         start_B = rows.computed[rows_B]
         end_B, length_B = start_B + count_B, rows.length[rows_B]
-        if (end_B > length_B).any() or (count_B < 1).any():
+        if (end_B > length_B).any() or min(query_lens) < 1:
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
         samples_B = np.array([item.samples for item in work], bool) & (end_B == length_B)
         query_start_B1 = np.zeros(len(work) + 1, np.int64)
-        np.cumsum(count_B, out=query_start_B1[1:])
+        count_B.cumsum(out=query_start_B1[1:])
         rows.advance(rows_B, end_B, samples_B)
-        return Counts(rows_B, count_B, start_B, end_B, samples_B.nonzero()[0], query_start_B1)
+        drawing_S, lengths = samples_B.nonzero()[0], end_B.tolist()
+        return Counts(
+            rows_B, count_B, start_B, end_B, drawing_S, query_start_B1, query_lens, lengths
+        )
 
     def _places(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int

@@ -134,7 +134,7 @@ class StagedBatcher(Batcher):
         packed = twin.upload()
         rows.write(packed, pieces)
         rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (packed[at] for at in lain)
-        where = (rows_B, starts_B1, firsts_B, counts.num_tokens, int(counts.count_B.max()))
+        where = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
         ids_T, positions_T = gather(rows.token_ids_RL, *where)
         width = -(-counts.longest // rows.block_size)
         return counts.batch(

@@ -23,7 +23,7 @@ def _best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Te
         return choose.best.reference(logits_SV, words_SW)
     rows, vocab = logits_SV.shape
     tokens_S = torch.empty(rows, dtype=torch.int64)
-    whole_S, kept_S = torch.empty(2, rows).unbind()
+    whole_S, kept_S = torch.empty(rows), torch.empty(rows)
     words = 0
     if words_SW is not None:
         words_SW = words_SW.contiguous()

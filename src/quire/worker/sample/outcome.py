@@ -8,7 +8,8 @@ Shape suffixes: S rows that draw.
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class Outcome:
         self.tokens_S: Tensor | None = None
         self.whole_S: Tensor | None = None  # the highest logit of all; not finite: the model failed
         self.kept_S: Tensor | None = None  # of those left to choose from; None: rules left all
-        self.params: list[SamplingParams | None] = []  # by row of S
+        self.params: list[SamplingParams | None] = []  # by row of S, where `kept_S` is
         self.scored: list[
             tuple[Scored, list[tuple[int, int]]]
         ] = []  # with (item, position) of each
@@ -106,8 +107,7 @@ class Outcome:
 
 
 def _not_finite(highest_S: Tensor | None) -> list[int]:
-    """Which rows have no such logit; on the host."""
+    """Rows of S that have no such logit."""
     if highest_S is None:
         return []
-    finite_S = np.isfinite(highest_S.numpy())
-    return [] if finite_S.all() else (~finite_S).nonzero()[0].tolist()
+    return [at for at, value in enumerate(highest_S.tolist()) if not math.isfinite(value)]

@@ -117,7 +117,9 @@ class Pipeline:
 
     def stage(self, rows_S: np.ndarray, changes_argmax: bool) -> list[tuple[Processor, np.ndarray]]:
         """The processors of this stage that rows of this step use, with the indices of those rows."""
-        found = []
+        found: list[tuple[Processor, np.ndarray]] = []
+        if not any(self.counts):
+            return found
         for index, processor in enumerate(self.processors):
             if self.counts[index] and processor.changes_argmax == changes_argmax:
                 at = self.uses[index, rows_S].nonzero()[0]

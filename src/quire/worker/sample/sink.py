@@ -146,7 +146,6 @@ class SampleSink:
         if drawing := batch.drawing:
             outcome.items = drawing
             rows_S, lengths_S = batch.rows_S, batch.lengths_S
-            outcome.params = [self.rows.params[row] for row in rows_S.tolist()]
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
             logits_SV = self.model.logits(hidden_SD)
@@ -164,7 +163,7 @@ class SampleSink:
     ) -> None:
         stage = self.pipeline.stage(rows_S, changes_argmax=True)
         asked = self._asked(rows_S) if self.scored else {}
-        all_greedy = bool(self.greedy[rows_S].all())
+        all_greedy = all(self.greedy[rows_S].tolist())
         errors: dict[int, str] = {}
         if all_greedy and not asked and all(processor.bars for processor, _ in stage):
             vocab = logits_SV.shape[1]
@@ -183,6 +182,8 @@ class SampleSink:
                 if not self.raw:
                     reported_SV = self._processed(scaled_SV, rows_S)
                 self._score(asked, reported_SV, tokens_S, rows_S, lengths_S, outcome)
+        if outcome.kept_S is not None:
+            outcome.params = [self.rows.params[row] for row in rows_S.tolist()]
         outcome.errors.update({outcome.items[at]: text for at, text in errors.items()})
         self.rows.drawn(rows_S, lengths_S, tokens_S)
         outcome.tokens_S = tokens_S
