@@ -42,6 +42,7 @@ FORMS = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "run ahead": {"async_scheduling": True},
+    "run ahead of a process": {"async_scheduling": True, "distributed_executor_backend": "mp"},
     "depth 3, chunks of 2": {"depth": 3, "long_prefill_token_threshold": 2},
     "few blocks": {"num_gpu_blocks_override": 10, "block_size": 16, "max_model_len": 128},
 }
