@@ -9,6 +9,7 @@
 namespace quire {
 
 constexpr long AHEAD = 64;  // tokens: how far ahead the cache is fetched
+constexpr long EVERY = 8;   // of that many lines one: the rest follows (product.h, Ahead)
 
 inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
@@ -19,59 +20,64 @@ struct Paged {
   long kind, table_step, heads, block_size, D, E;
 };
 
-// One row and head of it; tokens from `end` on are not looked at.
+// One row and head of it: what is read from `first` on; tokens from `end` on are not looked at.
 struct Tokens {
   const Paged& cache;
   const int* blocks;
-  long head, end;
+  long head, first, end;
+  const Tokens* next = nullptr;  // what is read after this
 
-  Tokens(const Paged& cache, long row, long head, long end)
-      : cache(cache), blocks(cache.table + row * cache.table_step), head(head), end(end) {}
+  Tokens(const Paged& cache, long row, long head, long first, long end)
+      : cache(cache), blocks(cache.table + row * cache.table_step), head(head), first(first), end(end) {}
 
   // Of the 16 tokens around t, or of the last 16 there are: the first one's place in the cache.
   long slot(long t) const {
-    const long at = std::min(t, end - 1) / 16 * 16;
-    return ((long)blocks[at / cache.block_size] * cache.heads + head) * cache.block_size + at % cache.block_size;
+    const unsigned at = (unsigned)(std::min(t, end - 1) & -16), size = (unsigned)cache.block_size;
+    return ((long)blocks[at / size] * cache.heads + head) * size + at % size;
   }
   long bytes() const { return cache.kind == SHORT ? 2 : 1; }
-};
 
-// Spreads fetches over the packing: `lines` of them a call.
-struct Fetches {
-  const char* from;
-  long left;
-  void some(long lines) {
-    for (lines = std::min(lines, left), left -= lines; lines > 0; lines--, from += LINE) fetch(from);
+  // Those AHEAD tokens after t, of which each has `size` bytes.
+  void fetch_ahead(const void* data, long t, long size) const {
+    const Tokens* of = this;
+    const long stop = padded(end, 32);  // more are not asked for
+    if ((t += AHEAD) >= stop) {
+      if (!next) return;
+      of = next, t += next->first - stop;
+      if (t >= of->end) return;
+    }
+    const char* from = (const char*)data + of->slot(t) * size;
+    for (long at = 0; at < 16 * size; at += EVERY * LINE) fetch(from + at);
   }
 };
 
 // 16 keys -> the two halves of a panel of 32 columns, for each 32 of D.
-inline void pack_keys(const bf16* from, long D, bf16* to, Fetches ahead) {
-  for (long d = 0; d < D / 32; d++, ahead.some(16)) transpose_words(from + d * 32, D * 2, to + d * STEP);
+inline void pack_keys(const bf16* from, long D, bf16* to) {
+  for (long d = 0; d < D / 32; d++) transpose_words(from + d * 32, D * 2, to + d * STEP);
 }
 template <class C>
-inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Fetches ahead) {
+inline void pack_keys(C, const uint8_t* from, long D, bf16* to) {
   alignas(64) bf16 wide[16 * 32];
-  for (long d = 0; d < D / 32; d++, ahead.some(8)) {
+  for (long d = 0; d < D / 32; d++) {
     for (long i = 0; i < 16; i++) widen_32(C{}, from + i * D + d * 32, wide + i * 32);
     transpose_words(wide, 64, to + d * STEP);
   }
 }
 
-// 16 values -> 8 lines (of pairs of tokens) of each panel of 32 columns; tokens from `count` on are zeros.
-inline void pack_values(const bf16* from, long E, long count, bf16* to, long panel_step, Fetches ahead) {
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 16))
-    for (long e = 0; e < E / 32; e++) {
+// 16 values, `columns` of their E -> 8 lines (of pairs of tokens) of each panel of 32; tokens from `count` on are zeros.
+inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step) {
+  for (long pair = 0; pair < 8; pair++)
+    for (long e = 0; e < columns / 32; e++) {
       const bf16* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
       interleave(2 * pair < count ? at : nullptr, 2 * pair + 1 < count ? at + E : nullptr, line, line + HALF);
     }
 }
 template <class C>
-inline void pack_values(C, const uint8_t* from, long E, long count, bf16* to, long panel_step, Fetches ahead) {
+inline void pack_values(C, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step) {
   alignas(64) bf16 a[32], b[32];
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
-    for (long e = 0; e < E / 32; e++) {
+  for (long pair = 0; pair < 8; pair++)
+    for (long e = 0; e < columns / 32; e++) {
       const uint8_t* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
       widen_32(C{}, at, a);
@@ -80,10 +86,10 @@ inline void pack_values(C, const uint8_t* from, long E, long count, bf16* to, lo
     }
 }
 // Of int8, words are put together in 32 bits, where they become floats anyway.
-inline void pack_values(Int8Code, const uint8_t* from, long E, long count, bf16* to, long panel_step, Fetches ahead) {
+inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step) {
   using C = Int8Code;
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
-    for (long e = 0; e < E / 32; e++)
+  for (long pair = 0; pair < 8; pair++)
+    for (long e = 0; e < columns / 32; e++)
       for (long half = 0; half < 2; half++) {
         const uint8_t* at = from + 2 * pair * E + e * 32 + half * 16;
         const Ints a = 2 * pair < count ? as_ints(C::value(at)) : ints(0);
@@ -92,37 +98,42 @@ inline void pack_values(Int8Code, const uint8_t* from, long E, long count, bf16*
       }
 }
 
-// Keys t..t+31 as [D / 32] steps; and the scales of these keys and values, which are 0 from `end` on.
-inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scales, float* value_scales) {
+// Where keys t..t+15 lie; and the scales of these keys and values, which are 0 from `end` on.
+inline const char* keys_near(const Tokens& tokens, long t, float* key_scales, float* value_scales) {
   const Paged& cache = tokens.cache;
-  const long D = cache.D, size = D * tokens.bytes();
-  for (long half = 0; half < 2; half++, t += 16, to += HALF, key_scales += 16, value_scales += 16) {
-    const long slot = tokens.slot(t), next = tokens.slot(t + AHEAD);
-    const char* from = (const char*)cache.keys + slot * size;
-    const Fetches ahead = {(const char*)cache.keys + next * size, 16 * size / LINE};
-    if (cache.kind == SHORT) {
-      pack_keys((const bf16*)from, D, to, ahead);
-      continue;
-    }
-    with_code(cache.kind, [&](auto code) { pack_keys(code, (const uint8_t*)from, D, to, ahead); });
-    fetch(cache.key_scales + next);
-    fetch(cache.value_scales + next);
+  const long size = cache.D * tokens.bytes(), slot = tokens.slot(t);
+  tokens.fetch_ahead(cache.keys, t, size);
+  if (cache.kind != SHORT) {
+    tokens.fetch_ahead(cache.key_scales, t, sizeof(float));
+    tokens.fetch_ahead(cache.value_scales, t, sizeof(float));
     const Mask there = span(0, tokens.end - t);
     store(key_scales, keep(there, load(cache.key_scales + slot)));
     store(value_scales, keep(there, load(cache.value_scales + slot)));
   }
+  return (const char*)cache.keys + slot * size;
 }
 
-// Values t..t+31 as one step of each of [E / 32] panels, `panel_step` apart; those from `end` on are zeros.
-inline void pack_32_values(const Tokens& tokens, long t, bf16* to, long panel_step) {
+// Keys t..t+31 as [D / 32] steps.
+inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scales, float* value_scales) {
+  const long D = tokens.cache.D, kind = tokens.cache.kind;
+  for (long half = 0; half < 32; half += 16, to += HALF) {
+    const char* keys = keys_near(tokens, t + half, key_scales + half, value_scales + half);
+    if (kind == SHORT) pack_keys((const bf16*)keys, D, to);
+    with_code(kind, [&](auto code) { pack_keys(code, (const uint8_t*)keys, D, to); });
+  }
+}
+
+// Values t..t+31, of each the columns [e, e + columns), as one step of each of [columns / 32] panels, `panel_step` apart; those
+// from `end` on are zeros.
+inline void pack_32_values(const Tokens& tokens, long t, long e, long columns, bf16* to, long panel_step) {
   const Paged& cache = tokens.cache;
   const long E = cache.E, size = E * tokens.bytes();
   for (long half = 0; half < 2; half++, t += 16, to += 8 * 32) {
     const long count = std::max<long>(0, std::min<long>(16, tokens.end - t));
-    const char* from = (const char*)cache.values + tokens.slot(t) * size;
-    const Fetches ahead = {(const char*)cache.values + tokens.slot(t + AHEAD) * size, 16 * size / LINE};
-    if (cache.kind == SHORT) pack_values((const bf16*)from, E, count, to, panel_step, ahead);
-    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, count, to, panel_step, ahead); });
+    const char* from = (const char*)cache.values + tokens.slot(t) * size + e * tokens.bytes();
+    if (e == 0) tokens.fetch_ahead(cache.values, t, size);
+    if (cache.kind == SHORT) pack_values((const bf16*)from, E, columns, count, to, panel_step);
+    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, columns, count, to, panel_step); });
   }
 }
 

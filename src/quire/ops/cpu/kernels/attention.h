@@ -1,0 +1,46 @@
+// What the parts of attention share: a call, the queries of an item, how far each sees, the scores that it has met.
+#pragma once
+#include "tiles.h"
+
+namespace quire {
+
+constexpr long TILE = 256;
+constexpr long SPLIT = 2048;
+constexpr float LOWEST = -1e30f;  // the running maximum before any key: differences with it are never NaN
+
+struct Call {
+  const bf16* q;  // [tokens, heads, D], q_step elements from token to token
+  bf16* o;        // [tokens, heads, E], contiguous
+  Paged cache;
+  const int *starts, *lengths;
+  const float* sinks;  // [heads], or null
+  long q_step, rows, heads, window;
+  float scale, softcap;  // 0: none
+
+  long shared() const { return heads / cache.heads; }
+  long queries(long row) const { return starts[row + 1] - starts[row]; }
+  long before(long row) const { return lengths[row] - queries(row); }
+};
+
+struct State {  // of `count` queries: [count], [count], [count, E]
+  float *top, *total, *sums;
+};
+
+struct Item {
+  long row, head, first, count;  // queries of the row: token * shared + head among those that share
+  long split;                    // the only one to do, or -1
+  size_t found;                  // where its State goes, then
+};
+
+// How an item's queries lie: positions, and the first token that one sees.
+struct Reach {
+  long before, first, shared, window;
+  Reach(const Call& call, const Item& item)
+      : before(call.before(item.row)), first(item.first), shared(call.shared()), window(call.window) {}
+  long position(long i) const { return before + (first + i) / shared; }
+  long low(long i) const { return window ? std::max<long>(0, position(i) - window + 1) : 0; }
+  long first_split() const { return low(0) / SPLIT; }
+  long last_split(long count) const { return position(count - 1) / SPLIT; }
+};
+
+}  // namespace quire
