@@ -2,52 +2,150 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
+from worker.test_graphs import Recorder
 
-from quire.bench import gpu, gpu_checks
-from quire.bench.gpu_shapes import CONFIGS, kv_of, weights_of
+from quire.bench import gpu, gpu_checks, gpu_peers, gpu_serving
+from quire.bench.gpu_shapes import (
+    CONFIGS,
+    client_of,
+    kv_of,
+    prefill_flops,
+    weights_of,
+    write_config,
+)
+from quire.ops.dispatch import OPS
+from quire.platforms.cpu import CpuPlatform
 
 
 def ran(tmp_path: Path, *only: str) -> tuple[int, dict]:
     with np.errstate(all="ignore"):
-        words = ["--device", "cpu", "--small", "--out", str(tmp_path), "--only", *only]
+        words = ["--device", "cpu", "--small", "--inside", "--out", str(tmp_path), "--only", *only]
         code = gpu.main(words)
     return code, json.loads(next(tmp_path.glob("*-gpu.json")).read_text())
 
 
 def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
-    code, found = ran(tmp_path, "machine", "engine", "steps", "serving")
+    code, found = ran(tmp_path, "machine", "engine", "steps", "serving", "peer-loop", "peer-vllm")
     assert code == 0
-    assert found["machine"]["copy_bytes_per_second"] > 0
-    assert found["engine"]["depth 2, graphs"] == "6 of 6 texts are the CPU's"
+    assert found["machine"]["bytes"] > 0
+    assert found["machine"]["fp8 flops"] > 0
+    for way in ("depth 2, graphs", "weights from the host"):
+        assert found["engine"][way] == "6 of 6 texts are the CPU's"
     assert found["steps"]["decode of 3 rows"]["tokens a second"] > 0
     assert found["steps"]["decode of 1 rows"]["microseconds of the host"] > 0
-    assert found["serving"]["at a rate"]["ITL"]["p99 ms"] > 0
+    assert found["steps"]["mixed load"]["ITL"]["p99 ms"] > 0
+    assert found["serving"]["output tokens a second"] > 0
+    assert found["peer-loop"]["output tokens"] == found["peer-loop"]["of"]
+    assert "vllm" in found["peer-vllm"]["absent"]
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> None:
     def broken(run, found) -> None:
         raise RuntimeError("no such instruction")
 
-    for name in ("rows", "attention", "sampling"):
+    def half(run, found) -> None:
+        found["bytes"] = 5.0
+        raise ZeroDivisionError
+
+    for name in ("rows", "attention", "sampling", "float8"):
         monkeypatch.setattr(gpu_checks, name, broken)
-    monkeypatch.setattr(gpu, "machine", lambda run: 1 / 0)
+    monkeypatch.setattr(gpu, "machine", half)
     code, found = ran(tmp_path, "machine", "kernels")
     assert code == 1
-    assert found["machine"]["failed"] == "ZeroDivisionError: division by zero"
+    assert found["machine"]["failed"] == "ZeroDivisionError: "
+    assert found["machine"]["bytes"] == 5
     assert found["kernels"]["wrong"][0] == "rows: RuntimeError: no such instruction"
     assert found["kernels"]["bits"]["torch.float32: one program a row or three"] is True
+
+
+def test_8_bit_floats_are_checked(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"wrong": [], "distances": {}, "bits": {}}
+    gpu_checks.float8(gpu.Run("cpu", 100, True), found)
+    assert found["wrong"] == []
+    assert found["bits"]["codes of 40 tokens by 32"] is True
+    assert len(found["distances"]) == 4
+
+
+def test_a_section_that_hangs_is_stopped_and_what_it_found_is_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip
+    """In a process of its own, which here is one that notes a figure and sleeps."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import sys, time, json; at = sys.argv[sys.argv.index('--file') + 1]\n"
+        "open(at, 'w').write(json.dumps({'bytes': 3.0})); time.sleep(60)\n"
+    )
+    real = gpu.subprocess.Popen
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda words, **how: real([words[0], str(script), *words[4:]], **how))  # fmt: skip
+    monkeypatch.setattr(gpu, "GRACE", 0.0)
+    asked = argparse.Namespace(device="cpu", small=True)
+    began = time.monotonic()
+    found = gpu.apart("machine", gpu.Run("cpu", 2.0, True), tmp_path / "piece", asked)
+    assert time.monotonic() - began < 30
+    assert found["bytes"] == 3
+    assert found["failed"].startswith("it was stopped after")
+
+
+def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--small", "--out", str(tmp_path), "--only", "machine"]
+    assert gpu.main(words) == 0
+    found = json.loads(next(tmp_path.glob("*-gpu.json")).read_text())
+    assert found["machine"]["bytes"] > 0
+
+
+def test_sizes_are_recorded_when_asked_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: Recorder())
+    for op in OPS.values():
+        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+    monkeypatch.setitem(CONFIGS, "tiny", {**CONFIGS["tiny"], "num_hidden_layers": 1})
+    write_config(tmp_path, "tiny")
+    options = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 20}
+    with (
+        np.errstate(all="ignore"),
+        client_of(
+            str(tmp_path), block_size=16, attention_backend="triton_attn", **options
+        ) as client,
+    ):
+        gpu_serving.record(client, [2])
+        assert gpu_serving._recorded(client) == [2]
+
+
+def test_the_plain_loop_is_a_model(monkeypatch) -> None:
+    """Its steps go on where its prompts end: the same next token as of the longer prompt, greedily."""
+    torch.manual_seed(0)
+    model = gpu_peers.Plain("tiny", 3, 64, "cpu", torch.float32)
+    model.table.mul_(40)
+    monkeypatch.setattr(model, "drawn", lambda x: (x @ model.table.T).argmax(-1))
+    ids = torch.arange(5, 25)
+    want = [int(model.prefill(row, ids[: 10 + row])) for row in range(3)]
+    for row in range(3):
+        model.prefill(row, ids[: 9 + row])
+    positions = torch.tensor([9, 10, 11])
+    assert model.decode(ids[positions], positions, 32).tolist() == want
+    assert len(set(want)) > 1
+
+
+def test_the_device_is_idle_between_its_spans() -> None:
+    spans = [(0.0, 1.0), (1.0, 2.0), (10.0, 14.0), (12.0, 16.0), (17.0, 20.0), (18.0, 19.0)]
+    assert gpu_serving._share_idle([*spans[:2], *spans[:2], *spans[2:]]) == 0.1
 
 
 def test_floors_are_those_of_the_published_sizes() -> None:
     """8.03 billion weights, of which the embedding's 0.53 are not read; 128 KiB of keys and values a token."""
     assert weights_of("llama-8b") == pytest.approx(2 * (8.03e9 - 0.525e9), rel=0.01)
+    assert weights_of("llama-8b", 1.0) == pytest.approx(8.03e9 - 0.525e9 + 0.525e9, rel=0.01)
+    assert prefill_flops("llama-8b", 8192) == pytest.approx(2 * 6.98e9 * 8192 + 1.76e13, rel=0.01)
     assert kv_of("llama-8b") == 128 << 10
     assert {"tiny", "llama-8b", "qwen3-0.6b"} == set(CONFIGS)

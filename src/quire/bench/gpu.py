@@ -1,34 +1,73 @@
 """One call on a machine with a GPU: check everything, then time it. `make bench-gpu`, at most ten minutes.
 
-Knows the order of the sections and what is left of the time. A section that fails says so and the others run; what is
-known so far is on disk after each. Nothing here has run on a card yet.
+Knows the order of the sections and what is left of the time. Each section is a process: one that fails, hangs or loses the
+device takes nobody with it, and what it found until then is kept. What is known is on disk after each figure. Nothing
+here has run on a card yet.
 
-    machine     versions; the card's own ceilings: copy bandwidth and the rate of a bf16 product
+    machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16 and fp8 products
     kernels     every kernel against its definition (`gpu_checks.py`)
-    engine      tokens on the card against those of the CPU; depth 1 and 2, graphs and none
-    figures     kernels and whole steps at real shapes, with the floor beside each (`gpu_figures.py`)
-    serving     many requests at once, and a mixed load at a fixed rate
+    engine      tokens on the card against those of the CPU; depth 1 and 2, graphs and none, weights that travel
+    steps       the 8B shape: start, prefill, decoding, a mixed load (`gpu_serving.py`); steps-fp8 the same in fp8
+    serving     256 requests at once, of the 0.6B shape; peers the same by others (`gpu_peers.py`)
+    figures     kernels at real shapes, with the floor beside each (`gpu_figures.py`)
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import platform
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-Section = Callable[["Run"], dict[str, Any]]
+from quire import env
+
+SECTIONS = {
+    "machine": ("gpu", "machine", 60),
+    "kernels": ("gpu_checks", "kernels", 150),
+    "engine": ("gpu_checks", "engine", 100),
+    "steps": ("gpu_serving", "steps", 120),
+    "serving": ("gpu_serving", "serving", 90),
+    "steps-fp8": ("gpu_serving", "steps_fp8", 90),
+    "figures": ("gpu_figures", "kernels", 70),
+    "products": ("gpu_figures", "products", 70),
+    "peer-transformers": ("gpu_peers", "transformers", 45),
+    "peer-loop": ("gpu_peers", "loop", 45),
+    "peer-vllm": ("gpu_peers", "vllm", 150),
+}
+"""Name -> module, function, seconds that it may take; the most wanted first."""
+GRACE = 5.0  # seconds that a section has to end by itself
+LEAST = 15.0  # seconds that are worth beginning a section with
+
+
+class Found(dict[str, Any]):
+    """What a section finds: written down whenever it finds something."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.save()
+
+    def save(self) -> None:
+        self.path.write_text(json.dumps(self, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 class Run:
     """What sections share: the device, the time that is left, and whether shapes are real or tiny."""
 
-    def __init__(self, device: str, seconds: float, small: bool):
+    def __init__(self, device: str, seconds: float, small: bool, began: float | None = None):
         self.device, self.small = device, small
+        self.began = time.time() if began is None else began  # of the process
         self.ends = time.monotonic() + seconds
         self.ceilings: dict[str, float] = {}
 
@@ -37,39 +76,91 @@ class Run:
         return self.ends - time.monotonic()
 
 
-def machine(run: Run) -> dict[str, Any]:
+def machine(run: Run, found: Found) -> None:
     """Versions and ceilings."""
     import torch
     import triton
 
     from quire.bench.gpu_figures import timed
 
-    found: dict[str, Any] = {
-        "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-    }  # fmt: skip
+    found["python"] = platform.python_version()
+    found["torch"], found["triton"] = torch.__version__, triton.__version__
     if run.device == "cuda":
         card = torch.cuda.get_device_properties(0)
-        found |= {"card": card.name, "processors": card.multi_processor_count, "memory": card.total_memory}  # fmt: skip
+        found["card"], found["memory"] = card.name, card.total_memory
+        found["processors"] = card.multi_processor_count
     size, wide = (1 << 20, 256) if run.small else (4 << 30, 8192)
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=run.device)
+    source = torch.empty(size, dtype=torch.uint8, device=run.device).fill_(7)
     target = torch.empty_like(source)
-    run.ceilings["bytes"] = 2 * size / timed(run, lambda: target.copy_(source))
+    found["bytes"] = 2 * size / timed(run, lambda: target.copy_(source))
     a, b = (torch.randn(wide, wide, device=run.device).bfloat16() for _ in range(2))
-    run.ceilings["flops"] = 2 * wide**3 / timed(run, lambda: a @ b)
-    return {**found, "copy_bytes_per_second": run.ceilings["bytes"], "bf16_flops": run.ceilings["flops"]}  # fmt: skip
+    found["flops"] = 2 * wide**3 / timed(run, lambda: a @ b)
+    try:
+        from quire.quantization.fp8_weight import quantize, scaled_product
+
+        x, w = quantize(a), quantize(b)
+        seconds = timed(run, lambda: scaled_product(x, w, None, torch.bfloat16))
+        found["fp8 flops"] = 2 * wide**3 / seconds
+    except Exception as error:
+        found["fp8 flops of torch"] = f"{type(error).__name__}: {error}"[:500]
+    pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=run.device == "cuda")
+    place = torch.empty(size // 4, dtype=torch.uint8, device=run.device)
+    seconds = timed(run, lambda: place.copy_(pinned, non_blocking=True))
+    found["bytes from the host"] = size / 4 / seconds
 
 
-def sections() -> dict[str, Section]:
-    from quire.bench import gpu_checks, gpu_figures
+def ceilings_of(found: dict[str, Any]) -> dict[str, float]:
+    made = {k: found[k] for k in ("bytes", "flops", "fp8 flops") if isinstance(found.get(k), float)}
+    if "flops" in made:
+        made.setdefault("fp8 flops", 2 * made["flops"])
+    return made
 
-    return {
-        "machine": machine,
-        "kernels": gpu_checks.kernels,
-        "engine": gpu_checks.engine,
-        "figures": gpu_figures.kernels,
-        "steps": gpu_figures.steps,
-        "serving": gpu_figures.serving,
-    }
+
+def section(name: str, run: Run, path: Path) -> dict[str, Any]:
+    """In this process. A failure is part of what is found."""
+    module, function, _ = SECTIONS[name]
+    found, began = Found(path), time.monotonic()
+    try:
+        call: Callable[[Run, Found], None] = getattr(
+            importlib.import_module(f"quire.bench.{module}"), function
+        )
+        call(run, found)
+    except Exception as error:
+        traceback.print_exc()
+        found["failed"] = f"{type(error).__name__}: {error}"[:2000]
+    found["seconds"] = round(time.monotonic() - began, 1)
+    return dict(found)
+
+
+def apart(name: str, run: Run, path: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own, which is stopped when its time is up; what it found until then."""
+    most = min(float(SECTIONS[name][2]), run.left)
+    path.unlink(missing_ok=True)
+    words = [
+        sys.executable,
+        "-m",
+        "quire.bench",
+        "gpu",
+        "--device",
+        asked.device,
+        "--section",
+        name,
+    ]
+    words += ["--file", str(path), "--ceilings", json.dumps(run.ceilings), "--seconds", str(most)]
+    words += ["--began", str(time.time()), *(["--small"] if asked.small else [])]
+    began, why = time.monotonic(), ""
+    with subprocess.Popen(words, start_new_session=True) as child:
+        try:
+            if child.wait(most + GRACE):
+                why = f"it ended with {child.returncode}"
+        except subprocess.TimeoutExpired:
+            why = f"it was stopped after {most + GRACE:.0f} s"
+            os.killpg(child.pid, 9)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if why:
+        found.setdefault("failed", why)
+    found["seconds with its start"] = round(time.monotonic() - began, 1)
+    return dict(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,26 +170,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes: to try the sections out")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--only", nargs="*", help="names of sections; unset: all")
+    parser.add_argument("--inside", action="store_true", help="all sections in this process")
+    for name in ("--section", "--file", "--ceilings", "--began"):  # of a section's own process
+        parser.add_argument(name, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
-    run = Run(asked.device, asked.seconds, asked.small)
+    # What is compared with is plain torch: nothing is compiled for the CPU meanwhile.
+    env.set_outer("QUIRE_CPU_ISA", env.outer("QUIRE_CPU_ISA") or "none")
+    run = Run(asked.device, asked.seconds, asked.small, asked.began and float(asked.began))
+    if asked.section:
+        run.ceilings = json.loads(asked.ceilings)
+        section(asked.section, run, Path(asked.file))
+        return 0
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / f"{time.strftime('%Y-%m-%d')}-gpu.json"
-    found: dict[str, Any] = {}
-    for name, section in sections().items():
+    whole = Found(path)
+    for name in SECTIONS:
         if asked.only and name not in asked.only:
             continue
-        began = time.monotonic()
-        if run.left < 20:
-            found[name] = {"skipped": "no time left"}
-        else:
-            try:
-                found[name] = section(run)
-            except Exception as error:
-                traceback.print_exc()
-                found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        found[name]["seconds"] = round(time.monotonic() - began, 1)
-        path.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-        print(f"== {name}\n{json.dumps(found[name], indent=1, default=str)}", flush=True)
-    bad = [name for name, part in found.items() if "failed" in part or part.get("wrong")]
+        piece = path.with_suffix(f".{name}.part")
+        if run.left < LEAST:
+            whole[name] = {"skipped": "no time left"}
+            continue
+        whole[name] = section(name, run, piece) if asked.inside else apart(name, run, piece, asked)
+        piece.unlink(missing_ok=True)
+        if name == "machine":
+            run.ceilings = ceilings_of(whole[name])
+        print(f"== {name}\n{json.dumps(whole[name], indent=1, default=str)}", flush=True)
+    bad = [name for name, part in whole.items() if "failed" in part or part.get("wrong")]
     print(f"{path}: {'all well' if not bad else 'see ' + ', '.join(bad)}")
     return 1 if bad else 0

@@ -22,7 +22,7 @@ from quire import env
 from quire.bench.gpu_shapes import write_config
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Run
+    from quire.bench.gpu import Found, Run
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of |got - want| / |want| over a whole tensor."""
@@ -38,12 +38,13 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
-def kernels(run: Run) -> dict[str, Any]:
+def kernels(run: Run, found: Found) -> None:
     """Distances by kernel and format, and what is out of bounds."""
-    found: dict[str, Any] = {"wrong": [], "distances": {}, "bits": {}}
+    found.update(wrong=[], distances={}, bits={})
     for name, check in {
         "rows": rows,
         "attention": attention,
+        "float8": float8,
         "bits": bits,
         "sampling": sampling,
     }.items():
@@ -51,7 +52,7 @@ def kernels(run: Run) -> dict[str, Any]:
             check(run, found)
         except Exception as error:
             found["wrong"].append(f"{name}: {type(error).__name__}: {error}"[:1000])
-    return found
+        found.save()
 
 
 def _note(found: dict[str, Any], name: str, got: Tensor, want: Tensor, bound: float) -> None:
@@ -144,6 +145,29 @@ def attention(run: Run, found: dict[str, Any]) -> None:
             _note(found, f"attention in {kept}", got, want, 2e-2)
 
 
+def float8(run: Run, found: dict[str, Any]) -> None:
+    """Codes to the bit; products by row and by block, of every tile of the table; torch's own."""
+    from quire.ops.triton import float8 as kernel
+    from quire.quantization.fp8_weight import Float8Weight, quantize, torch_can
+
+    torch.manual_seed(7)
+    dtype = list(formats(run))[-1]
+    counts, outs, ins = ((3, 40), 48, 160) if run.small else ((1, 17, 40, 300), 1536, 2048)
+    weight = torch.randn(outs, ins, device=run.device)
+    for wide in (0, 32) if run.small else (0, 128):
+        codes, scale = quantize(weight, wide)
+        made = Float8Weight(codes, scale, False, wide)
+        for tokens in counts:
+            x = torch.randn(tokens, ins, device=run.device).to(dtype)
+            got, want = kernel.codes(x, wide), quantize(x, wide)
+            same = torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+            found["bits"][f"codes of {tokens} tokens by {wide}"] = same and torch.equal(*(p[1] for p in (got, want)))  # fmt: skip
+            pair = made.q_OI, made.scale
+            y = kernel.product(got, pair, None, dtype, wide)
+            _note(found, f"product of {tokens} tokens by {wide}", y, made.plainly(x, None), BOUNDS[dtype])  # fmt: skip
+    found["bits"]["torch's scaled product is used"] = torch_can(torch.device(run.device))
+
+
 def bits(run: Run, found: dict[str, Any]) -> None:
     """Not required of 16 bits, but to be known: do company, chunks and who folds change a bit?"""
     from quire.bench.gpu_shapes import filled_cache
@@ -195,7 +219,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ the engine
 
 
-def engine(run: Run) -> dict[str, Any]:
+def engine(run: Run, found: Found) -> None:
     """Greedy tokens in float32 of a tiny model with random weights, in every way to run it."""
     from quire.protocol.params import SamplingParams
 
@@ -205,7 +229,7 @@ def engine(run: Run) -> dict[str, Any]:
         SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, **shared)
         for i in range(len(prompts))
     ]
-    found: dict[str, Any] = {"wrong": []}
+    found["wrong"] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), "tiny")
         want = _tokens(folder, "cpu", prompts, params)
@@ -214,14 +238,18 @@ def engine(run: Run) -> dict[str, Any]:
             "depth 2, no graphs": {"async_scheduling": True, "enforce_eager": True},
             "depth 2, graphs": {"async_scheduling": True},
             "chunks of 8": {"max_num_batched_tokens": 8},
+            "weights from the host": {"cpu_offload_gb": 1e-6},
         }
         for name, options in ways.items():
-            got = _tokens(folder, run.device, prompts, params, **options)
+            try:
+                got = _tokens(folder, run.device, prompts, params, **options)
+            except Exception as error:
+                found["wrong"].append(f"{name}: {type(error).__name__}: {error}"[:1000])
+                continue
             same = sum(a == b for a, b in zip(got, want, strict=True))
             found[name] = f"{same} of {len(want)} texts are the CPU's"
             if same < len(want):
                 found["wrong"].append(f"{name}: {found[name]}")
-    return found
 
 
 def _tokens(
@@ -229,8 +257,9 @@ def _tokens(
 ) -> list[list[int]]:
     from quire.bench.gpu_shapes import opened
 
-    settings = {"dtype": "float32", "block_size": 16, "max_model_len": 256, **options}
-    with on(device), opened(folder, max_num_seqs=8, **settings) as ask:
+    # Of all of a card's memory there would be tens of millions of blocks.
+    settings = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 64 << 20, **options}
+    with on(device), opened(folder, max_num_seqs=8, max_model_len=256, **settings) as ask:
         return ask(prompts, params)
 
 

@@ -1,4 +1,4 @@
-"""How fast is a GPU's path? Kernels, steps and serving at real shapes, with the floor beside each.
+"""How fast are a GPU's kernels at real shapes, with the floor beside each?
 
 Knows what bytes and operations each must cost at least; the card's own ceilings come from `gpu.machine`. Does not know
 whether anything is right (`gpu_checks.py`).
@@ -7,21 +7,18 @@ whether anything is right (`gpu_checks.py`).
 from __future__ import annotations
 
 import itertools
-import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from quire.bench.gpu_checks import on
-from quire.bench.gpu_shapes import client_of, filled_cache, kv_of, weights_of, write_config
+from quire.bench.gpu_shapes import filled_cache
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Run
+    from quire.bench.gpu import Found, Run
 
 
 def timed(run: Run, call: Callable[[], Any], least: int = 10) -> float:
@@ -42,11 +39,11 @@ def timed(run: Run, call: Callable[[], Any], least: int = 10) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
 
 
-def _line(run: Run, seconds: float, num_bytes: float = 0, flops: float = 0) -> dict[str, Any]:
+def line(
+    run: Run, seconds: float, num_bytes: float = 0, flops: float = 0, kind: str = "flops"
+) -> dict[str, Any]:
     """With the floor: the larger of the times that bytes and operations take at the measured ceilings."""
-    floor = max(
-        num_bytes / run.ceilings.get("bytes", 1e30), flops / run.ceilings.get("flops", 1e30)
-    )
+    floor = max(num_bytes / run.ceilings.get("bytes", 1e30), flops / run.ceilings.get(kind, 1e30))
     return {
         "microseconds": round(seconds * 1e6, 1),
         "floor": round(floor * 1e6, 1),
@@ -54,9 +51,8 @@ def _line(run: Run, seconds: float, num_bytes: float = 0, flops: float = 0) -> d
     }
 
 
-def kernels(run: Run) -> dict[str, Any]:
+def kernels(run: Run, found: Found) -> None:
     """Attention at the 8B shape, and the kernels that only move bytes."""
-    found: dict[str, Any] = {}
     dtype = torch.float32 if run.small else torch.bfloat16
     for rows, length in (
         ((2, 40),) if run.small else ((1, 1024), (1, 32768), (64, 2048), (256, 1024))
@@ -64,8 +60,8 @@ def kernels(run: Run) -> dict[str, Any]:
         found[f"decode of {rows} rows of {length}"] = _attention(run, [length] * rows, 1, dtype)
     for new in (24,) if run.small else (2048, 8192):
         found[f"prefill of {new}"] = _attention(run, [new], new, dtype)
-    found |= _movers(run, dtype)
-    return found
+    for name, made in _movers(run, dtype).items():
+        found[name] = made
 
 
 def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> di
     seconds = timed(run, lambda: attend(q, cache, step, Scores(0.09), sizes))
     num_bytes = sum(lengths) * 2 * kv_heads * 128 * dtype.itemsize + 2 * q.numel() * dtype.itemsize
     pairs = sum(new * (n - new) + new * (new + 1) / 2 for n in lengths)
-    return _line(run, seconds, num_bytes, 4 * pairs * heads * 128)
+    return line(run, seconds, num_bytes, 4 * pairs * heads * 128)
 
 
 def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
@@ -106,162 +102,92 @@ def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
         "threshold of top-k and top-p": (lambda: sampling.threshold(logits, ks, ps, none), 4 * logits.numel()),
         "the same by a sort": (lambda: logits.sort(dim=-1), 4 * logits.numel()),
     }  # fmt: skip
-    return {name: _line(run, timed(run, call), cost) for name, (call, cost) in calls.items()}
+    return {name: line(run, timed(run, call), cost) for name, (call, cost) in calls.items()}
 
 
-# ------------------------------------------------------------------------------------ whole steps
+# ------------------------------------------------------------------------------------ 8-bit floats
+
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))  # outputs, inputs, of the 8B shape
 
 
-def steps(run: Run) -> dict[str, Any]:
-    """Of the 8B shape: time to Ready, a prefill of 8,192 tokens, decoding 1, 64 and 256 rows; the host's share."""
-    name = "tiny" if run.small else "llama-8b"
-    prompt, sizes, count = (20, (1, 3), 6) if run.small else (1024, (1, 64, 256), 96)
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, on(run.device):
-        write_config(Path(folder), name)
-        began = time.perf_counter()
-        options = {"max_model_len": 256 if run.small else 16384, "max_num_seqs": max(sizes)}
-        with client_of(folder, **options) as client:
-            waits = _watched(client)
-            found["seconds to Ready"] = round(time.perf_counter() - began, 2)
-            long = 60 if run.small else 8192
-            _many(client, [long], 1, "warm")
-            seconds = _many(client, [long], 1, "prefill")[0]
-            found[f"prefill of {long}"] = _line(run, seconds, flops=weights_of(name) * long)
-            for rows in sizes:
-                if run.left < 60:
-                    break
-                _many(client, [prompt] * rows, count, f"warm-{rows}")  # graphs are recorded here
-                waits.clear()
-                _, gaps = _many(client, [prompt] * rows, count, f"decode-{rows}")
-                seconds, waited = statistics.median(gaps), statistics.median(waits[-len(gaps) :])
-                cost = weights_of(name) + rows * (prompt + count / 2) * kv_of(name)
-                found[f"decode of {rows} rows"] = {
-                    **_line(run, seconds, cost), "tokens a second": round(rows / seconds),
-                    "microseconds of the host": round(1e6 * (seconds - waited), 1),
-                }  # fmt: skip
-    return found
+def products(run: Run, found: Found) -> None:
+    """Products of 8-bit floats by who makes them, beside bf16; then other tiles for few tokens than the table's."""
+    from quire.ops.triton import float8
+
+    wide, counts = (32, (2, 33)) if run.small else (128, (1, 16, 64, 512, 8192))
+    dtype = torch.float32 if run.small else torch.bfloat16
+    for outs, ins in ((32, 64),) if run.small else SHAPES:
+        weight = torch.randn(outs, ins, device=run.device)
+        for tokens in counts:
+            x = torch.randn(tokens, ins, device=run.device).to(dtype)
+            cost = outs * ins + tokens * (ins * (1 + dtype.itemsize) + outs * dtype.itemsize)
+            for name, call in _ways(x, weight, wide).items():
+                say = f"{tokens} x {ins} x {outs} {name}"
+                try:
+                    seconds = timed(run, call)
+                    more = weight.numel() if name == "bf16" else 0
+                    kind = "flops" if name == "bf16" else "fp8 flops"
+                    found[say] = line(run, seconds, cost + more, 2.0 * tokens * outs * ins, kind)
+                except Exception as error:
+                    found[say] = f"{type(error).__name__}: {error}"[:300]
+    for outs, ins in ((32, 64),) if run.small else SHAPES:
+        if run.left < 15:
+            break
+        found[f"tiles of 1 x {ins} x {outs}"] = _tiles(run, outs, ins, dtype, float8)
 
 
-class _Watched:
-    """A pending step that notes how long its result was waited for: what is left of a step is the host's."""
+def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
+    """Activations are made codes within each."""
+    from torch.nn import functional as F
 
-    def __init__(self, pending: Any, waits: list[float]):
-        self.pending, self.waits = pending, waits
+    from quire.ops.triton import float8
+    from quire.quantization.fp8_weight import quantize, scaled_product
 
-    def result(self) -> Any:
-        began = time.perf_counter()
-        try:
-            return self.pending.result()
-        finally:
-            self.waits.append(time.perf_counter() - began)
+    rows, (codes, scale) = quantize(weight), quantize(weight, wide)
+    blocks, dtype = (codes, scale[::wide].contiguous()), x.dtype
+    plain = weight.to(dtype)
 
+    def by_torch_in_blocks() -> Any:
+        made, scales = float8.codes(x, wide)
+        recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        across = scales.t().contiguous().t()
+        return F.scaled_mm(
+            made, codes.t(), across, recipes[0], blocks[1].t(), recipes[1], output_dtype=dtype
+        )
 
-def _watched(client: Any) -> list[float]:
-    """Seconds that the engine waits for each step from now on."""
-    waits: list[float] = []
-    executor = client.core.executor
-    launch = executor.launch
-    executor.launch = lambda plan: _Watched(launch(plan), waits)
-    return waits
-
-
-def _many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float, list[float]]:
-    """(seconds in all, seconds between outputs once every prompt is computed) of greedy requests side by side."""
-    from quire.protocol.params import SamplingParams
-    from quire.protocol.request import EngineRequest
-
-    rng = random.Random(name)
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
-    began = last = time.perf_counter()
-    for i, n in enumerate(lengths):
-        tokens = [rng.randrange(3, 200) for _ in range(n)]
-        client.submit(EngineRequest(f"{name}-{i}", tokens, params))
-    left, started, gaps = len(lengths), set(), []
-    while left:
-        for output in client.outputs():
-            if output.finish == "error":
-                raise RuntimeError(output.error)
-            started.add(output.id)
-            left -= output.finish is not None
-        now = time.perf_counter()
-        if len(started) == len(lengths):
-            gaps.append(now - last)
-        last = now
-    return time.perf_counter() - began, gaps[1:] or [0.0]
-
-
-# ------------------------------------------------------------------------------------ serving
-
-
-def serving(run: Run) -> dict[str, Any]:
-    """Qwen3-0.6B's shape: 256 requests of 100 to 1024 tokens in and out, tokens a second; then a mixed load at a rate."""
-    from quire.protocol.params import SamplingParams
-    from quire.protocol.request import EngineRequest
-
-    rng = random.Random(0)
-    requests, low, high = (4, 4, 20) if run.small else (256, 100, 1024)
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, on(run.device):
-        write_config(Path(folder), "tiny" if run.small else "qwen3-0.6b")
-        options = {"max_model_len": 256 if run.small else 4096, "max_num_seqs": min(requests, 256)}
-        with client_of(folder, **options) as client:
-            _many(client, [low] * requests, 8, "warm")
-            inputs = [rng.randint(low, high) for _ in range(requests)]
-            outputs = [rng.randint(low, high) for _ in range(requests)]
-            began = time.perf_counter()
-            for i, (n, count) in enumerate(zip(inputs, outputs, strict=True)):
-                params = SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True, seed=i)
-                tokens = [rng.randrange(3, 200) for _ in range(n)]
-                client.submit(EngineRequest(str(i), tokens, params))
-            left = requests
-            while left:
-                left -= sum(output.finish is not None for output in client.outputs())
-            seconds = time.perf_counter() - began
-            found["all at once"] = {
-                "requests": requests, "output tokens": sum(outputs), "seconds": round(seconds, 2),
-                "output tokens a second": round(sum(outputs) / seconds),
-            }  # fmt: skip
-            if run.left > 60:
-                found["at a rate"] = _at_a_rate(run, client, rng)
-    return found
-
-
-def _at_a_rate(run: Run, client: Any, rng: random.Random) -> dict[str, Any]:
-    """Requests of 1,024 tokens in and 256 out that come evenly; seconds to the first token and between tokens."""
-    from quire.protocol.params import SamplingParams
-    from quire.protocol.request import EngineRequest
-
-    requests, prompt, count, rate = (3, 10, 4, 50.0) if run.small else (200, 1024, 256, 10.0)
-    params = SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True, seed=1)
-    began = time.perf_counter()
-    arrived: dict[str, float] = {}
-    last: dict[str, float] = {}
-    first: list[float] = []
-    gaps: list[float] = []
-    left = requests
-    while left:
-        now = time.perf_counter()
-        while len(arrived) < requests and now >= began + len(arrived) / rate:
-            name = f"rate-{len(arrived)}"
-            arrived[name] = now
-            client.submit(EngineRequest(name, [rng.randrange(3, 200) for _ in range(prompt)], params))  # fmt: skip
-        if len(arrived) == len([n for n in last if last[n] < 0]):
-            continue  # nobody is running, and the next has not come
-        for output in client.outputs():
-            now = time.perf_counter()
-            if output.tokens:
-                before = last.get(output.id)
-                (first if before is None else gaps).append(now - (before or arrived[output.id]))
-                last[output.id] = now
-            if output.finish is not None:
-                left, last[output.id] = left - 1, -1.0
-    return {"TTFT": _spread(first), "ITL": _spread(gaps), "requests a second": rate}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    values = sorted(values)
     return {
-        f"p{p} ms": round(1e3 * values[min(len(values) - 1, len(values) * p // 100)], 2)
-        for p in (50, 99)
+        "bf16": lambda: x @ plain.T,
+        "by row, ours": lambda: float8.product(float8.codes(x), rows, None, dtype),
+        "by row, torch's": lambda: scaled_product(float8.codes(x), rows, None, torch.bfloat16),
+        "by block, ours": lambda: float8.product(
+            float8.codes(x, wide), blocks, None, dtype, wide, wide
+        ),
+        "by block, torch's": by_torch_in_blocks,
+        "codes alone": lambda: float8.codes(x),
     }
+
+
+def _tiles(run: Run, outs: int, ins: int, dtype: torch.dtype, kernel: Any) -> dict[str, float]:
+    """Microseconds of one token by tile (outputs x inputs) and parts; the first is the table's."""
+    torch.manual_seed(1)
+    codes = kernel.codes(torch.randn(1, ins, device=run.device).to(dtype))
+    weight = kernel.codes(torch.randn(outs, ins, device=run.device).to(dtype))
+    table = kernel.tile_for(1)
+    others = [(16, 512, 4), (32, 512, 3), (64, 128, 5), (64, 256, 3), (128, 128, 4)]
+    tiles = [table, *(kernel.Tile(16, o, i, 4, stages) for o, i, stages in others)]
+    found: dict[str, float] = {}
+    for tile in tiles[:2] if run.small else tiles:
+        own = kernel.parts_of(outs, ins, tile)
+        for parts in sorted({own, 1, 2 * own}):
+            if run.left < 10:
+                return found
+
+            def call(tile: Any = tile, parts: int = parts) -> Any:
+                return kernel.product(codes, weight, None, dtype, tile=tile, parts=parts)
+
+            name = f"{tile.outputs} x {tile.inputs}, {parts} parts"
+            try:
+                found[name] = round(timed(run, call) * 1e6, 1)
+            except Exception as error:
+                found[f"{name}: {type(error).__name__}"] = 0.0
+    return found

@@ -8,6 +8,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +53,33 @@ def write_config(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
 
 
-def weights_of(name: str) -> int:
-    """Bytes that a step reads of the weights, embedding rows left out."""
+def _of_layers(name: str) -> int:
     c = CONFIGS[name]
     heads, kv, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     layer = c["hidden_size"] * (2 * heads * size + 2 * kv * size + 3 * c["intermediate_size"])
-    return 2 * int(c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"])
+    return int(c["num_hidden_layers"] * layer)
+
+
+def weights_of(name: str, itemsize: float = 2.0) -> int:
+    """Bytes that a step reads of the weights, embedding rows left out; the head's are 16 bits in any case."""
+    c = CONFIGS[name]
+    return int(itemsize * _of_layers(name) + 2 * c["vocab_size"] * c["hidden_size"])
+
+
+def prefill_flops(name: str, tokens: int) -> float:
+    """Of a prompt alone: products with weights, and scores and sums of attention; the head's are of one token."""
+    c = CONFIGS[name]
+    pairs = tokens * (tokens + 1) / 2
+    attention = 4.0 * pairs * c["num_attention_heads"] * c["head_dim"] * c["num_hidden_layers"]
+    return 2.0 * tokens * _of_layers(name) + attention
+
+
+def lengths_of_load(small: bool) -> tuple[list[int], list[int]]:
+    """Tokens in and out of each request: 256 of 100 to 1024, the load that nano-vllm publishes its figure for."""
+    rng = random.Random(0)
+    requests, low, high = (4, 4, 20) if small else (256, 100, 1024)
+    inputs = [rng.randint(low, high) for _ in range(requests)]
+    return inputs, [rng.randint(low, high) for _ in range(requests)]
 
 
 def kv_of(name: str) -> int:
