@@ -11,6 +11,7 @@ Shape suffixes: B rows, T tokens, H query heads, K key/value heads, G = H / K, D
 
 from __future__ import annotations
 
+import importlib
 import random
 import tempfile
 import time
@@ -206,7 +207,8 @@ def loop(run: Run, found: Found) -> None:
         step(longest)
     model.prefill(0, torch.tensor(prompts[0], device=run.device))
     waiting = list(range(len(prompts)))
-    free, left, at = list(range(rows)), {}, [0] * rows
+    free, at = list(range(rows)), [0] * rows
+    left: dict[int, int] = {}
     made, began = 0, time.perf_counter()
     until = began + SHARE * run.left
     while (waiting or left) and time.perf_counter() < until:
@@ -234,7 +236,7 @@ def loop(run: Run, found: Found) -> None:
 def vllm(run: Run, found: Found) -> None:
     """As it comes, offline."""
     try:
-        import vllm as library
+        library: Any = importlib.import_module("vllm")
     except ImportError as error:
         found["absent"] = str(error)
         return

@@ -105,7 +105,7 @@ def _watched(client: Any) -> list[float]:
 
 def record(client: Any, sizes: list[int]) -> None:
     """Have steps of so many rows recorded now, without waiting for their turn; what cannot be is left out."""
-    source = client.core.executor.worker.source
+    source = _source(client)
     if (pace := getattr(source, "pace", None)) is None:
         return
     share, pace.share, pace.free_at = pace.share, 1.0, 0.0
@@ -115,8 +115,11 @@ def record(client: Any, sizes: list[int]) -> None:
 
 
 def _recorded(client: Any) -> list[int]:
-    source = client.core.executor.worker.source
-    return sorted(size for size, _ in getattr(source, "recorded", {}))
+    return sorted(size for size, _ in getattr(_source(client), "recorded", {}))
+
+
+def _source(client: Any) -> Any:
+    return client.core.executor.worker.source
 
 
 def many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float, list[float]]:
@@ -155,7 +158,7 @@ def _idle(client: Any, rows: int) -> Any:
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in seen.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         )
         return _share_idle(spans)
     except Exception as error:
@@ -184,7 +187,7 @@ def serving(run: Run, found: Found) -> None:
         with client_of(folder, **options) as client:
             many(client, [100] * len(inputs), 8, "warm")
             began = time.perf_counter()
-            record(client, getattr(client.core.executor.worker.source, "sizes", []))
+            record(client, getattr(_source(client), "sizes", []))
             found["seconds to record every size"] = round(time.perf_counter() - began, 1)
             seconds = all_at_once(client, inputs, outputs)
             found["requests"], found["output tokens"] = len(inputs), sum(outputs)
