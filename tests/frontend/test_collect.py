@@ -19,6 +19,7 @@ from quire.protocol.output import EngineOutput, Logprobs
 from quire.protocol.params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
+NOW = 1e10  # later than any request of a test
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def feed(one: Collector, outputs: list[EngineOutput], index: int = 0) -> list[Re
     """All that a reader gets who asks after each."""
     told = []
     for output in outputs:
-        one.add(index, output)
+        one.add(index, output, NOW)
         if (new := one.take()) is not None:
             told.append(new)
         assert one.take() is None  # nothing is told twice
@@ -114,13 +115,13 @@ def test_cumulative_texts_only_grow(tokenizer: Tokenizer):
 def test_a_stop_string_ends_the_request_here(tokenizer: Tokenizer):
     ids = tokenizer.encode("a\nb")
     one = collector(tokenizer, stop="\n", output_kind=FINAL)
-    assert one.add(0, EngineOutput("r", ids))  # the engine still runs it
+    assert one.add(0, EngineOutput("r", ids), NOW)  # the engine still runs it
     output = one.take()
     assert output is not None
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("a", ids[:2])
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "\n")
     # What the engine says afterwards changes nothing.
-    assert not one.add(0, EngineOutput("r", [5], finish="abort"))
+    assert not one.add(0, EngineOutput("r", [5], finish="abort"), NOW)
     assert one.take() is None
 
 
@@ -146,19 +147,19 @@ def test_stream_interval_counts_tokens(tokenizer: Tokenizer):
 
 def test_outputs_of_a_request_come_together(tokenizer: Tokenizer):
     one = collector(tokenizer, n=2, output_kind=DELTA)
-    one.add(0, EngineOutput("r_0", [1]))
+    one.add(0, EngineOutput("r_0", [1]), NOW)
     assert [out.index for out in one.take().outputs] == [0]
-    one.add(1, EngineOutput("r_1", [2], finish="length"))
+    one.add(1, EngineOutput("r_1", [2], finish="length"), NOW)
     output = one.take()
     assert ([out.index for out in output.outputs], output.finished) == ([1], False)
-    one.add(0, EngineOutput("r_0", [3], finish="length"))
+    one.add(0, EngineOutput("r_0", [3], finish="length"), NOW)
     output = one.take()
     assert ([out.token_ids for out in output.outputs], output.finished) == ([[3]], True)
 
 
 def test_cumulative_outputs_hold_all_of_a_request(tokenizer: Tokenizer):
     one = collector(tokenizer, n=2)
-    one.add(1, EngineOutput("r_1", [2]))
+    one.add(1, EngineOutput("r_1", [2]), NOW)
     assert [out.token_ids for out in one.take().outputs] == [[], [2]]
 
 
@@ -168,7 +169,7 @@ def test_the_best_of_several_are_told_at_the_end(tokenizer: Tokenizer, kind: Req
     told = []
     for index, value in enumerate([-3.0, -1.0, -4.0, -2.0]):
         found = Logprobs(1, [[index]], [[value]], [1])
-        one.add(index, EngineOutput(f"r_{index}", [index], finish="length", logprobs=found))
+        one.add(index, EngineOutput(f"r_{index}", [index], finish="length", logprobs=found), NOW)
         told.append(one.take())
     assert told[:3] == [None] * 3
     outputs = told[3].outputs
@@ -230,15 +231,15 @@ def test_flat_logprobs_are_a_sequence():
 def test_prompt_logprobs_in_parts_and_twice(tokenizer: Tokenizer):
     """A preempted request computes its prompt again; the first answer stands."""
     one = collector(tokenizer, prompt=[3, 4, 5, 6], prompt_logprobs=2, output_kind=DELTA)
-    one.add(0, EngineOutput("r", [], prompt_logprobs=logprobs(1, [4, 5])))
+    one.add(0, EngineOutput("r", [], prompt_logprobs=logprobs(1, [4, 5])), NOW)
     again = logprobs(1, [4, 5, 6])
     again.values = [[-9.0, -9.0, -9.0]] * 2 + [again.values[2]]
-    one.add(0, EngineOutput("r", [1], prompt_logprobs=again))
+    one.add(0, EngineOutput("r", [1], prompt_logprobs=again), NOW)
     output = one.take()
     assert output.prompt_logprobs[0] is None
     chosen = zip([4, 5, 6], output.prompt_logprobs[1:], strict=True)
     assert [entries[token].logprob for token, entries in chosen] == [-0.4, -0.5, -0.6]
-    one.add(0, EngineOutput("r", [2], finish="length"))
+    one.add(0, EngineOutput("r", [2], finish="length"), NOW)
     assert one.take().prompt_logprobs is None  # told once in a stream of deltas
 
 
@@ -272,8 +273,8 @@ def test_errors_are_told(tokenizer: Tokenizer, kind: Any, raised: type[Exception
 
 def test_ending_early_tells_what_there_is(tokenizer: Tokenizer):
     one = collector(tokenizer, n=2, stop=["b"], output_kind=FINAL)
-    one.add(0, EngineOutput("r_0", tokenizer.encode("a"), finish="length"))
-    one.add(1, EngineOutput("r_1", tokenizer.encode("a")))
+    one.add(0, EngineOutput("r_0", tokenizer.encode("a"), finish="length"), NOW)
+    one.add(1, EngineOutput("r_1", tokenizer.encode("a")), NOW)
     assert one.end("abort") == ["r_1"]
     output = one.take()
     assert [(out.text, out.finish_reason) for out in output.outputs] == [
@@ -283,8 +284,8 @@ def test_ending_early_tells_what_there_is(tokenizer: Tokenizer):
 
 def test_times_and_counts(tokenizer: Tokenizer):
     one = collector(tokenizer)
-    one.add(0, EngineOutput("r", [1, 2], cached=3, queued=0.5))
-    one.add(0, EngineOutput("r", [3], finish="length", cached=3, preemptions=1))
+    one.add(0, EngineOutput("r", [1, 2], cached=3, queued=0.5), NOW)
+    one.add(0, EngineOutput("r", [3], finish="length", cached=3, preemptions=1), NOW)
     output = one.take()
     metrics = output.metrics
     assert output.num_cached_tokens == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,6 +77,7 @@ class Call:
             "server": ("server", 80),
             "state": {},
         }
+        self.events: list[str] = []
         self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
@@ -87,11 +89,12 @@ class Call:
         return await asyncio.wait_for(self.outgoing.get(), 5)
 
     async def frame(self) -> str:
-        """The next piece of the body."""
-        while True:
+        """The next event of the body; several may come in one piece."""
+        while not self.events:
             message = await self.next()
             if message["type"] == "http.response.body":
-                return message["body"].decode()
+                self.events += re.findall(r".*?\n\n", message["body"].decode(), re.DOTALL)
+        return self.events.pop(0)
 
     def hang_up(self) -> None:
         self.incoming.put_nowait({"type": "http.disconnect"})

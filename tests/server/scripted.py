@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from types import SimpleNamespace as Object
 from typing import Any
 
@@ -18,6 +19,45 @@ from quire.server.sampling import FINAL_ONLY
 from quire.server.state import Phase, ServerState
 
 CREATED = 1_700_000_000
+
+
+class Stream:
+    """A request of it: what its generator says, taken one output at a time."""
+
+    def __init__(
+        self, engine: ScriptedEngine, name: str, outputs: AsyncGenerator[Object, None], heard: Any
+    ):
+        self.engine, self.name, self.heard = engine, name, heard
+        self.said: list[Object | Exception] = []
+        self.finished = self.ended = False
+        self.task = asyncio.ensure_future(self.read(outputs))
+
+    async def read(self, outputs: AsyncGenerator[Object, None]) -> None:
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    self.said.append(output)
+                    self.heard()
+            except Exception as error:
+                self.said.append(error)
+                self.heard()
+
+    def take(self) -> Object | None:
+        if not self.said:
+            return None
+        output = self.said.pop(0)
+        if isinstance(output, Exception):
+            raise output
+        if self.said:
+            self.heard()  # there is more
+        self.ended = self.finished = output.finished
+        return output
+
+    def close(self) -> None:
+        self.task.cancel()
+        self.engine.closed.append(self.name)
+        if not self.finished:
+            self.engine.aborted.append(self.name)
 
 
 class ScriptedEngine:
@@ -59,33 +99,35 @@ class ScriptedEngine:
         lines = [f"{message['role'][0]}:{message.get('content') or ''}" for message in messages]
         return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
 
-    async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, priority: int = 0, tenant: str = ""
-    ) -> AsyncGenerator[Object, None]:
+    async def open(
+        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = ""
+    ) -> Stream:  # fmt: skip
         self.asked.append(
             Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)
         )
-        try:
-            if self.held is not None:
-                await self.held.wait()
-            if params.output_kind == FINAL_ONLY:
-                texts = [text for text in self.script if isinstance(text, str)]
-                failures = [one for one in self.script if isinstance(one, Exception)]
-                if self.gate is not None:
-                    await self.gate.wait()
-                if failures:
-                    raise failures[0]
-                yield self.output(prompt, params, request_id, "".join(texts), True)
-                return
-            for at, text in enumerate(self.script):
-                if at and self.gate is not None:
-                    await self.gate.wait()
-                await asyncio.sleep(0)
-                if isinstance(text, Exception):
-                    raise text
-                yield self.output(prompt, params, request_id, text, at + 1 == len(self.script))
-        finally:
-            self.closed.append(request_id)
+        return Stream(self, request_id, self.generate(prompt, params, request_id), heard)
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str
+    ) -> AsyncGenerator[Object, None]:
+        if self.held is not None:
+            await self.held.wait()
+        if params.output_kind == FINAL_ONLY:
+            texts = [text for text in self.script if isinstance(text, str)]
+            failures = [one for one in self.script if isinstance(one, Exception)]
+            if self.gate is not None:
+                await self.gate.wait()
+            if failures:
+                raise failures[0]
+            yield self.output(prompt, params, request_id, "".join(texts), True)
+            return
+        for at, text in enumerate(self.script):
+            if at and self.gate is not None:
+                await self.gate.wait()
+            await asyncio.sleep(0)
+            if isinstance(text, Exception):
+                raise text
+            yield self.output(prompt, params, request_id, text, at + 1 == len(self.script))
 
     def output(self, prompt: Any, params: Any, request_id: str, text: str, ended: bool) -> Object:
         outputs = []

@@ -76,6 +76,34 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest():
         assert f'vllm:{name}_sum{{engine="0",model_name="toy"}} {value}' in text, name
 
 
+def test_gaps_that_are_told_together_count_as_if_told_one_by_one():
+    name = "vllm:inter_token_latency_seconds"
+    gaps = [0.0, 0.01, 0.010001, 0.03, 0.03, 79.0, 80.0, 81.0]
+    texts = []
+    for together in (False, True):
+        metrics = make_state(ScriptedEngine()).metrics
+        if together:
+            metrics.observe_all(name, gaps)
+        else:
+            for gap in gaps:
+                metrics.observe(name, gap)
+        lines = metrics.render().decode().splitlines()
+        texts.append([line for line in lines if line.startswith(f"{name}_") and "_created" not in line])  # fmt: skip
+    assert texts[0] == texts[1]
+    assert f'{name}_count{{engine="0",model_name="toy"}} 8.0' in texts[0]
+
+
+def test_gaps_of_a_stream_are_seen_before_it_ends():
+    state = make_state(ScriptedEngine())
+    timer = RequestTimer(state.metrics)
+    count = 'vllm:inter_token_latency_seconds_count{engine="0",model_name="toy"}'
+    for _ in range(70):
+        timer.output()
+    assert f"{count} 64.0" in state.metrics.render().decode()
+    timer.end(prompt_tokens=1, cached=0, output_tokens=[70], max_tokens=70, n=1)
+    assert f"{count} 69.0" in state.metrics.render().decode()
+
+
 def test_old_names_and_buckets_are_a_choice():
     engine = ScriptedEngine("a")
     state = make_state(engine)

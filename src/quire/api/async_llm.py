@@ -16,7 +16,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Self
 
 from quire import env
@@ -42,6 +42,35 @@ log = get_logger(__name__)
 LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, which other streams would wait for
 
 
+class Stream:
+    """One request's outputs, for whoever waits in a way of his own: `take` what is there."""
+
+    def __init__(self, llm: AsyncLLM, collector: Collector, heard: Callable[[], None]):
+        self.llm, self.collector, self.heard = llm, collector, heard
+        self.ended = False
+        """Nothing more will come."""
+
+    def take(self) -> RequestOutput | None:
+        """What is new; None: nothing yet, unless it has ended.
+
+        Raises:
+            QuireError: the request failed.
+            EngineDeadError: the engine has stopped.
+        """
+        output = self.collector.take()
+        self.ended = self.collector.finished
+        if output is None:
+            if not self.ended:
+                self.llm.check_alive()
+        elif self.collector.failed and (error := error_of(output)) is not None:
+            raise error
+        return output
+
+    def close(self) -> None:
+        """Abort the request if it still runs."""
+        self.llm.closed(self)
+
+
 class AsyncLLM(Later):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
@@ -52,7 +81,7 @@ class AsyncLLM(Later):
         self.client = client
         self.config = config or client.resolved.asked
         self.front = FrontRoom(client)
-        self._wake: dict[str, asyncio.Event] = {}
+        self._streams: dict[str, Stream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
         self._close = weakref.finalize(self, client.close)
@@ -131,44 +160,48 @@ class AsyncLLM(Later):
             raise Unsupported("data_parallel_rank", "there is one engine")
         if hasattr(prompt, "__aiter__"):
             raise Unsupported("a prompt that is streamed in", "give all of it")
-        self._enter_loop()
-        accepted = await self._accept(
-            prompt, sampling_params, id=request_id, lora_request=lora_request, priority=priority,
-            tokenization_kwargs=tokenization_kwargs, arrived=arrival_time, tenant=tenant,
+        news = asyncio.Event()
+        stream = await self.open(
+            prompt, sampling_params, request_id, news.set, lora_request=lora_request, priority=priority,
+            tokenization_kwargs=tokenization_kwargs, prompt_text=prompt_text, arrived=arrival_time,
+            tenant=tenant,
         )  # fmt: skip
+        with closing(stream):
+            while not stream.ended:
+                if (output := stream.take()) is not None:
+                    yield output
+                elif not stream.ended:
+                    await news.wait()
+                    news.clear()
+
+    async def open(
+        self, prompt: Any, params: SamplingParams | None, request_id: str, heard: Callable[[], None],
+        *, prompt_text: str | None = None, **options: Any,
+    ) -> Stream:  # fmt: skip
+        """A request as `generate` has it, without an iterator around it; it runs until it is closed.
+
+        Args:
+            heard: called in the loop when there may be something to take.
+
+        Raises:
+            as `generate`.
+        """
+        self._enter_loop()
+        accepted = await self._accept(prompt, params, id=request_id, **options)
         if prompt_text is not None:
             accepted.prompt = accepted.prompt or prompt_text
         self.check_alive()
-        wake = asyncio.Event()
-        collector = self.front.submit(accepted)
-        self._wake[request_id] = wake
-        try:
-            async for output in self._outputs(collector, wake):
-                yield output
-        finally:
-            if self._wake.get(request_id) is wake:
-                del self._wake[request_id]
-            if not collector.finished and self.front.live.get(request_id) is collector:
-                with suppress(EngineDeadError):
-                    self.front.abort([request_id])
+        stream = self._streams[request_id] = Stream(self, self.front.submit(accepted), heard)
+        return stream
 
-    async def _outputs(
-        self, collector: Collector, wake: asyncio.Event
-    ) -> AsyncGenerator[RequestOutput, None]:
-        while True:
-            output = collector.take()
-            if output is not None:
-                if (error := error_of(output)) is not None:
-                    raise error
-                yield output
-                if output.finished:
-                    return
-            elif collector.finished:
-                return
-            else:
-                self.check_alive()
-                await wake.wait()
-                wake.clear()
+    def closed(self, stream: Stream) -> None:
+        """Its reader has gone."""
+        collector = stream.collector
+        if self._streams.get(collector.id) is stream:
+            del self._streams[collector.id]
+        if not collector.finished and self.front.live.get(collector.id) is collector:
+            with suppress(EngineDeadError):
+                self.front.abort([collector.id])
 
     async def _accept(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Accepted:
         if not options["id"]:
@@ -186,8 +219,8 @@ class AsyncLLM(Later):
             self._tell(collector)
 
     def _tell(self, collector: Collector) -> None:
-        if (wake := self._wake.get(collector.id)) is not None:
-            wake.set()
+        if (stream := self._streams.get(collector.id)) is not None:
+            stream.heard()
 
     # -- the loop and the thread ----------------------------------------------------------------
     async def listen(self) -> None:
@@ -200,12 +233,12 @@ class AsyncLLM(Later):
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
-        if self._loop is not None and self._wake and not self._loop.is_closed():
+        if self._loop is not None and self._streams and not self._loop.is_closed():
             raise RuntimeError(
                 "this AsyncLLM has requests in another event loop: make one for each loop"
             )
         first, self._loop = self._loop is None, loop
-        self._wake.clear()
+        self._streams.clear()
         self.front.abort(list(self.front.live))  # of a loop that has gone
         if first:
             threading.Thread(
@@ -225,8 +258,8 @@ class AsyncLLM(Later):
     def _fail(self, error: EngineDeadError) -> None:
         if self._dead is None:
             self._dead = error
-        for wake in self._wake.values():
-            wake.set()
+        for stream in list(self._streams.values()):
+            stream.heard()
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
         """From the thread: `call` in the loop. A loop that is closed has nobody left who waits."""

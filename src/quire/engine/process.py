@@ -35,7 +35,11 @@ log = get_logger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_S = 1.0
-YOUNG_OBJECTS = 20_000  # allocations between collections of the youngest; Python's own is 700
+COLLECT_AFTER = (
+    20_000,
+    20,
+    50,
+)  # new objects, then collections of the younger; Python's own begins with 700
 
 
 class Stop(BaseException):
@@ -139,7 +143,7 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
     # What was built stays; without this a collection walks all of it in the middle of a step.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 50)
+    gc.set_threshold(*COLLECT_AFTER)
     threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
     speaker.say(ready)
     pulse.send_by(speaker.say)

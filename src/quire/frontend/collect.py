@@ -43,9 +43,10 @@ class Child:
 
     def add(self, output: EngineOutput) -> None:
         """Tokens after a stop string do not count; `finish` is then "stop" whatever the engine says."""
-        kept, stopped = self._text(output)
-        tokens = output.tokens[:kept]
-        self.tokens += tokens
+        kept, stopped = len(output.tokens), None
+        if self.detokenizer is not None:
+            kept, stopped = self._text(output, self.detokenizer)
+        self.tokens += output.tokens[:kept]
         if stopped is not None:
             self.finish, self.stop_reason = "stop", stopped
         elif output.finish is not None:
@@ -55,11 +56,8 @@ class Child:
             chosen = output.logprobs.values[:kept]
             self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
 
-    def _text(self, output: EngineOutput) -> tuple[int, str | None]:
+    def _text(self, output: EngineOutput, detokenizer: Detokenizer) -> tuple[int, str | None]:
         """How many of the tokens count, and the stop string that they completed."""
-        detokenizer = self.detokenizer
-        if detokenizer is None:
-            return len(output.tokens), None
         # A token that stops is no part of the text.
         silent = output.finish == "stop" and not detokenizer.include_stop
         for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
@@ -73,9 +71,12 @@ class Child:
     def ended(self) -> bool:
         return self.finish is not None
 
-    @property
-    def has_news(self) -> bool:
-        return len(self.tokens) > self.taken or (self.finish is not None and not self.told)
+    def is_ready(self, interval: int) -> bool:
+        """There is something to tell: a first token, `interval` more, or the end."""
+        new = len(self.tokens) - self.taken
+        if self.finish is not None:
+            return new > 0 or not self.told
+        return new >= interval or (new > 0 and not self.taken)
 
 
 class Collector:
@@ -89,34 +90,47 @@ class Collector:
             for index, child in enumerate(accepted.children)
         ]
         self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
+        kind = self.params.output_kind
+        self._ranked = len(self.children) > self.params.n
+        self._at_the_end = self._ranked or kind == RequestOutputKind.FINAL_ONLY
+        self._deltas = kind == RequestOutputKind.DELTA
+        self._interval = self.params.stream_interval or 1
+        self._wants_logprobs = (
+            self.params.logprobs is not None or self.params.logprob_token_ids is not None
+        )
         self.cached: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
         self._prompt_told = False
         self.finished = False
+        self.failed = False
+        """A child ended with an error."""
 
     @property
     def _names(self) -> Tokenizer | None:
         return self.tokenizer if self.params.detokenize else None
 
     # -- in -------------------------------------------------------------------------------------
-    def add(self, index: int, output: EngineOutput) -> bool:
+    def add(self, index: int, output: EngineOutput, now: float) -> bool:
         """What is new of child `index`. True: it ended here while the engine still runs it, so abort it."""
         child = self.children[index]
         if child.finish is not None:
             return False  # its end was found here before the engine heard of it
-        self._note_times(output)
+        self._note_times(output, now)
         before = len(child.tokens)
         child.add(output)
-        if self.params.logprobs is not None or self.params.logprob_token_ids is not None:
+        if self._wants_logprobs:
             self._add_logprobs(child, output.logprobs, len(child.tokens) - before)
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(output.prompt_logprobs)
-        if child.ended and all(one.finish is not None for one in self.children):
+        if not child.ended:
+            return False
+        self.failed |= child.finish == "error"
+        if all(one.finish is not None for one in self.children):
             self.finished = True
-            self.metrics.finished_time = time.time()
-        return child.ended and output.finish is None
+            self.metrics.finished_time = now
+        return output.finish is None
 
     def _add_logprobs(self, child: Child, found: Logprobs | None, count: int) -> None:
         if child.logprobs is None:
@@ -127,17 +141,18 @@ class Collector:
         entries = positions(found, self._names, ranked)
         child.logprobs.extend(entry for entry, _ in zip(entries, range(count), strict=False))
 
-    def _note_times(self, output: EngineOutput) -> None:
-        metrics, now = self.metrics, time.time()
+    def _note_times(self, output: EngineOutput, now: float) -> None:
+        metrics = self.metrics
         if output.tokens:
             metrics.first_token_ts = metrics.first_token_ts or now
             metrics.last_token_ts = now
             metrics.num_generation_tokens += len(output.tokens)
+            if self.cached is None or output.cached > self.cached:
+                self.cached = output.cached
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
-        metrics.num_preemptions = max(metrics.num_preemptions, output.preemptions)
-        if output.tokens and (self.cached is None or output.cached):
-            self.cached = max(self.cached or 0, output.cached)
+        if output.preemptions > metrics.num_preemptions:
+            metrics.num_preemptions = output.preemptions
 
     def end(self, finish: FinishReason, error: str | None = None) -> list[str]:
         """End what still runs; the ids of those children, for the engine."""
@@ -149,72 +164,54 @@ class Collector:
                 child.finish, child.error = finish, error
                 ended.append(child.id)
         self.finished = True
+        self.failed |= finish == "error"
         self.metrics.finished_time = time.time()
         return ended
 
     # -- out ------------------------------------------------------------------------------------
     def take(self) -> RequestOutput | None:
         """What is to be told now, of the kind that was asked for; None when that is nothing."""
-        finished, kind = self.finished, self.params.output_kind
-        ranked = len(self.children) > self.params.n
-        if not finished and (kind == RequestOutputKind.FINAL_ONLY or ranked):
+        if self._at_the_end and not self.finished:
             return None
-        ready = [child for child in self.children if self._is_ready(child)]
+        ready = [child for child in self.children if child.is_ready(self._interval)]
         if not ready:
             return None
-        if ranked:
+        if self._ranked:
             scores = [child.cumulative or 0.0 for child in self.children]
             chosen = [self.children[index] for index in best(scores, self.params.n)]
-        elif kind == RequestOutputKind.DELTA:
-            chosen = ready
+            outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
+            for child in self.children:  # of the others nobody is told
+                child.taken, child.told = len(child.tokens), True
         else:
-            chosen = self.children
-        delta = kind == RequestOutputKind.DELTA
-        outputs = [
-            self._completion(child, at if ranked else child.index, delta)
-            for at, child in enumerate(chosen)
-        ]
-        for child in self.children:
-            child.told = child.finish is not None
+            chosen = ready if self._deltas else self.children
+            outputs = [self._completion(child, child.index) for child in chosen]
         return RequestOutput(
-            request_id=self.id, prompt=self.accepted.prompt, prompt_token_ids=self.accepted.tokens,
-            prompt_logprobs=self._take_prompt_logprobs(delta), outputs=outputs, finished=finished,
-            metrics=self.metrics, num_cached_tokens=self.cached,
+            self.id, self.accepted.prompt, self.accepted.tokens, self._take_prompt_logprobs(),
+            outputs, self.finished, self.metrics, num_cached_tokens=self.cached,
         )  # fmt: skip
 
-    def _is_ready(self, child: Child) -> bool:
-        interval = self.params.stream_interval or 1
-        if interval == 1 or child.finish is not None or not child.taken:
-            return child.has_news
-        return len(child.tokens) - child.taken >= interval
-
-    def _completion(self, child: Child, index: int, delta: bool) -> CompletionOutput:
-        ended, start = child.finish is not None, child.taken if delta else 0
-        text = ""
+    def _completion(self, child: Child, index: int) -> CompletionOutput:
+        start, text = child.taken if self._deltas else 0, ""
         if child.detokenizer is not None:
-            text = child.detokenizer.take(ended)
-            if not delta:
+            text = child.detokenizer.take(child.finish is not None)
+            if not self._deltas:
                 text = child.detokenizer.settled
-        child.taken = len(child.tokens)
+        child.taken, child.told = len(child.tokens), child.finish is not None
+        logprobs = None if child.logprobs is None else self._logprobs(child.logprobs[start:])
         return CompletionOutput(
-            index=index, text=text, token_ids=child.tokens[start:],
-            cumulative_logprob=child.cumulative, logprobs=self._logprobs(child, start),
-            finish_reason=child.finish, stop_reason=child.stop_reason,
-            error=child.error, error_kind=child.error_kind,
+            index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
+            child.stop_reason, None, child.error, child.error_kind,
         )  # fmt: skip
 
-    def _logprobs(self, child: Child, start: int) -> Positions | None:
-        if child.logprobs is None:
-            return None
-        found = child.logprobs[start:]
+    def _logprobs(self, found: list[Position | None]) -> Positions:
         if not self.params.flat_logprobs:
             return found
         flat = FlatLogprobs()
         flat.extend(found)
         return flat
 
-    def _take_prompt_logprobs(self, delta: bool) -> Positions | None:
-        if self.prompt_logprobs is None or (delta and self._prompt_told):
+    def _take_prompt_logprobs(self) -> Positions | None:
+        if self.prompt_logprobs is None or (self._deltas and self._prompt_told):
             return None
         self._prompt_told = True
         return self.prompt_logprobs.result(self.params.flat_logprobs)

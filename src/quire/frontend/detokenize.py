@@ -30,7 +30,7 @@ class Pieces(Protocol):
 
 
 class BytePieces:
-    """For byte-level vocabularies: exact, one table look-up a token."""
+    """For byte-level vocabularies: exact, one table look-up a token that is whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special: bool):
         self.tokenizer, self.skip = (
@@ -38,13 +38,22 @@ class BytePieces:
             tokenizer.special_ids if skip_special else frozenset(),
         )
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in context[-CONTEXT:]:  # it may end inside a character
-            self.decoder.decode(tokenizer.raw_bytes(token_id) or b"")
+        self.cut = False
+        """Inside a character."""
+        for token_id in context[-CONTEXT:]:
+            self._decode(token_id)
 
     def add(self, token_id: int) -> str:
         if token_id in self.skip:
             return ""
-        return self.decoder.decode(self.tokenizer.raw_bytes(token_id) or b"")
+        if not self.cut and (text := self.tokenizer.whole_text(token_id)) is not None:
+            return text
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        text = self.decoder.decode(self.tokenizer.raw_bytes(token_id) or b"")
+        self.cut = bool(self.decoder.getstate()[0])
+        return text
 
     def end(self) -> str:
         return ""  # what is left is the beginning of a character

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ class FrontRoom:
     # -- out ------------------------------------------------------------------------------------
     def take_in(self, outputs: Iterable[EngineOutput]) -> list[Collector]:
         """Collect; the requests with news, each once. Those that are finished live no more."""
+        now = time.time()
         changed: dict[str, Collector] = {}
         ended: list[str] = []
         for output in outputs:
@@ -153,15 +155,15 @@ class FrontRoom:
                     self._echoes.discard(output.id)
                 continue
             collector, index = place
-            if collector.add(index, output):
+            stopped = collector.add(index, output, now)
+            if stopped:
                 ended.append(output.id)
                 self._echoes.add(output.id)
-            changed[collector.id] = collector
-            if collector.children[index].finish is not None:
+            if stopped or output.finish is not None:
                 del self._children[output.id]
-        for collector in changed.values():
-            if collector.finished:
-                self._forget(collector)
+                if collector.finished:
+                    self._forget(collector)
+            changed[collector.id] = collector
         if ended:
             self.client.abort(ended)
         return list(changed.values())

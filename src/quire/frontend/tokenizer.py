@@ -64,6 +64,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, special in self._added.items() if special)
         self._pieces: dict[int, str] = {}
         self._raw: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
 
     # -- text to ids ----------------------------------------------------------------------------
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -144,6 +145,22 @@ class Tokenizer:
         found = self._raw.get(token_id)
         if found is None:
             found = self._raw[token_id] = self._spelled(token_id)
+        return found
+
+    def whole_text(self, token_id: int) -> str | None:
+        """What the token adds to a text of whole characters; None when its bytes are not whole characters.
+
+        For byte-level decoders.
+        """
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        try:
+            found = (self.raw_bytes(token_id) or b"").decode()
+        except UnicodeDecodeError:
+            found = None
+        self._whole[token_id] = found
         return found
 
     def _spelled(self, token_id: int) -> bytes:

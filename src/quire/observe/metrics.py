@@ -7,7 +7,9 @@ registry for each instance, so that two servers in one process do not meet.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -113,6 +115,16 @@ class MergedCollector(Collector):
                     yield renamed(metric, alias)
 
 
+class Histograms(Histogram):
+    """A histogram that takes in many values at once."""
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        places = Counts(bisect_left(self._upper_bounds, value) for value in values)
+        for place, count in places.items():
+            self._buckets[place].inc(count)
+        self._sum.inc(sum(values))
+
+
 class Metrics:
     """All metrics of one server, or of one `LLM`.
 
@@ -138,7 +150,7 @@ class Metrics:
         self.custom = checked(custom or {})
         process = process and shared is None
         self.registry = self._told = CollectorRegistry()
-        self._observed: dict[str, Histogram] = {}
+        self._observed: dict[str, Histograms] = {}
         self._latest: Callable[[], EngineStats] = EngineStats
         snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
         self.registry.register(snapshots)
@@ -208,7 +220,7 @@ class Metrics:
         """The engine is there: where its statistics come from, and how it is set up."""
         self._latest = stats
         for row in OBSERVED:
-            histogram = Histogram(
+            histogram = Histograms(
                 row.name,
                 row.help,
                 ["model_name", "engine"],
@@ -230,6 +242,11 @@ class Metrics:
         """Put a value into a histogram; nothing happens before `attach`."""
         if (histogram := self._observed.get(name)) is not None:
             histogram.observe(value)
+
+    def observe_all(self, name: str, values: Sequence[float]) -> None:
+        """Many values; as `observe`."""
+        if values and (histogram := self._observed.get(name)) is not None:
+            histogram.observe_all(values)
 
     def refused(self, reason: str = "max_num_queued_reqs") -> None:
         """A request was turned away because too many wait."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from quire.observe.metrics import Metrics
 
+MOST_GAPS = 64  # seconds of a stream, so that dashboards see long ones before they end
+
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
@@ -28,12 +30,16 @@ class Latencies:
 
 @dataclass(slots=True)
 class RequestTimer:
-    """Made when a request arrives; told of each output; ended once. Times are of time.monotonic()."""
+    """Made when a request arrives; told of each output; ended once. Times are of time.monotonic().
+
+    Gaps between outputs reach the histogram MOST_GAPS at a time: one by one they would cost more than the text does.
+    """
 
     metrics: Metrics
     arrived: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
+    gaps: list[float] = field(default_factory=list)
 
     def output(self, *, whole: bool = False) -> None:
         """New tokens came; `whole`: all of them at once, which says nothing of when the first one did."""
@@ -44,8 +50,14 @@ class RequestTimer:
             self.first = now
             self.metrics.observe("vllm:time_to_first_token_seconds", now - self.arrived)
         else:
-            self.metrics.observe("vllm:inter_token_latency_seconds", now - self.last)
+            self.gaps.append(now - self.last)
+            if len(self.gaps) == MOST_GAPS:
+                self._tell_gaps()
         self.last = now
+
+    def _tell_gaps(self) -> None:
+        self.metrics.observe_all("vllm:inter_token_latency_seconds", self.gaps)
+        self.gaps.clear()
 
     def end(
         self,
@@ -58,6 +70,7 @@ class RequestTimer:
         times: Any = None,
     ) -> Latencies:
         """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
+        self._tell_gaps()
         now = self.last or time.monotonic()
         queued = float(getattr(times, "queued", 0.0) or 0.0)
         preemptions = int(getattr(times, "num_preemptions", 0) or 0)

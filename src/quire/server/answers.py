@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from quire.server.errors import invalid
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 
+MARK = secrets.token_hex(16)  # a text that is in no frame by chance
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -55,22 +57,27 @@ class Frames:
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         self._head = b"data: " + msgspec.json.encode(head)[:-1]
         self._print = b',"system_fingerprint":' + msgspec.json.encode(fingerprint)
-        self._encode = msgspec.json.Encoder().encode
+        self.encode = msgspec.json.Encoder().encode
         options, force = body.stream_options, state.config.server.enable_force_include_usage
         self.final_usage = force or (options is not None and options.include_usage)
         self.running_usage = force or (
             self.final_usage and options is not None and options.continuous_usage_stats
         )
 
+    def around(self, choice: Callable[[str], dict[str, Any]]) -> tuple[bytes, bytes]:
+        """What stands before and behind the text in the frame of a choice in which only that changes."""
+        before, _, behind = self.frame([choice(MARK)]).partition(self.encode(MARK))
+        return before, behind
+
     def frame(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, last: bool = False
     ) -> bytes:
         """`last`: the frame that carries the fingerprint."""
-        parts = [self._head, b',"choices":', self._encode(choices)]
+        parts = [self._head, b',"choices":', self.encode(choices)]
         if last:
             parts.append(self._print)
         if usage is not None:
             kept = {key: value for key, value in usage.items() if value is not None}
-            parts += [b',"usage":', self._encode(kept)]
+            parts += [b',"usage":', self.encode(kept)]
         parts.append(b"}\n\n")
         return b"".join(parts)

@@ -7,16 +7,17 @@ Knows every endpoint by name. Does not know how the process is started (`launch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
-from starlette.applications import Starlette
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
 from quire.server import admin, docs, health, messages, models, responses, tokens
@@ -77,12 +78,20 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
 """They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
+class Guarded:
     """Whatever an endpoint raises becomes an answer: an error ends one request and nothing else."""
 
-    async def answered(request: Request) -> Response | EventStream:
+    def __init__(self, endpoint: Endpoint):
+        self.endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        answer = await self._answered(request)
+        await answer(scope, receive, send)
+
+    async def _answered(self, request: Request) -> Response | EventStream:
         try:
-            return await endpoint(request)
+            return await self.endpoint(request)
         except ClientDisconnect:
             return Response(status_code=CLOSED_BY_CLIENT)
         except EngineDeadError as error:
@@ -91,21 +100,41 @@ def guarded(endpoint: Endpoint) -> Endpoint:
         except Exception as error:
             return error_response(error)
 
-    answered.__name__ = endpoint.__name__
-    return answered
+
+class App:
+    """Routes behind layers.
+
+    Starlette's own application would put three more functions around each message that is sent, and a stream
+    sends one a token; what they are for is done by `Guarded`, here, and by the server around us.
+    """
+
+    def __init__(self, routes: Sequence[Route], layers: Sequence[Middleware]):
+        self.state, self.router = State(), Router(routes, redirect_slashes=False)
+        app: ASGIApp = self._routed
+        for layer, args, keywords in reversed(layers):
+            app = layer(app, *args, **keywords)
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._app(scope, receive, send)
+
+    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.router(scope, receive, send)
+        except HTTPException as error:
+            await http_error(error)(scope, receive, send)
 
 
-async def http_error(request: Request, error: Exception) -> Response:
+def http_error(error: HTTPException) -> Response:
     """The router's own errors: no such path, no such method."""
-    if not isinstance(error, HTTPException):
-        return error_response(error)
     phrase, headers = HTTPStatus(error.status_code).phrase, dict(error.headers or {})
     takes = next((value for name, value in headers.items() if name.lower() == "allow"), None)
     what = phrase if takes is None else f"{phrase}: this path takes {takes}"
     return error_response(ApiError(error.status_code, what, kind=phrase, headers=headers))
 
 
-def build_app(state: ServerState) -> Starlette:
+def build_app(state: ServerState) -> App:
     """The application for one server's state."""
     server = state.config.server
     if state.tenants is None:
@@ -134,11 +163,7 @@ def build_app(state: ServerState) -> Starlette:
         layers.append(Middleware(RequestIds))
     if tenants:
         layers.append(Middleware(Guard, tenants=tenants))
-    app = Starlette(
-        routes=[Route(path, guarded(call), methods=kinds.split()) for kinds, path, call in rows],
-        middleware=layers,
-        exception_handlers={HTTPException: http_error},
-    )
-    app.router.redirect_slashes = False
+    routes = [Route(path, Guarded(call), methods=kinds.split()) for kinds, path, call in rows]
+    app = App(routes, layers)
     app.state.quire = state
     return app

@@ -6,9 +6,9 @@ Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -178,6 +178,48 @@ class Shaper:
         return chunks
 
 
+@dataclass(slots=True)
+class Teller:
+    """Deltas -> frames."""
+
+    shaper: Shaper
+    frames: Frames
+    details: bool
+    around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """Of choices that have begun: a frame of content without its text."""
+
+    def add(self, delta: Delta) -> Iterable[bytes]:
+        around = self.around.get(delta.index)
+        if around is None or delta.finish_reason is not None or delta.reasoning or delta.calls:
+            return self._whole(delta)
+        before, behind = around
+        return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
+
+    def _whole(self, delta: Delta) -> Iterator[bytes]:
+        frames, body, generation = self.frames, self.shaper.body, self.shaper.generation
+        usage = generation.usage(self.details) if frames.running_usage else None
+        for at, opening in enumerate(self.shaper.opening(delta)):
+            if at == 0 and body.return_token_ids:
+                opening["prompt_token_ids"] = generation.prompts[0].tokens
+            if at == 0 and body.return_prompt_text:
+                opening["prompt_text"] = generation.prompts[0].text
+            start = usage and usage | {
+                "completion_tokens": 0,
+                "total_tokens": usage["prompt_tokens"],
+            }
+            yield frames.frame([opening], start)
+        for chunk in self.shaper.chunks(delta):
+            ended = chunk["finish_reason"] is not None
+            yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
+        if not (body.logprobs or body.return_token_ids or frames.running_usage):
+            self.around[delta.index] = frames.around(partial(content, delta.index))
+
+    def end(self) -> Iterator[bytes]:
+        if self.frames.final_usage:
+            yield self.frames.frame([], self.shaper.generation.usage(self.details), last=True)
+        yield DONE
+
+
 def call_of(call: CallDelta) -> dict[str, Any]:
     """A call that is all there."""
     function = {"name": call.name, "arguments": call.arguments}
@@ -189,6 +231,10 @@ def call_delta(call: CallDelta) -> dict[str, Any]:
     if call.id is not None:
         return {"index": call.index, **call_of(call)}
     return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def content(index: int, text: str) -> dict[str, Any]:
+    return part(index, {"content": text}) | {"token_ids": None}
 
 
 def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +278,7 @@ async def chat(request: Request) -> Response | EventStream:
         frames = Frames(
             "chat.completion.chunk", generation.id, model, engine.fingerprint, body, state
         )
-        return await answer(request, streamed(shaper, frames, details))
+        return await answer(request, generation, Teller(shaper, frames, details))
     created = int(time.time())
     deltas = await or_hung_up(request.receive, generation.whole())
     told = generation.counts[0].prompt_logprobs
@@ -252,27 +298,3 @@ async def chat(request: Request) -> Response | EventStream:
     if body.return_prompt_text:
         whole["prompt_text"] = prompt.text
     return json_response(whole, headers=load_report(request, state))
-
-
-async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenerator[bytes, None]:
-    generation, body = shaper.generation, shaper.body
-    prompt = generation.prompts[0]
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            usage = generation.usage(details) if frames.running_usage else None
-            for at, opening in enumerate(shaper.opening(delta)):
-                if at == 0 and body.return_token_ids:
-                    opening["prompt_token_ids"] = prompt.tokens
-                if at == 0 and body.return_prompt_text:
-                    opening["prompt_text"] = prompt.text
-                start = usage and usage | {
-                    "completion_tokens": 0,
-                    "total_tokens": usage["prompt_tokens"],
-                }
-                yield frames.frame([opening], start)
-            for chunk in shaper.chunks(delta):
-                ended = chunk["finish_reason"] is not None
-                yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
-    if frames.final_usage:
-        yield frames.frame([], generation.usage(details), last=True)
-    yield DONE

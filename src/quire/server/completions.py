@@ -6,9 +6,9 @@ Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -41,6 +41,16 @@ class Shaper:
 
     def prompt_of(self, delta: Delta) -> Prompt:
         return self.generation.prompts[delta.prompt]
+
+    @property
+    def is_text(self) -> bool:
+        """After a choice has begun, nothing but text is new until it ends."""
+        body = self.body
+        return body.logprobs is None and not body.return_token_ids and body.max_tokens != 0
+
+    def later(self, index: int, text: str) -> dict[str, Any]:
+        """A choice that has begun, as it goes on."""
+        return self.choice(Delta(0, index, text, [], None, None, None), whole=False)
 
     def choice(self, delta: Delta, whole: bool) -> dict[str, Any]:
         """`whole`: an answer of its own, not a part of a stream."""
@@ -86,6 +96,40 @@ class Shaper:
         return usage
 
 
+@dataclass(slots=True)
+class Teller:
+    """Deltas -> frames."""
+
+    shaper: Shaper
+    frames: Frames
+    details: bool
+    around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """Of choices that have begun: a frame without its text."""
+
+    def add(self, delta: Delta) -> Iterable[bytes]:
+        around = self.around.get(delta.index)
+        if around is None or delta.finish_reason is not None:
+            return self._whole(delta)
+        before, behind = around
+        return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
+
+    def _whole(self, delta: Delta) -> Iterator[bytes]:
+        shaper, frames = self.shaper, self.frames
+        choice = shaper.choice(delta, whole=False)
+        ended = delta.finish_reason is not None
+        if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
+            return  # half a character, or what may become a stop string
+        if shaper.is_text and not frames.running_usage:
+            self.around[delta.index] = frames.around(partial(shaper.later, delta.index))
+        usage = shaper.usage(self.details) if frames.running_usage else None
+        yield frames.frame([choice], usage, last=ended and not frames.final_usage)
+
+    def end(self) -> Iterator[bytes]:
+        if self.frames.final_usage:
+            yield self.frames.frame([], self.shaper.usage(self.details), last=True)
+        yield DONE
+
+
 async def completions(request: Request) -> Response | EventStream:
     """Go on with a text, or with several."""
     state: ServerState = request.app.state.quire
@@ -105,7 +149,7 @@ async def completions(request: Request) -> Response | EventStream:
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         frames = Frames("text_completion", generation.id, model, engine.fingerprint, body, state)
-        return await answer(request, streamed(shaper, frames, details))
+        return await answer(request, generation, Teller(shaper, frames, details))
     created = int(time.time())
     deltas = await or_hung_up(request.receive, generation.whole())
     return json_response(
@@ -122,19 +166,3 @@ async def completions(request: Request) -> Response | EventStream:
         },
         headers=load_report(request, state),
     )
-
-
-async def streamed(shaper: Shaper, frames: Frames, details: bool) -> AsyncGenerator[bytes, None]:
-    left = len(shaper.generation.prompts) * shaper.body.n
-    async with aclosing(shaper.generation.deltas()) as deltas:
-        async for delta in deltas:
-            choice = shaper.choice(delta, whole=False)
-            ended = delta.finish_reason is not None
-            left -= ended
-            if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
-                continue  # half a character, or what may become a stop string
-            usage = shaper.usage(details) if frames.running_usage else None
-            yield frames.frame([choice], usage, last=ended and not frames.final_usage)
-    if frames.final_usage:
-        yield frames.frame([], shaper.usage(details), last=True)
-    yield DONE

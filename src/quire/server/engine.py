@@ -6,7 +6,7 @@ Does not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +39,19 @@ class OutputLike(Protocol):
     outputs: Any
     finished: bool
     num_cached_tokens: int | None
+
+
+class StreamLike(Protocol):
+    """One request while it runs."""
+
+    ended: bool
+    """Nothing more will come."""
+
+    def take(self) -> OutputLike | None:
+        """What is new; None: nothing yet, unless it has ended. Raises why the request failed."""
+
+    def close(self) -> None:
+        """Nobody reads it any more: it is aborted if it still runs."""
 
 
 @dataclass(slots=True)
@@ -88,16 +101,11 @@ class TextEngine(Protocol):
             ValidationError: messages that the template cannot take.
         """
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-    ) -> AsyncIterator[OutputLike]:
-        """One request of `tenant`. Closing the iterator early aborts it."""
+    async def open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
+        *, priority: int = 0, tenant: str = "",
+    ) -> StreamLike:  # fmt: skip
+        """One request of `tenant`. `heard` is called when it may have something new."""
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from quire import env
 from quire.config.engine import Resolved
 from quire.config.wire import from_wire
 from quire.engine.lifeline import STOP, Speaker
-from quire.engine.process import die_with
+from quire.engine.process import COLLECT_AFTER, die_with
 from quire.engine.remote import ProcessClient
 from quire.engine.resident import family
 from quire.engine.startup import since_process_start
@@ -121,6 +122,7 @@ def main(words: list[str]) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
+    gc.set_threshold(*COLLECT_AFTER)
     resolved = from_wire(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.asked.observe.log_level)
     speaker = Speaker(lifeline)

@@ -1,16 +1,18 @@
 """One HTTP request's generations: a prompt or several, each one request of the engine, merged into one stream.
 
+    engine -> Running.heard -> Generation.next -> Deltas
+
 Knows prompts, deltas, times and counts. Does not know the shape of any answer. However it ends (in full, by
-an error, by a client who hangs up), every request of the engine that still runs is aborted.
+an error, by a client who hangs up), every request of the engine that still runs is aborted. What comes while nobody
+asks is merged by the rooms below, so there is nothing to bound here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +25,11 @@ from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
 from quire.observe.trace import Asked
 from quire.protocol.params import SamplingParams
-from quire.server.engine import OutputLike, Prompt, TextEngine
+from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
 from quire.server.errors import ApiError, invalid
 from quire.server.logprobs import Position
 from quire.server.reading import Reader, added
 from quire.server.sampling import FINAL_ONLY
-from quire.server.sse import ended
 from quire.server.state import ServerState
 from quire.server.tenants import Tenant
 
@@ -38,11 +39,8 @@ REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """What an id begins with -> what was asked for, as metrics have it."""
 
-MAX_BUFFERED = 256  # outputs of several prompts that wait to be written
 
-
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What is new of one completion; merged with others, all of it."""
 
     prompt: int
@@ -55,7 +53,7 @@ class Delta:
     stop_reason: int | str | None
     reasoning: str = ""
     """Thoughts, which are not in `text`."""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[CallDelta] = []
 
     def add(self, later: Delta) -> None:
         self.text += later.text
@@ -77,8 +75,48 @@ class Count:
     prompt_logprobs: Sequence[Position] | None = None
 
 
+class Bell:
+    """One task waits until it rings. An asyncio.Event, which many may wait for, costs three times as much."""
+
+    __slots__ = ("_rung", "_waiter")
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        self._rung = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """May be cancelled: it has rung until a wait has come to its end."""
+        if not self._rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._rung = False
+
+
+@dataclass(slots=True)
+class Running:
+    """A prompt's request while the engine runs it."""
+
+    which: int
+    name: str
+    """What the engine knows it by."""
+    told: str
+    """What its user knows it by."""
+    params: SamplingParams
+    stream: StreamLike
+    timer: RequestTimer
+    times: Any = None
+    """The front room's RequestMetrics, if any."""
+
+
 @dataclass(slots=True)
 class Generation:
+    """`open` it, ask for what is `next` until it has `ended`, and `close` it in any case."""
+
     state: ServerState
     engine: TextEngine
     id: str
@@ -92,6 +130,12 @@ class Generation:
     reader: Reader | None = None
     """Tells thoughts and tool calls from the text."""
     counts: list[Count] = field(init=False)
+    ended: bool = False
+    _running: list[Running] = field(default_factory=list)
+    _bell: Bell = field(default_factory=Bell)
+    _collected: dict[int, Delta] = field(default_factory=dict)
+    _counted: ExitStack = field(default_factory=ExitStack)
+    _until: float | None = None
 
     def __post_init__(self) -> None:
         n = self.params.n
@@ -123,44 +167,98 @@ class Generation:
     async def whole(self) -> list[Delta]:
         """All completions, complete, by index."""
         found: dict[int, Delta] = {}
-        async with aclosing(self.deltas()) as deltas:
-            async for delta in deltas:
-                if (before := found.get(delta.index)) is not None:
-                    before.add(delta)
-                else:
-                    found[delta.index] = delta
+        try:
+            await self.open()
+            while not self.ended:
+                for delta in await self.next():
+                    if (before := found.get(delta.index)) is not None:
+                        before.add(delta)
+                    else:
+                        found[delta.index] = delta
+        finally:
+            self.close()
         return [found[index] for index in sorted(found)]
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is new, as it comes.
+    async def open(self) -> None:
+        """Send the prompts to the engine.
 
         Raises:
-            ApiError: a request failed; 408 when `timeout` ran out.
+            ApiError: 429: the key may not have more now.
+            ValidationError: the engine cannot serve one as it is.
         """
-        end = None if self.timeout is None else time.monotonic() + self.timeout
-        async with aclosing(self._collected()) as deltas, self._counted():
-            while True:
-                try:
-                    if end is None:
-                        delta = await anext(deltas)
-                    else:
-                        left = end - time.monotonic()
-                        delta = await asyncio.wait_for(anext(deltas), max(left, 0))
-                except StopAsyncIteration:
-                    return
-                except TimeoutError as error:
-                    if end is None:
-                        raise  # another's patience, not this request's
-                    raise ApiError(
-                        408, f"the request was not done in {self.timeout:g} s", param="timeout"
-                    ) from error
-                except QueueFull as error:
-                    self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
-                    raise
+        if self.timeout is not None:
+            self._until = asyncio.get_running_loop().time() + self.timeout
+        self._counted.enter_context(self._counting())
+        for which in range(len(self.prompts)):
+            self._running.append(await self._ask(which))
+
+    async def next(self) -> list[Delta]:
+        """What is new, when something is. May be cancelled, and called again: nothing is lost.
+
+        Raises:
+            ApiError: 408 when `timeout` ran out.
+            QuireError: a request failed.
+        """
+        deltas: list[Delta] = []
+        while not (deltas or self.ended):
+            if self._until is None:
+                await self._bell.wait()
+            else:
+                await self._in_time(self._until)
+            for running in tuple(self._running):
+                deltas += self._take(running)
+            self.ended = not self._running
+        return deltas
+
+    def close(self) -> None:
+        """End what still runs."""
+        for running in tuple(self._running):
+            self._end(running)
+        self._counted.close()
+
+    async def _in_time(self, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await self._bell.wait()
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the request was not done in {self.timeout:g} s", param="timeout"
+            ) from error
+
+    def _take(self, running: Running) -> list[Delta]:
+        """What is new of one prompt."""
+        try:
+            output = running.stream.take()
+        except QueueFull as error:
+            self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
+            raise
+        if output is None:
+            if running.stream.ended:
+                self._end(running)
+            return []
+        running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
+        running.times = getattr(output, "metrics", None)
+        deltas = taken(output, running.which, self.params.n, self.counts[running.which])
+        if self.reader is not None:
+            for delta in deltas:
+                self.reader.read(delta)
+                self._count_calls(self.reader, delta, running.params)
+        if running.stream.ended:
+            self._end(running)
+        return deltas if self.interval == 1 else list(self._in_intervals(deltas))
+
+    def _in_intervals(self, deltas: list[Delta]) -> Iterator[Delta]:
+        for delta in deltas:
+            if (before := self._collected.pop(delta.index, None)) is not None:
+                before.add(delta)
+                delta = before
+            if delta.finish_reason is None and len(delta.tokens) < self.interval:
+                self._collected[delta.index] = delta
+            else:
                 yield delta
 
-    @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
         """What it costs is counted for its tenant, however it ends."""
         tenant, metrics = self.tenant, self.state.metrics
         if tenant is None or not tenant.name:
@@ -180,54 +278,8 @@ class Generation:
                 metrics.key_refused(tenant.name)
             raise
 
-    async def _collected(self) -> AsyncGenerator[Delta, None]:
-        waiting: dict[int, Delta] = {}
-        async with aclosing(self._merged()) as deltas:
-            async for delta in deltas:
-                if (before := waiting.pop(delta.index, None)) is not None:
-                    before.add(delta)
-                    delta = before
-                if delta.finish_reason is None and len(delta.tokens) < self.interval:
-                    waiting[delta.index] = delta
-                else:
-                    yield delta
-
-    async def _merged(self) -> AsyncGenerator[Delta, None]:
-        if len(self.prompts) == 1:
-            async with aclosing(self._one(0)) as deltas:
-                async for delta in deltas:
-                    yield delta
-            return
-        # Bounded: an engine that is faster than the client waits for it here.
-        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(MAX_BUFFERED)
-        tasks = [
-            asyncio.ensure_future(self._into(queue, which)) for which in range(len(self.prompts))
-        ]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    yield item
-        finally:
-            await ended(*tasks)
-
-    async def _into(self, queue: asyncio.Queue[Delta | BaseException | None], which: int) -> None:
-        try:
-            async with aclosing(self._one(which)) as deltas:
-                async for delta in deltas:
-                    await queue.put(delta)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    async def _one(self, which: int) -> AsyncGenerator[Delta, None]:
-        prompt, count, n = self.prompts[which], self.counts[which], self.params.n
+    async def _ask(self, which: int) -> Running:
+        prompt = self.prompts[which]
         name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # the other processes' clients choose ids too
             name = shared_name(name, self.state.front)
@@ -236,37 +288,36 @@ class Generation:
         timer = RequestTimer(self.state.metrics)
         # A copy: the rooms below fill in what is this request's own (seed, ends of text).
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
-        self.state.active.add(name)
         if self.state.config.observe.enable_log_requests:
             self._log(told, prompt, params)
         tenant = self.tenant.name if self.tenant is not None else ""
-        outputs = self.engine.generate(prompt, params, name, priority=self.priority, tenant=tenant)
-        output: OutputLike | None = None
+        self.state.active.add(name)
         try:
-            async for output in outputs:
-                timer.output(whole=params.output_kind == FINAL_ONLY)
-                for delta in taken(output, which, n, count):
-                    if self.reader is not None:
-                        self.reader.read(delta)
-                        self._count_calls(self.reader, delta, params)
-                    yield delta
-        finally:
-            self.state.active.discard(name)
-            if (close := getattr(outputs, "aclose", None)) is not None:
-                await close()
-            if output is None or not output.finished:
-                await self.engine.abort(name)
-            latencies = timer.end(
-                prompt_tokens=count.prompt_tokens,
-                cached=count.cached,
-                output_tokens=count.output_tokens,
-                max_tokens=params.max_tokens,
-                n=n,
-                times=getattr(output, "metrics", None),
+            stream = await self.engine.open(
+                prompt, params, name, self._bell.ring, priority=self.priority, tenant=tenant
             )
-            if (tracer := self.state.tracer) is not None:
-                model, made = self.state.model_name, count.output_tokens
-                tracer.request(Asked(told, model, params, count.prompt_tokens, made), latencies)
+        except BaseException:
+            self.state.active.discard(name)
+            raise
+        return Running(which, name, told, params, stream, timer)
+
+    def _end(self, running: Running) -> None:
+        """It has ended, or nobody wants it any more."""
+        self._running.remove(running)
+        self.state.active.discard(running.name)
+        running.stream.close()
+        count, params = self.counts[running.which], running.params
+        latencies = running.timer.end(
+            prompt_tokens=count.prompt_tokens,
+            cached=count.cached,
+            output_tokens=count.output_tokens,
+            max_tokens=params.max_tokens,
+            n=self.params.n,
+            times=running.times,
+        )
+        if (tracer := self.state.tracer) is not None:
+            model, made = self.state.model_name, count.output_tokens
+            tracer.request(Asked(running.told, model, params, count.prompt_tokens, made), latencies)
 
     def _count_calls(self, reader: Reader, delta: Delta, params: SamplingParams) -> None:
         if delta.finish_reason is not None and reader.reading.tools.parameters:
@@ -305,17 +356,12 @@ def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
             kind = ERRORS[getattr(one, "error_kind", "internal")]
             why = getattr(one, "error", None) or "the server's log says why"
             raise kind(f"the engine failed on this request: {why}")
-        tokens = list(one.token_ids)
-        count.output_tokens[one.index] += len(tokens)
+        count.output_tokens[one.index] += len(one.token_ids)
+        logprobs = None if one.logprobs is None else list(one.logprobs)
+        place = which * n + one.index
         found.append(
             Delta(
-                prompt=which,
-                index=which * n + one.index,
-                text=one.text,
-                tokens=tokens,
-                logprobs=None if one.logprobs is None else list(one.logprobs),
-                finish_reason=one.finish_reason,
-                stop_reason=one.stop_reason,
+                which, place, one.text, one.token_ids, logprobs, one.finish_reason, one.stop_reason
             )
         )
     return found

@@ -10,6 +10,7 @@ lives in its own process unless asked otherwise.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from quire import env
 from quire.config.engine import EngineConfig
 from quire.engine.assemble import make_client
 from quire.engine.client import EngineClient
+from quire.engine.process import COLLECT_AFTER
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError
@@ -95,6 +97,7 @@ def serve(config: EngineConfig) -> int:
             if tracer is not None:
                 tracer.close()
             return serve_many(config, listeners)  # each process has a tracer of its own
+        gc.set_threshold(*COLLECT_AFTER)  # a step brings news to hundreds of streams at once
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
             return runner.run(Serving(config, listeners[0], client, tenants, tracer=tracer).run())

@@ -7,8 +7,8 @@ Knows that protocol's shapes. A request becomes a chat request; here its deltas 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -144,6 +144,34 @@ def message(generation: Generation, model: str, content: list[Any], details: boo
     }
 
 
+@dataclass(slots=True)
+class Teller:
+    """Deltas -> events."""
+
+    generation: Generation
+    model: str
+    details: bool
+    blocks: Blocks = field(default_factory=Blocks)
+    started: bool = False
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        if not self.started:
+            self.started = True
+            start = message(self.generation, self.model, [], self.details)
+            start["usage"]["output_tokens"] = 0
+            yield event({"type": "message_start", "message": start})
+        yield from self.blocks.add(delta)
+        if delta.finish_reason is not None:
+            yield from self.blocks.end()
+            told = usage(self.generation, self.details)
+            yield event(
+                {"type": "message_delta", "delta": ended(delta, self.blocks), "usage": told}
+            )
+
+    def end(self) -> Iterator[bytes]:
+        yield event({"type": "message_stop"})
+
+
 @with_its_errors
 async def messages(request: Request) -> Response | EventStream:
     """Answer a conversation, in Anthropic's protocol."""
@@ -157,33 +185,12 @@ async def messages(request: Request) -> Response | EventStream:
     generation = await generation_of(request, wish, engine, "msg_")
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
-        return await answer(request, streamed(generation, model, details), failed)
+        return await answer(request, generation, Teller(generation, model, details), failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
     blocks = Blocks()
     for _ in (*blocks.add(delta), *blocks.end()):
         pass
     return json_response(message(generation, model, blocks.done, details) | ended(delta, blocks))
-
-
-async def streamed(
-    generation: Generation, model: str, details: bool
-) -> AsyncGenerator[bytes, None]:
-    started, blocks = False, Blocks()
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            if not started:
-                started = True
-                start = message(generation, model, [], details)
-                start["usage"]["output_tokens"] = 0
-                yield event({"type": "message_start", "message": start})
-            for new in blocks.add(delta):
-                yield new
-            if delta.finish_reason is not None:
-                for new in blocks.end():
-                    yield new
-                end = {"delta": ended(delta, blocks), "usage": usage(generation, details)}
-                yield event({"type": "message_delta", **end})
-    yield event({"type": "message_stop"})
 
 
 @with_its_errors

@@ -1,21 +1,23 @@
 """The last step of a streaming endpoint, the same for all.
 
-Knows a request and its frames. Does not know what they say.
+Knows a request, where its news come from and who tells them. Does not know what is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 from starlette.requests import Request
 
-from quire.server.sse import EventStream, failed
+from quire.server.generation import Delta, Generation
+from quire.server.sse import EventStream, Teller, failed
 from quire.server.state import ServerState
 
 
 async def answer(
     request: Request,
-    frames: AsyncGenerator[bytes, None],
+    generation: Generation,
+    teller: Teller[Delta],
     failed: Callable[[Exception], bytes] = failed,
 ) -> EventStream:
     """A stream whose first frame is there, or is taking its time.
@@ -24,6 +26,7 @@ async def answer(
         Exception: whatever went wrong before the first frame: it is answered with its own status.
     """
     state: ServerState = request.app.state.quire
-    stream = EventStream(frames, state.config.server.sse_keep_alive_interval, failed)
-    await stream.prepare(request.receive)
+    keep_alive = state.config.server.sse_keep_alive_interval
+    stream = EventStream(generation, teller, request.receive, keep_alive, failed)
+    await stream.prepare()
     return stream

@@ -10,8 +10,7 @@ stored: each request brings its whole conversation.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +161,29 @@ class Shaper:
         return self.event("failed", response=self.response("failed", [], told))
 
 
+@dataclass(slots=True)
+class Teller:
+    """Deltas -> events."""
+
+    shaper: Shaper
+    items: Items
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        shaper, items = self.shaper, self.items
+        if not shaper.number:
+            start = shaper.response("in_progress", [])
+            yield shaper.event("created", response=start)
+            yield shaper.event("in_progress", response=start)
+        yield from items.add(delta)
+        if delta.finish_reason is not None:
+            yield from items.end(status_of(delta))
+            whole = shaper.ended(delta, items.done)
+            yield shaper.event(whole["status"], response=whole)
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
+
 async def responses(request: Request) -> Response | EventStream:
     """Answer a conversation, in the Responses protocol."""
     state = state_of(request)
@@ -171,7 +193,7 @@ async def responses(request: Request) -> Response | EventStream:
     generation = await generation_of(request, as_chat(body), engine, "resp_")
     shaper = Shaper(body, generation, model)
     if body.stream:
-        return await answer(request, streamed(shaper), shaper.failed)
+        return await answer(request, generation, Teller(shaper, shaper.items()), shaper.failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
     items = shaper.items()
     for _ in (*items.add(delta), *items.end(status_of(delta))):
@@ -181,24 +203,6 @@ async def responses(request: Request) -> Response | EventStream:
 
 def status_of(delta: Delta) -> str:
     return "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
-
-
-async def streamed(shaper: Shaper) -> AsyncGenerator[bytes, None]:
-    items = shaper.items()
-    async with aclosing(shaper.generation.deltas()) as deltas:
-        async for delta in deltas:
-            if not shaper.number:
-                start = shaper.response("in_progress", [])
-                yield shaper.event("created", response=start)
-                yield shaper.event("in_progress", response=start)
-            for event in items.add(delta):
-                yield event
-            if delta.finish_reason is None:
-                continue
-            for event in items.end(status_of(delta)):
-                yield event
-            whole = shaper.ended(delta, items.done)
-            yield shaper.event(whole["status"], response=whole)
 
 
 async def stored(request: Request) -> Response:

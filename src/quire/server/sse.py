@@ -6,9 +6,8 @@ Knows bytes, ASGI messages and time. Does not know what a frame says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -17,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 from quire.server.errors import as_api_error, envelope
 
 T = TypeVar("T")
+New = TypeVar("New", covariant=True)
+Told = TypeVar("Told", contravariant=True)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -48,119 +49,161 @@ async def hung_up(receive: Receive) -> None:
         pass
 
 
+class HangUp:
+    """What runs within `with` ends with ClientDisconnect when the client hangs up. `close` it at last.
+
+    It listens from the first moment to the last, also between two `with`: a server says once that a client is gone.
+    """
+
+    def __init__(self, receive: Receive):
+        self._listener = asyncio.ensure_future(hung_up(receive))
+        self._task: asyncio.Task[Any] | None = None
+        self._has_cut = False
+
+    def __enter__(self) -> None:
+        if self._listener.done():
+            raise ClientDisconnect
+        self._task = asyncio.current_task()
+        self._listener.add_done_callback(self._cut)
+
+    def _cut(self, _: object) -> None:
+        if self._task is not None:
+            self._has_cut = self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._listener.remove_done_callback(self._cut)
+        if self._has_cut and self._task is not None:
+            others = self._task.uncancel()
+            if kind is asyncio.CancelledError and not others:
+                raise ClientDisconnect
+
+    def close(self) -> None:
+        self._listener.cancel()
+
+
 async def or_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; it is cancelled when the client hangs up first.
 
     Raises:
         ClientDisconnect: the client is gone.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(hung_up(receive))
+    hang_up = HangUp(receive)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        with hang_up:
+            return await work
     finally:
-        await ended(task, gone)
+        hang_up.close()
 
 
-async def ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait until it has cleaned up."""
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+class Source(Protocol[New]):
+    """Where what is told comes from."""
+
+    ended: bool
+
+    async def open(self) -> None:
+        """Begin. Before `close`, and once."""
+
+    async def next(self) -> Iterable[New]:
+        """What is new, when something is. May be cancelled, and called again."""
+
+    def close(self) -> None: ...
+
+
+class Teller(Protocol[Told]):
+    """How it is told."""
+
+    def add(self, delta: Told, /) -> Iterable[bytes]:
+        """Frames of what is new."""
+
+    def end(self) -> Iterable[bytes]:
+        """The last frames."""
 
 
 class EventStream:
-    """An ASGI answer: frames as they come. `prepare` first, so that an early error is still an HTTP error."""
+    """An ASGI answer: frames as they come. `prepare` first, so that an early error is still an HTTP error.
+
+    Everything runs in the request's own task: a token costs one switch to it, and one message. Frames that are
+    there at the same time go out together.
+    """
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes, None],
+        source: Source[Any],
+        teller: Teller[Any],
+        receive: Receive,
         keep_alive: float = 0,
         failed: Callable[[Exception], bytes] = failed,
     ):
-        self.frames, self.keep_alive, self.failed = frames, keep_alive, failed
+        self.source, self.teller, self.keep_alive, self.failed = source, teller, keep_alive, failed
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
-        self._first: asyncio.Future[bytes] | None = None
+        self._hang_up = HangUp(receive)
+        self._first: bytes | None = None
+        self._ended = False
 
-    async def prepare(self, receive: Receive) -> None:
-        """Wait for the first frame, though not for long.
+    async def prepare(self) -> None:
+        """Wait for the first frames, though not for long.
 
         Raises:
             ClientDisconnect: the client is gone.
-            Exception: whatever making the first frame raised.
+            Exception: whatever making them raised.
         """
-        self._first = asyncio.ensure_future(anext(self.frames))
-        gone = asyncio.ensure_future(hung_up(receive))
-        patience = min(self.keep_alive or HEADERS_AFTER_S, HEADERS_AFTER_S)
         try:
-            await asyncio.wait(
-                {self._first, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
-            )
-            if gone.done():  # heard once: a server need not say it again
-                raise ClientDisconnect
-            if self._first.done():
-                self._first.result()
+            with self._hang_up:
+                await self.source.open()
+                patience = min(self.keep_alive or HEADERS_AFTER_S, HEADERS_AFTER_S)
+                self._first = await self._within(patience)
         except BaseException:
-            await self.close()
+            self.close()
             raise
-        finally:
-            # Listening goes on in __call__: the server hands a disconnect to whoever asks.
-            await ended(gone)
 
-    async def close(self) -> None:
-        if self._first is not None:
-            await ended(self._first)
-        await self.frames.aclose()
+    def close(self) -> None:
+        self._hang_up.close()
+        self.source.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(hung_up(receive))
-        pump = asyncio.ensure_future(self._pump(send))
         try:
-            await asyncio.wait({gone, pump}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
-        except OSError:
-            pass  # the socket broke: the same as hanging up
+            with self._hang_up:
+                await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+                frames = self._first or await self._next(send)
+                while not self._ended:
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                    frames = await self._next(send)
+                await send({"type": "http.response.body", "body": frames, "more_body": False})
+        except (ClientDisconnect, OSError):
+            pass  # a socket that breaks is the same as hanging up
         finally:
-            await ended(gone, pump)
-            await self.close()
+            self.close()
 
-    async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+    async def _next(self, send: Send) -> bytes:
+        """The next frames; comments go out while there are none."""
         try:
-            if self._first is not None:
-                await self._send(send, await self._kept_alive(send, self._first))
-            if self.keep_alive:
-                while True:
-                    following = asyncio.ensure_future(anext(self.frames))
-                    await self._send(send, await self._kept_alive(send, following))
-            else:
-                async for frame in self.frames:
-                    await self._send(send, frame)
-        except StopAsyncIteration:
-            pass
+            if not self.keep_alive:
+                return await self._following()
+            while (frames := await self._within(self.keep_alive)) is None:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            return frames
         except OSError:
             raise
         except Exception as error:
-            await self._send(send, self.failed(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._ended = True
+            return self.failed(error)
 
-    async def _kept_alive(self, send: Send, coming: asyncio.Future[bytes]) -> bytes:
+    async def _within(self, seconds: float) -> bytes | None:
+        """The next frames; None: they did not come in time."""
         try:
-            while self.keep_alive:
-                done, _ = await asyncio.wait({coming}, timeout=self.keep_alive)
-                if done:
-                    break
-                await self._send(send, KEEP_ALIVE)
-            return await coming
-        except asyncio.CancelledError:
-            await ended(coming)
-            raise
+            async with asyncio.timeout(seconds) as clock:
+                return await self._following()
+        except TimeoutError:
+            if not clock.expired():
+                raise  # another's patience
+            return None
 
-    async def _send(self, send: Send, frame: bytes) -> None:
-        await send({"type": "http.response.body", "body": frame, "more_body": True})
+    async def _following(self) -> bytes:
+        frames: list[bytes] = []
+        while not (frames or self._ended):
+            for delta in await self.source.next():
+                frames += self.teller.add(delta)
+            if self.source.ended:
+                self._ended = True
+                frames += self.teller.end()
+        return b"".join(frames)

@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from quire import __version__
-from quire.api.async_llm import AsyncLLM
+from quire.api.async_llm import AsyncLLM, Stream
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
 from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.frontend import chat
-from quire.frontend.outputs import RequestOutput, error_of
 from quire.frontend.sandbox import SECONDS, TooSlow
 from quire.frontend.strangers import Strangers
 from quire.frontend.tokenizer import Tokenizer
@@ -115,33 +114,19 @@ class AsyncTextEngine:
             return await asyncio.to_thread(self.front.render, messages, slower)
 
     # -- requests -------------------------------------------------------------------------------
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-    ) -> AsyncIterator[RequestOutput]:
-        return self._generate(prompt, params, request_id, priority, tenant)
-
-    async def _generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int, tenant: str
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
+        *, priority: int = 0, tenant: str = "",
+    ) -> Stream:  # fmt: skip
         given: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
         if salt := salted(prompt.salt, tenant):
             given["cache_salt"] = salt
-        outputs = self.llm.generate(given, params, request_id, priority=priority, tenant=tenant)
         try:
-            async for output in outputs:
-                if (error := error_of(output)) is not None:
-                    raise error
-                yield output
+            return await self.llm.open(
+                given, params, request_id, heard, priority=priority, tenant=tenant
+            )
         except Unsupported as error:
             raise ValidationError(str(error)) from error
-        finally:
-            await outputs.aclose()
 
     async def abort(self, request_id: str) -> None:
         await self.llm.abort(request_id)
