@@ -2,10 +2,46 @@
 // without the host's time between them (13 calls a layer cost more than a small model's arithmetic).
 //
 //   x, residual = norm(x + residual), x + residual
-//   q, k, v = qkv(x);  q, k normed and turned;  k, v to the cache;  attention
+//   q, k, v = qkv(x);  q, k normed and turned;  k, v to the cache (one pass over all three);  attention
 //   x, residual = norm(o(attention) + residual), ...
 //   x = down(silu(gate(x)) * up(x))
 #include "layer.h"
+
+#include "codes.h"
+#include "rows.h"
+
+namespace quire {
+
+constexpr long MOST_D = 512;
+
+// Between qkv and attention: queries and keys are normed and turned, keys and values go to the cache. Codes for the cache are
+// made of what stands in qkv afterwards, by whoever makes codes.
+inline void prepare_head(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
+  const long D = l.D, turning = l.heads + l.kv_heads;
+  bf16 *x = qkv + (t * (turning + l.kv_heads) + h) * D, *to = x;
+  if (h >= l.heads && l.kind == SHORT) {
+    const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
+    const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
+    to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
+  }
+  alignas(64) bf16 between[MOST_D];
+  const bool turns = l.turns && h < turning;
+  const bf16* weight = h < l.heads ? l.q_norm : h < turning ? l.k_norm : nullptr;
+  if (weight) norm(x, weight, turns ? between : to, D, l.head_eps, false);
+  if (turns)
+    turn(weight ? between : x, s.cos + t * s.pairs, s.sin + t * s.pairs, to, D, s.pairs);
+  else if (!weight && to != x)
+    memcpy(to, x, D * sizeof(bf16));
+}
+
+static void prepare(const Layer& l, const Step& s, bf16* qkv) {
+  const long all = l.heads + 2 * l.kv_heads;
+#pragma omp parallel for collapse(2) if (s.tokens > 1) schedule(static)
+  for (long t = 0; t < s.tokens; t++)
+    for (long h = 0; h < all; h++) prepare_head(l, s, qkv, t, h);
+}
+
+}  // namespace quire
 
 using namespace quire;
 
@@ -17,7 +53,6 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D, inner = l.down.ins;
   bf16* qkv = keep_qkv.at_least(T * width);
   bf16* o = keep_o.at_least(T * l.heads * D);
-  bf16 *k = qkv + l.heads * D, *v = k + l.kv_heads * D;
   if (first) {
     memcpy(residual, x, T * l.hidden * sizeof(bf16));
     quire_rms_norm(x, l.hidden, l.first_norm, x, l.hidden, T, 1, l.hidden, l.eps, 0);
@@ -25,16 +60,12 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
     quire_add_rms_norm(x, residual, l.first_norm, T, l.hidden, l.eps, 0);
   }
   l.qkv.multiply(x, l.hidden, qkv, width, T, false);
-  if (l.q_norm) {
-    quire_rms_norm(qkv, width, l.q_norm, qkv, width, T, l.heads, D, l.head_eps, 0);
-    quire_rms_norm(k, width, l.k_norm, k, width, T, l.kv_heads, D, l.head_eps, 0);
+  prepare(l, s, qkv);
+  if (l.kind != SHORT) {
+    const bf16 *k = qkv + l.heads * D, *v = k + l.kv_heads * D;
+    quire_write_cache(k, width, l.keys, l.key_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 1);
+    quire_write_cache(v, width, l.values, l.value_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 0);
   }
-  if (l.turns) {
-    quire_rotate(qkv, width, s.cos, s.sin, qkv, width, T, l.heads, D, s.pairs);
-    quire_rotate(k, width, s.cos, s.sin, k, width, T, l.kv_heads, D, s.pairs);
-  }
-  quire_write_cache(k, width, l.keys, l.key_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 1);
-  quire_write_cache(v, width, l.values, l.value_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 0);
   quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
   l.o.multiply(o, l.heads * D, x, l.hidden, T, false);

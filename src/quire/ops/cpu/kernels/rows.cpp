@@ -3,25 +3,11 @@
 // Rounding is that of ops/reference.py: to bf16 wherever a tensor would have been written there.
 #include "common.h"
 #include "exports.h"
-#include "product.h"
+#include "rows.h"
 
 namespace quire {
 
 constexpr long FEW = 16;  // rows that one thread does sooner than a team begins
-
-// y = x / rms(x) * w. D is a multiple of 16.
-inline void norm(const bf16* x, const bf16* w, bf16* y, long D, float eps, bool plus_one) {
-  Floats squares = floats(0.f);
-  for (long d = 0; d < D; d += 16) {
-    const Floats v = widen(x + d);
-    squares = fma(v, v, squares);
-  }
-  const Floats factor = floats(1.f / sqrtf(sum_of(squares) / (float)D + eps));
-  for (long d = 0; d < D; d += 16) {
-    const Floats v = widen(x + d) * factor;
-    store(y + d, plus_one ? v * (floats(1.f) + widen(w + d)) : rounded(v) * widen(w + d));
-  }
-}
 
 }  // namespace quire
 
@@ -50,16 +36,8 @@ EXPORT void quire_rotate(const bf16* x, long step, const float* cos, const float
                          long heads, long D, long P) {
 #pragma omp parallel for if (rows * heads >= FEW) schedule(static)
   for (long r = 0; r < rows; r++)
-    for (long h = 0; h < heads; h++) {
-      const bf16* from = x + r * step + h * D;
-      bf16* to = y + r * y_step + h * D;
-      for (long i = 0; i < P; i += 16) {
-        const Floats a = widen(from + i), b = widen(from + P + i), c = load(cos + r * P + i), s = load(sin + r * P + i);
-        store(to + i, fnma(b, s, a * c));
-        store(to + P + i, fma(b, c, a * s));
-      }
-      if (to != from) memcpy(to + 2 * P, from + 2 * P, (D - 2 * P) * sizeof(bf16));
-    }
+    for (long h = 0; h < heads; h++)
+      turn(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P);
 }
 
 // y[rows, I] = silu(x[:, :I]) * x[:, I:].
