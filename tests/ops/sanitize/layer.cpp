@@ -55,4 +55,14 @@ CHECK(layer) {
     same("layer", x.data, x2.data, T * hidden);
     same("layer's residual", residual.data, residual2.data, T * hidden);
   }
+  const quire::Layer* both[] = {&l, &l};
+  const quire::Step* steps[] = {&s};
+  const int64_t groups[] = {0, 0};
+  auto x = random.bf16s(T * hidden);
+  Guarded<bf16> residual(T * hidden), x2(T * hidden), residual2(T * hidden);
+  memcpy(x2.data, x.data, T * hidden * 2);
+  quire_layers(both, groups, 2, steps, x, residual, l.first_norm, l.eps);
+  for (int first : {1, 0}) quire_layer(&l, &s, x2, residual2, first);
+  quire_add_rms_norm(x2, residual2, l.first_norm, T, hidden, l.eps, 0);
+  same("layers", x.data, x2.data, T * hidden);
 }

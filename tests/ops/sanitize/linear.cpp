@@ -39,6 +39,13 @@ void check_bf16(const Shape& s, bool gated, bool with_bias) {
   quire_pack(w, packed, s.outs, s.filled, s.ins, gated);
   quire_linear(x, apart, packed, with_bias ? bias.data : nullptr, y, width, s.rows, s.outs, s.ins, gated);
   const std::string name = named("linear", {s.rows, s.outs, s.filled, s.ins, gated, with_bias});
+  if (!gated) {
+    Guarded<int64_t> ids(s.filled);
+    Guarded<bf16> back(s.filled * s.ins);
+    for (long o = 0; o < s.filled; o++) ids[o] = o;
+    quire_unpack_rows(packed, ids, back, s.filled, s.ins);
+    same(name + " unpacked", back.data, w.data, s.filled * s.ins);
+  }
   std::vector<double> want;
   for (long r = 0; r < s.rows; r++) {
     std::vector<double> sums(s.outs);
