@@ -40,8 +40,7 @@ class BytePieces:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.cut = False
         """Inside a character."""
-        for token_id in context[-CONTEXT:]:
-            self._decode(token_id)
+        self._decode(*context[-CONTEXT:])
 
     def add(self, token_id: int) -> str:
         if token_id in self.skip:
@@ -50,8 +49,9 @@ class BytePieces:
             return text
         return self._decode(token_id)
 
-    def _decode(self, token_id: int) -> str:
-        text = self.decoder.decode(self.tokenizer.raw_bytes(token_id) or b"")
+    def _decode(self, *token_ids: int) -> str:
+        raw = [self.tokenizer.raw_bytes(token_id) or b"" for token_id in token_ids]
+        text = self.decoder.decode(b"".join(raw))
         self.cut = bool(self.decoder.getstate()[0])
         return text
 

@@ -70,14 +70,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.is_slow:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The fast one, for it computes no offsets, takes batches only.
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         if self.is_slow:
             return [self.encode(text, add_special_tokens) for text in texts]
-        # the fast one: no offsets are computed
         found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in found]
 

@@ -39,12 +39,15 @@ async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
         size = 0
         try:
             async with asyncio.timeout(patience or None) as clock:
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        break
-                    parts.append(part)
-                    if patience:
+                more = True
+                while more and size <= limit:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if more and patience:
                         clock.reschedule(asyncio.get_running_loop().time() + patience)
         except TimeoutError as error:
             raise ApiError(

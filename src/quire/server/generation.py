@@ -188,7 +188,8 @@ class Generation:
         """
         if self.timeout is not None:
             self._until = asyncio.get_running_loop().time() + self.timeout
-        self._counted.enter_context(self._counting())
+        if self.tenant is not None and self.tenant.name:
+            self._counted.enter_context(self._counting(self.tenant))
         for which in range(len(self.prompts)):
             self._running.append(await self._ask(which))
 
@@ -258,12 +259,9 @@ class Generation:
                 yield delta
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(self, tenant: Tenant) -> Iterator[None]:
         """What it costs is counted for its tenant, however it ends."""
-        tenant, metrics = self.tenant, self.state.metrics
-        if tenant is None or not tenant.name:
-            yield
-            return
+        metrics = self.state.metrics
         prompt = sum(count.prompt_tokens for count in self.counts)
         try:
             with tenant.asking(prompt):

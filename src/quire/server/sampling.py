@@ -55,11 +55,13 @@ def check(request: Sampling) -> None:
     refuse_later(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("`stream_options` needs `stream: true`", "stream_options")
-    most = env.get("MAX_N_SEQUENCES")
+    most = (
+        1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
+    )  # the variables cost as much as all the rest
     if not 1 <= request.n <= most:
         raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
-    if stops > (most := env.get("MAX_STOP_STRINGS")):
+    if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
         raise invalid(f"`stop` has {stops} strings; at most {most} are taken", "stop")
     for name, most in (
         ("stop_token_ids", MAX_LABELS),
