@@ -148,6 +148,7 @@ def attention(run: Run, found: dict[str, Any]) -> None:
 def float8(run: Run, found: dict[str, Any]) -> None:
     """Codes to the bit; products by row and by block, of every tile of the table; torch's own."""
     from quire.ops.triton import float8 as kernel
+    from quire.ops.triton import float8_wide
     from quire.quantization.fp8_weight import Float8Weight, quantize, torch_can
 
     torch.manual_seed(7)
@@ -163,8 +164,12 @@ def float8(run: Run, found: dict[str, Any]) -> None:
             same = torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
             found["bits"][f"codes of {tokens} tokens by {wide}"] = same and torch.equal(*(p[1] for p in (got, want)))  # fmt: skip
             pair = made.q_OI, made.scale
+            exact = made.plainly(x, None)
             y = kernel.product(got, pair, None, dtype, wide)
-            _note(found, f"product of {tokens} tokens by {wide}", y, made.plainly(x, None), BOUNDS[dtype])  # fmt: skip
+            _note(found, f"product of {tokens} tokens by {wide}", y, exact, BOUNDS[dtype])
+            if tokens == counts[-1]:
+                y = float8_wide.product(got, pair, None, dtype, wide)
+                _note(found, f"the same by descriptors, by {wide}", y, exact, BOUNDS[dtype])
     found["bits"]["torch's scaled product is used"] = torch_can(torch.device(run.device))
 
 

@@ -140,7 +140,7 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     """Activations are made codes within each."""
     from torch.nn import functional as F
 
-    from quire.ops.triton import float8
+    from quire.ops.triton import float8, float8_wide
     from quire.quantization.fp8_weight import quantize, scaled_product
 
     rows, (codes, scale) = quantize(weight), quantize(weight, wide)
@@ -158,6 +158,10 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     return {
         "bf16": lambda: x @ plain.T,
         "by row, ours": lambda: float8.product(float8.codes(x), rows, None, dtype),
+        "by row, descriptors": lambda: float8_wide.product(float8.codes(x), rows, None, dtype),
+        "by block, descriptors": lambda: float8_wide.product(
+            float8.codes(x, wide), blocks, None, dtype, wide, wide
+        ),
         "by row, torch's": lambda: scaled_product(float8.codes(x), rows, None, torch.bfloat16),
         "by block, ours": lambda: float8.product(
             float8.codes(x, wide), blocks, None, dtype, wide, wide

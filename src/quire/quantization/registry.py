@@ -94,7 +94,9 @@ def quantize_model(model: nn.Module, name: str, floats: bool = False) -> int:
     for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
             layer.join()
-            settle(layer, make(layer.weight, layer.silu, kernels_for(layer.weight.dtype)))
+            # Asked for only where they run: they may have to be compiled first.
+            kernels = None if floats else kernels_for(layer.weight.dtype)
+            settle(layer, make(layer.weight, layer.silu, kernels))
             count += 1
         elif isinstance(layer, Head) and layer.plain and not floats:
             table_VD = layer.table_VD

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.ops.triton import attention, batch, cache, float8, prepare, rows, sampling
+from quire.ops.triton import attention, batch, cache, float8, float8_wide, prepare, rows, sampling
 
 BF16 = torch.bfloat16
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -132,6 +132,10 @@ def launch_products(wide: int) -> None:
         coded = float8.codes(x, wide)
         for given in (None, bias):
             float8.product(coded, (weight, scale), given, BF16, wide, wide or 1)
+            if tokens > float8.FEW:
+                float8_wide.product(
+                    coded, (weight, scale), given, BF16, wide, wide or 1, programs=132
+                )
 
 
 LAUNCHES = {

@@ -13,7 +13,7 @@ import torch
 from ops.triton.place import DEVICE, DTYPES
 from torch import Tensor
 
-from quire.ops.triton import float8
+from quire.ops.triton import float8, float8_wide
 from quire.quantization import fp8_weight
 from quire.quantization.fp8_weight import E4M3, Float8Weight, quantize, scaled_product
 
@@ -119,6 +119,21 @@ def test_a_gated_weight_and_a_view_of_x() -> None:
     assert weight.multiply(x).shape == (7, 32)
     assert away(weight.multiply(x), weight.plainly(x, None)) < 2e-6
     assert weight.multiply(x[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("wide", [0, 32])
+def test_by_descriptors_the_sums_are_the_same(wide: int) -> None:
+    """More tiles than programs, and shapes that end inside a tile."""
+    torch.manual_seed(9)
+    tokens, outs, ins = 20, 40, 80
+    codes, scale = quantize(torch.randn(outs, ins), wide)
+    weight = codes.to(DEVICE), scale.to(DEVICE)
+    x = float8.codes(torch.randn(tokens, ins, device=DEVICE), wide)
+    bias = torch.randn(outs, device=DEVICE)
+    for given in (None, bias):
+        call = (x, weight, given, torch.float32, wide, 1, SMALL)
+        assert float8_wide.takes(ins)
+        assert torch.equal(float8_wide.product(*call, programs=2), float8.product(*call, parts=1))
 
 
 def test_the_table_of_ways() -> None:

@@ -32,7 +32,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     written = {
         line.split("(")[0].removeprefix("def ")
         for file in (HERE.parents[2] / "src/quire/ops/triton").glob("*.py")
-        if capability >= 89 or file.name != "float8.py"  # no instructions for 8-bit floats
+        if capability >= 89 or "float8" not in file.name  # no instructions for 8-bit floats
         for line in file.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
@@ -41,7 +41,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
         assert line["shared"] <= MOST_SHARED[capability], line
         # Products in float32 are a mode for comparing, and spill.
         assert line["stack"] <= MOST_STACK[capability] or "float32" in line["what"], line
-    names = ("attend_kernel", "product_kernel")
+    names = ("attend_kernel", "product_kernel", "wide_kernel")
     products = [x for x in found if x["kernel"] in names and "float32" not in x["what"]]
     assert all(x["wgmma"] + x["mma"] for x in products)
     if capability == 90:
