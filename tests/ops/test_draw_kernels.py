@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.ops import choose
 from quire.ops.cpu import build, isa, library
 from quire.worker.sample.draw import draw, draw_among, keys, seed_words
 from quire.worker.sample.limits import Limits, draw_limited, full_threshold
@@ -52,6 +53,26 @@ def test_they_draw_the_same_tokens_from_the_same_survivors(native: NativeDrawing
         assert torch.equal(mine_S, draw_limited(scaled_SV, limits, keys_2S))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", SIZES)
+def test_one_pass_gives_the_same_tokens(native: NativeDrawing, vocab: int, dtype: torch.dtype):
+    for seed in range(12):
+        dice = np.random.default_rng(seed)
+        logits_SV, limits, _ = some(9, vocab, seed)
+        logits_SV = logits_SV.to(dtype)
+        seeds_S, lengths_S = seed_words(list(range(9))), dice.integers(0, 99_999, 9)
+        temperature_S = dice.choice([0.0, 0.3, 1.0, 1.7], 9).astype(np.float32)
+        tokens_S, whole_S = native.sample(logits_SV, temperature_S, limits, seeds_S, lengths_S)
+        assert torch.equal(whole_S, logits_SV.amax(dim=-1).float())
+        greedy_S = torch.from_numpy(temperature_S == 0)
+        assert torch.equal(tokens_S[greedy_S], choose.best.reference(logits_SV[greedy_S])[0])
+        warm = np.where(temperature_S == 0, np.float32(1), temperature_S)
+        scaled_SV = logits_SV.float() / torch.from_numpy(warm)[:, None]
+        keys_2S = torch.from_numpy(keys(seed_words(list(range(9))), lengths_S))
+        want_S = native.draw_limited(scaled_SV, limits, keys_2S)
+        assert torch.equal(tokens_S[~greedy_S], want_S[~greedy_S])
+
+
 def test_a_row_does_not_depend_on_those_beside_it(native: NativeDrawing):
     scaled_SV, limits, keys_2S = some(17, 3000, 1)
     together = native.draw_limited(scaled_SV, limits, keys_2S)
@@ -81,3 +102,7 @@ def test_rows_without_sense_hurt_nobody(native: NativeDrawing):
     after = native.draw_limited(scaled_SV, limits, keys_2S)
     assert after[[1, 4]].tolist() == before[[1, 4]].tolist()
     assert ((after >= 0) & (after < 700)).all()
+    ones, seeds_S, lengths_S = np.ones(5, np.float32), np.zeros(5, np.uint32), np.arange(5)
+    tokens_S, whole_S = native.sample(scaled_SV, ones, limits, seeds_S, lengths_S)
+    assert whole_S.isfinite().tolist() == [False, True, False, False, True]
+    assert ((tokens_S >= 0) & (tokens_S < 700)).all()

@@ -63,6 +63,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "bar": (_P, _L, _P, _L, _L),
     "draw": (_P, _L, _P, _P, _P, _L, _L, _P),
     "cut": (_P, _L, _P, _P, _P, _L, _L, _P),
+    "sample": (_P, _L, _I, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P),
     "layer": (_P, _P, _P, _P, _I),
     "layers": (_P, _P, _L, _P, _P, _P, _P, _F),
 }
@@ -89,6 +90,7 @@ class Kernels:
     bar: Callable[..., None]
     draw: Callable[..., None]
     cut: Callable[..., None]
+    sample: Callable[..., None]
     layer: Callable[..., None]
     layers: Callable[..., None]
 

@@ -25,6 +25,9 @@ class Drawing(NamedTuple):
     full_threshold: Callable[[Tensor, Limits], Tensor] = full_threshold
     score: Callable[[Tensor, Tensor, int, Tensor | None, bool], Scored] = score
     penalties: Callable[[], Processor] = Penalties
+    sample: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """(logits_SV as the model gives them, temperature_S (0: the best), limits, seeds_S, lengths_S) -> (tokens_S, the
+    highest logit of each row): what the others would give for rows without rules and scores, if there is such a way."""
 
 
 PLAIN = Drawing()

@@ -17,7 +17,7 @@ from quire.worker.sample.limits import Limits
 
 
 class NativeDrawing:
-    """`draw`, `draw_limited` and `full_threshold` as the plain functions give them."""
+    """`draw`, `draw_limited` and `full_threshold` as the plain functions give them; `sample` the same in one pass."""
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
@@ -40,14 +40,40 @@ class NativeDrawing:
         count, vocab = logits_SV.shape
         top_k = np.ascontiguousarray(limits.top_k, np.int64)
         top_p = np.ascontiguousarray(limits.top_p, np.float64)
-        with np.errstate(divide="ignore"):
-            log_min_p = np.log(limits.min_p)
+        log_min_p = _log(limits.min_p)
         floor_S1 = torch.empty((count, 1))
         self.kernels.cut(
             logits_SV.data_ptr(), logits_SV.stride(0), top_k.ctypes.data, top_p.ctypes.data, log_min_p.ctypes.data,
             count, vocab, floor_S1.data_ptr(),
         )  # fmt: skip
         return floor_S1
+
+    def sample(
+        self,
+        logits_SV: Tensor,
+        temperature_S: np.ndarray,
+        limits: Limits,
+        seeds_S: np.ndarray,
+        lengths_S: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Drawing.sample`."""
+        is_bf16 = logits_SV.dtype == torch.bfloat16 and logits_SV.stride(1) == 1
+        logits_SV = logits_SV if is_bf16 else _rows(logits_SV)
+        count, vocab = logits_SV.shape
+        log_min_p = _log(limits.min_p) if any(limits.min_p.tolist()) else None
+        tokens_S, whole_S = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        self.kernels.sample(
+            logits_SV.data_ptr(), logits_SV.stride(0), is_bf16, temperature_S.ctypes.data,
+            limits.top_k.ctypes.data, limits.top_p.ctypes.data, None if log_min_p is None else log_min_p.ctypes.data,
+            seeds_S.ctypes.data, lengths_S.ctypes.data, count, vocab, tokens_S.data_ptr(), whole_S.data_ptr(),
+        )  # fmt: skip
+        return tokens_S, whole_S
+
+
+def _log(min_p: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        found: np.ndarray = np.log(min_p)
+    return found
 
 
 def _rows(logits_SV: Tensor) -> Tensor:
@@ -59,4 +85,4 @@ def _rows(logits_SV: Tensor) -> Tensor:
 def native(kernels: Kernels) -> Drawing:
     """The set for a sink on a CPU."""
     how = NativeDrawing(kernels)
-    return Drawing(how.draw, how.draw_limited, how.full_threshold)
+    return Drawing(how.draw, how.draw_limited, how.full_threshold, sample=how.sample)

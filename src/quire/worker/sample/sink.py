@@ -170,6 +170,11 @@ class SampleSink:
             words_SW = self.pipeline.allowed(stage, vocab, rows_S, lengths_S, errors)
             tokens_S, outcome.whole_S, kept_S = choose.best(logits_SV, words_SW)
             outcome.kept_S = kept_S if stage else None
+        elif self.how.sample is not None and not (stage or asked or self._late(rows_S)):
+            temperature_S = np.where(self.greedy[rows_S], np.float32(0), self.temperature[rows_S])
+            limits, seeds_S = self.limits[rows_S], self.seeds[rows_S]
+            drawn = self.how.sample(logits_SV, temperature_S, limits, seeds_S, lengths_S)
+            tokens_S, outcome.whole_S = drawn
         else:
             logits_SV = logits_SV.float()
             outcome.whole_S = logits_SV.amax(dim=-1)
@@ -190,6 +195,10 @@ class SampleSink:
         if self.pipeline.watched:
             self.pipeline.drawn(rows_S, tokens_S.tolist())
 
+    def _late(self, rows_S: np.ndarray) -> list[tuple[Processor, np.ndarray]]:
+        """The processors that see logits divided by the temperature."""
+        return self.pipeline.stage(rows_S, changes_argmax=False)
+
     def _draw(
         self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, errors: dict[int, str]
     ) -> tuple[Tensor, Tensor, bool]:
@@ -198,7 +207,7 @@ class SampleSink:
         if greedy_S.all():
             return choose.best(logits_SV)[0], logits_SV, False
         scaled_SV = logits_SV / self.rows.tensor(self.temperature[rows_S])[:, None]
-        stage = self.pipeline.stage(rows_S, changes_argmax=False)
+        stage = self._late(rows_S)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
         keys_2S = self.rows.tensor(keys(self.seeds[rows_S], lengths_S))
         plain_S = ~(greedy_S | limited_S)

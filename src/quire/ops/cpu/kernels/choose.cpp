@@ -3,18 +3,9 @@
 // Among equals the lowest id is best. Bit i % 32 of word i / 32 is token i; there is a word for every 32 tokens.
 #include "common.h"
 #include "exports.h"
+#include "logits.h"
 
 namespace quire {
-
-inline Floats sixteen(const float* p) { return load(p); }
-inline Floats sixteen(const bf16* p) { return widen(p); }
-inline float one(const float* p) { return *p; }
-inline float one(const bf16* p) {
-  const uint32_t bits = (uint32_t)*p << 16;
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
 
 alignas(64) static const int32_t PLACES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 alignas(64) static const int32_t POWERS[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,

@@ -7,6 +7,7 @@
 
 #include "common.h"
 #include "exports.h"
+#include "logits.h"
 
 namespace quire {
 
@@ -27,6 +28,14 @@ inline Ints mix(Ints x) {
   x = x ^ logical_right(x, 15);
   x = wrapping_times(x, ints((int32_t)0x846CA68B));
   return x ^ logical_right(x, 16);
+}
+
+inline uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7FEB352D;
+  x ^= x >> 15;
+  x *= 0x846CA68B;
+  return x ^ x >> 16;
 }
 
 // log x of normal positive x, to about 1e-7 of itself (Cephes: 2^e * m with m from sqrt(1/2) to sqrt 2, a polynomial of m - 1).
@@ -72,7 +81,7 @@ inline Floats gumbel(Ints x, int32_t b) {
 }
 
 // Sixteen tokens from `v` on; beyond V they are -inf.
-inline Floats sixteen(const float* x, long v, long V) {
+inline Floats up_to_sixteen(const float* x, long v, long V) {
   if (v + 16 <= V) return load(x + v);
   alignas(64) float edge[16];
   for (int i = 0; i < 16; i++) edge[i] = v + i < V ? x[v + i] : -INFINITY;
@@ -81,20 +90,19 @@ inline Floats sixteen(const float* x, long v, long V) {
 
 inline float top_of(const float* x, long V) {
   Floats top = floats(-INFINITY);
-  for (long v = 0; v < V; v += 16) top = max(sixteen(x, v, V), top);
+  for (long v = 0; v < V; v += 16) top = max(up_to_sixteen(x, v, V), top);
   return max_of(top);
 }
 
 // -- the draw --------------------------------------------------------------------------------------------------------
 
 // The token of the largest x + noise among those not below `floor`; of equals the first. 0 if there is none.
-long draw(const float* x, long V, int32_t a, int32_t b, float floor) {
-  const float top = top_of(x, V);
+long draw(const float* x, long V, float top, int32_t a, int32_t b, float floor) {
   Floats best = floats(-INFINITY);
   Ints found = ints(0);
   float sure = -INFINITY;  // what some token reaches
   for (long v = 0; v < V; v += 16) {
-    const Floats value = sixteen(x, v, V);
+    const Floats value = up_to_sixteen(x, v, V);
     const float most = max_of(value);
     if (!(most >= floor) || most + MOST_NOISE < sure) continue;
     const Ints ids = load(PLACES) + (int32_t)v;
@@ -151,7 +159,7 @@ void fill(Histogram& h, const float* x, long V, float top, float floor) {
   h.clear();
   for (long v = 0; v < V; v += 16) {
     const long here = std::min<long>(16, V - v);
-    const Floats value = sixteen(x, v, V);
+    const Floats value = up_to_sixteen(x, v, V);
     if (!(max_of(value) >= floor)) continue;
     store(values, value);
     store(e, exp_of(max(value - floats(top), floats(-87.f))));
@@ -167,7 +175,7 @@ void collect(Histogram& h, const float* x, long V, float top, float floor, int32
   alignas(64) int32_t places[16];
   h.inside.clear();
   for (long v = 0; v < V; v += 16) {
-    const Floats value = sixteen(x, v, V);
+    const Floats value = up_to_sixteen(x, v, V);
     if (!(max_of(value) >= floor)) continue;
     store(places, bucket_of(value, top));
     store(values, value);
@@ -184,8 +192,7 @@ inline int64_t weight(float value, float top) {
 }
 
 // The lowest logit that survives; -inf if all do.
-float cut(Histogram& h, const float* x, long V, long top_k, double top_p, double log_min_p) {
-  const float top = top_of(x, V);
+float cut(Histogram& h, const float* x, long V, float top, long top_k, double top_p, double log_min_p) {
   if (!(fabsf(top) < INFINITY)) return -INFINITY;
   float floor = log_min_p == -INFINITY ? -INFINITY : std::min((float)(top + log_min_p), top);
   const bool ranked = 0 < top_k && top_k < V;
@@ -216,6 +223,30 @@ float cut(Histogram& h, const float* x, long V, long top_k, double top_p, double
   return floor;
 }
 
+// -- both, of logits as they come ------------------------------------------------------------------------------------
+
+// y = x / temperature. Returns the highest of x, NaN if one is NaN or +inf.
+template <class T>
+float scaled(const T* x, float* y, long V, float temperature) {
+  Floats top = floats(-INFINITY), wrong = floats(0.f);
+  long v = 0;
+  for (; v + 16 <= V; v += 16) {
+    const Floats value = sixteen(x + v);
+    wrong = select(less(value, floats(INFINITY)), wrong, floats(1.f));
+    top = max(value, top);
+    store(y + v, temperature == 1.f ? value : value / floats(temperature));
+  }
+  float most = max_of(top);
+  bool bad = sum_of(wrong) > 0.f;
+  for (; v < V; v++) {
+    const float value = one(x + v);
+    bad |= !(value < INFINITY);
+    most = most < value ? value : most;
+    y[v] = value / temperature;
+  }
+  return bad ? NAN : most;
+}
+
 }  // namespace
 
 }  // namespace quire
@@ -226,7 +257,10 @@ using namespace quire;
 EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors, long rows, long V,
                        int64_t* tokens) {
 #pragma omp parallel for if (rows > 1) schedule(dynamic)
-  for (long r = 0; r < rows; r++) tokens[r] = draw(x + r * step, V, a[r], b[r], floors ? floors[r] : -INFINITY);
+  for (long r = 0; r < rows; r++) {
+    const float* row = x + r * step;
+    tokens[r] = draw(row, V, top_of(row, V), a[r], b[r], floors ? floors[r] : -INFINITY);
+  }
 }
 
 // top_k 0, top_p 1 and log_min_p -inf limit nothing.
@@ -236,6 +270,36 @@ EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const dou
   {
     static thread_local Histogram histogram;
 #pragma omp for schedule(dynamic)
-    for (long r = 0; r < rows; r++) floors[r] = cut(histogram, x + r * step, V, top_k[r], top_p[r], log_min_p[r]);
+    for (long r = 0; r < rows; r++) {
+      const float* row = x + r * step;
+      floors[r] = cut(histogram, row, V, top_of(row, V), top_k[r], top_p[r], log_min_p[r]);
+    }
+  }
+}
+
+// Cut and draw in one pass over x, which is float32 or bf16. A temperature of 0 takes the best; log_min_p may be null.
+// seeds and positions make the words a and b. whole: the highest logit of each row, NaN if one is NaN or +inf.
+EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* temperatures, const int64_t* top_k,
+                         const double* top_p, const double* log_min_p, const uint32_t* seeds, const int64_t* positions,
+                         long rows, long V, int64_t* tokens, float* whole) {
+#pragma omp parallel if (rows > 1)
+  {
+    static thread_local Histogram histogram;
+    static thread_local Scratch<float> keep;
+    float *row = keep.at_least(V), kept;
+#pragma omp for schedule(dynamic)
+    for (long r = 0; r < rows; r++) {
+      const char* from = (const char*)x + r * step * (is_bf16 ? sizeof(bf16) : sizeof(float));
+      const float temperature = temperatures[r];
+      if (temperature == 0.f) {
+        quire_best(from, step, is_bf16, nullptr, 1, V, tokens + r, whole + r, &kept);
+        continue;
+      }
+      whole[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
+      const float top = whole[r] / temperature;
+      const float floor = cut(histogram, row, V, top, top_k[r], top_p[r], log_min_p ? log_min_p[r] : -INFINITY);
+      const uint32_t a = mix(seeds[r] ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
+      tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, floor);
+    }
   }
 }
