@@ -33,8 +33,8 @@ def make_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def make_checkpoint(folder: Path) -> str:
-    """The path of a model that serves."""
+def make_checkpoint(folder: Path, length: int = LENGTH) -> str:
+    """The path of a model that serves; `length`: tokens of a prompt and its answer."""
     vocabulary = make_tokenizer(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -46,7 +46,7 @@ def make_checkpoint(folder: Path) -> str:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD,
-        "max_position_embeddings": LENGTH,
+        "max_position_embeddings": length,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

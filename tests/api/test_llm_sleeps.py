@@ -53,7 +53,7 @@ def test_sleep_waits_for_other_threads_and_they_for_nobody(llm: LLM):
     while len(told) < 3:
         time.sleep(0.001)
     llm.sleep(mode="wait")
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert set(told[:-1]) == {"length"}
     assert "call wake_up() first" in told[-1]

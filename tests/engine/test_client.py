@@ -109,7 +109,7 @@ def test_calls_are_answered_while_another_thread_waits_for_outputs() -> None:
     while not (seen and seen[-1].finish):
         pass
     client.close()
-    reader.join(5)
+    reader.join(60)
     assert not reader.is_alive()
     assert seen.pop().id == ""
     assert seen[0].tokens == [next_token([1, 2, 3], None)]

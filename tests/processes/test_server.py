@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -20,19 +21,19 @@ from tiny_llama import make_checkpoint
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+LONG = 2000  # tokens: seconds of work, for what has to happen in the middle of it
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), length=2048)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: str) -> Iterator[Served]:
-    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "3"}
-    with Served(
-        checkpoint, "--served-model-name", "tiny", "--max-num-queued-reqs", "40", env=dev
-    ) as found:
+    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "5"}
+    flags = ["--max-num-queued-reqs", "40", "--kv-cache-memory-bytes", "20M"]
+    with Served(checkpoint, "--served-model-name", "tiny", *flags, env=dev) as found:
         yield found
 
 
@@ -107,17 +108,19 @@ def test_a_stop_string_ends_the_text_and_never_shows(server: Served):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
-    body = {"prompt": ["a"] * 20, "max_tokens": 240, "ignore_eos": True, "stream": stream}
+    body = {"prompt": ["a"] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     before = server.metric("vllm:generation_tokens_total")
-    with httpx.Client(base_url=server.url, timeout=0.15) as client:
-        try:
-            with client.stream("POST", TEXT, json=body) as answer:
-                next(answer.iter_lines())
-        except httpx.ReadTimeout:
-            assert not stream
-    until(lambda: server.client.get("/load").json() == {"server_load": 0}, 5)
-    until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
-    assert server.metric("vllm:generation_tokens_total") - before < 20 * 240
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    client.request("POST", TEXT, json.dumps(body), {"Content-Type": "application/json"})
+    if stream:
+        with client.getresponse() as answer:
+            assert answer.readline()
+    else:
+        until(lambda: server.metric("vllm:num_requests_running") == 20)
+    client.close()
+    until(lambda: server.client.get("/load").json() == {"server_load": 0})
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:generation_tokens_total") - before < 20 * LONG
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
@@ -174,15 +177,15 @@ def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.Signals):
     """While 32 streams run: each ends in full or with an error, soon; and the server serves again by itself."""
-    body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
     begun, ends = threading.Barrier(33), dict[int, str]()
     before = server.metric("quire:process_restarts_total")
 
     def run(at: int) -> None:
-        with httpx.stream("POST", server.url + TEXT, json=body, timeout=30) as answer:
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            begun.wait(30)
+            begun.wait(60)
             rest = [line.removeprefix("data: ") for line in lines if line]
         assert rest[-1] == "[DONE]"
         ends[at] = rest[-2]
@@ -191,12 +194,10 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     for thread in threads:
         thread.start()
     (engine,) = [child for child in children(server.process.pid) if has_torch(child)]
-    begun.wait(30)
+    begun.wait(60)
     os.kill(engine, blow)
-    struck = time.monotonic()
     for thread in threads:
-        thread.join(30)
-    assert time.monotonic() - struck < 30
+        thread.join(60)
     assert len(ends) == 32
     errors = [end for end in ends.values() if '"error":{"message":"' in end]
     assert errors  # some were in the middle
@@ -209,10 +210,16 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
 
 
 def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
-    with Served(checkpoint, "--shutdown-timeout", "30", "--api-key", "k") as server:
+    flags = ["--shutdown-timeout", "60", "--api-key", "k", "--kv-cache-memory-bytes", "20M"]
+    with Served(checkpoint, *flags) as server:
         server.client.headers["Authorization"] = "Bearer k"
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", TEXT, json=body) as answer:
+        held = body | {"max_tokens": LONG, "n": 8}  # as long as this runs the server does
+        with (
+            server.client.stream("POST", TEXT, json=held) as last,
+            server.client.stream("POST", TEXT, json=body) as answer,
+        ):
+            next(last.iter_lines())
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -224,10 +231,11 @@ def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
             assert late.headers["retry-after"]
             assert httpx.get(f"{server.url}/health/ready").status_code == 503
             events = [line for line in lines if line]
+            engines = children(server.process.pid)
+            assert engines
         assert events[-1] == "data: [DONE]"
-        last = json.loads(events[-2].removeprefix("data: "))
-        assert last["choices"][0]["finish_reason"] == "length"
-        engines = children(server.process.pid)
+        end = json.loads(events[-2].removeprefix("data: "))
+        assert end["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
         assert not [child for child in engines if Path(f"/proc/{child}").exists()]
 

@@ -86,7 +86,7 @@ class Call:
         )
 
     async def next(self) -> dict[str, Any]:
-        return await asyncio.wait_for(self.outgoing.get(), 5)
+        return await asyncio.wait_for(self.outgoing.get(), 60)
 
     async def frame(self) -> str:
         """The next event of the body; several may come in one piece."""
@@ -100,7 +100,7 @@ class Call:
         self.incoming.put_nowait({"type": "http.disconnect"})
 
     async def ended(self) -> None:
-        await asyncio.wait_for(self.task, 5)
+        await asyncio.wait_for(self.task, 60)
 
 
 @asynccontextmanager

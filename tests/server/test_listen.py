@@ -30,7 +30,7 @@ async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
     for data in sent:
         reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
         writer.write(data)
-        answers.append(await asyncio.wait_for(reader.read(), 5))
+        answers.append(await asyncio.wait_for(reader.read(), 60))
         writer.close()
     server.should_exit = True
     await serving

@@ -27,7 +27,7 @@ def with_client(
         async with openai.AsyncOpenAI(
             base_url="http://server/v1", api_key=key, max_retries=0, http_client=httpx.AsyncClient(transport=transport), **options
         ) as client:  # fmt: skip
-            return await asyncio.wait_for(work(client), 20)
+            return await asyncio.wait_for(work(client), 60)
 
     return asyncio.run(go())
 

@@ -21,7 +21,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 10))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 

@@ -107,7 +107,7 @@ def serving(state: ServerState) -> Iterator[str]:
         yield url
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 

@@ -72,7 +72,7 @@ async def asked(port: int, trusted: Path, own: Path | None = None) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
     try:
-        return (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n")[0]
+        return (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n")[0]
     finally:
         writer.close()
 

@@ -274,7 +274,7 @@ def test_compiling_holds_up_nobody_else(checkpoint: str, monkeypatch: pytest.Mon
     go, compile_ = threading.Event(), Compiler._compile
 
     def slow(self: Compiler, form: Form) -> Any:
-        go.wait(20)
+        go.wait(60)
         return compile_(self, form)
 
     monkeypatch.setattr(Compiler, "_compile", slow)

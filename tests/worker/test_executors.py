@@ -183,7 +183,7 @@ def test_a_killed_worker_is_noticed(process):
         process.launch(StepPlan(2, [], [Work(0, 1)], [])).result()
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         process.launch(StepPlan(3, [], [Work(0, 1)], []))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_close_ends_the_child():
@@ -217,7 +217,7 @@ def test_no_orphan_when_the_parent_is_killed():
         child = int(parent.stdout.readline())
         assert _lives(child)
         parent.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while _lives(child) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _lives(child)

@@ -39,7 +39,7 @@ def resident(tensor: torch.Tensor, start: int, end: int) -> float:
 
 
 def until(tensor: torch.Tensor, block: int) -> None:
-    for _ in range(500):
+    for _ in range(6000):  # a thread of low priority, on a machine that may be busy
         if resident(tensor, 0, block * EACH) == 1:
             return
         time.sleep(0.01)

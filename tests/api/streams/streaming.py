@@ -28,7 +28,7 @@ def executor(llm: AsyncLLM) -> pagemodel.Executor:
 
 def run(work: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(work, 20)
+        return await asyncio.wait_for(work, 60)
 
     return asyncio.run(bounded())
 
