@@ -7,8 +7,8 @@
 // bytes: y = (sum - 128 * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
+#include "blocks.h"
 #include "exports.h"
-#include "product.h"
 
 namespace quire {
 
@@ -34,22 +34,30 @@ inline Floats value(const Job<Int8>& job, long row, long out, const int32_t* sum
   return fma(exact, floats(job.x_scale[row]) * load(job.w_scale + out), bias);
 }
 
-// What becomes of a row's 32 sums.
+// What a row's sums become, 16 and 16: 32 values of y, or in `left` 16 of a gated one.
 template <Kind KIND, class F>
-inline void finish(const Job<F>& job, long row, long panel, const typename F::Sum* sums) {
+inline void values(const Job<F>& job, long row, long panel, const typename F::Sum* sums, const typename F::Sum* later,
+                   Floats& left, Floats& right) {
   const long out = panel * (KIND == GATED ? 16 : 32), other = out + (KIND == GATED ? job.outs / 2 : 16);
   const auto bias = [&](long at) { return job.bias ? widen(job.bias + at) : floats(0.f); };
-  const Floats left = value(job, row, out, sums, bias(out)), right = value(job, row, other, sums + 16, bias(other));
-  bf16* y = job.y + row * job.y_row + out;
+  left = value(job, row, out, sums, bias(out)), right = value(job, row, other, later, bias(other));
+  if (KIND == GATED) left = rounded(silu_of(rounded(left))) * rounded(right);
+}
+
+template <Kind KIND, class F>
+inline void finish(const Job<F>& job, long row, long panel, const typename F::Sum* sums, const typename F::Sum* later) {
+  Floats left, right;
+  values<KIND>(job, row, panel, sums, later, left, right);
+  bf16* y = job.y + row * job.y_row + panel * (KIND == GATED ? 16 : 32);
   if (KIND == GATED)
-    store(y, rounded(silu_of(rounded(left))) * rounded(right));
+    store(y, left);
   else
     store(y, left, right);
 }
 
 template <Kind KIND, class F>
 inline void finish_rows(const Job<F>& job, long first, int rows, long panel, const typename F::Sum* sums) {
-  for (int r = 0; r < rows; r++) finish<KIND>(job, first + r, panel, sums + r * 32);
+  for (int r = 0; r < rows; r++) finish<KIND>(job, first + r, panel, sums + r * 32, sums + r * 32 + 16);
 }
 
 #ifdef QUIRE_AMX
@@ -67,7 +75,7 @@ struct Beside {
   int row, rows, each;
   void step() {
     ahead.step();
-    for (int end = std::min(row + each, rows); row < end; row++) finish<KIND>(*job, row, panel, sums + row * 32);
+    for (int end = std::min(row + each, rows); row < end; row++) finish<KIND>(*job, row, panel, sums + row * 32, sums + row * 32 + 16);
   }
 };
 
@@ -102,8 +110,9 @@ inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
   }
 }
 
+// Rows too few for blocks.h: what memory takes is most of their time.
 template <Kind KIND, class F>
-void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Value* x) {
+void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Value* x) {
   constexpr long DEEP = 8;  // steps for which 32 rows of x and a panel stay in the L1 cache
   constexpr long A_STEP = STEP_BYTES / sizeof(typename F::Value), A_HALF = A_STEP / 2;
   static thread_local Scratch<typename F::Sum> keep;
@@ -136,22 +145,149 @@ void many_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
   }
 }
 
+constexpr long MANY = 512;  // rows, from which on blocks.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
+
+// What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished.
+template <Kind KIND, class F>
+struct BesideBlock {
+  using Sum = typename F::Sum;
+  const Job<F>& job;
+  long lines, each;             // of weights, and rows, for a step
+  bool streams;                 // lines of y go to memory past the caches
+  bf16* halves;                 // where a gated panel, half a line of y, waits for its neighbour then; its row 0 is `first`
+  long first;
+  const char* ahead = nullptr;  // weights that come next
+  // A block is multiplied, and finished but for its rows from `next` on.
+  const Sum* sums = nullptr;
+  long row = 0, rows = 0, panel = 0, next = 0;
+
+  void begin(const Sum* of_block, long first, long count, long at_panel) {
+    sums = of_block, row = first, rows = count, panel = at_panel, next = 0;
+  }
+  void step() {
+    for (long i = 0; i < lines; i++) fetch(ahead + i * LINE);
+    ahead += lines * LINE;
+    finish_to(std::min(rows, next + each));
+  }
+  void finish_to(long end) {
+    for (; next < end; next++) {
+      const Sum *early = sums + next / 16 * 2 * TILE_SUMS + next % 16 * 16, *later = early + TILE_SUMS;
+      if (streams)
+        finish_streamed(row + next, early, later);
+      else
+        finish<KIND>(job, row + next, panel, early, later);
+    }
+  }
+  void finish_streamed(long r, const Sum* early, const Sum* later) {
+    Floats left, right;
+    values<KIND>(job, r, panel, early, later, left, right);
+    if (KIND == PLAIN)
+      stream(job.y + r * job.y_row + panel * 32, left, right);
+    else if (panel % 2 == 0)
+      store(halves + (r - first) * 16, left);
+    else
+      stream(job.y + r * job.y_row + panel / 2 * 32, widen(halves + (r - first) * 16), left);
+  }
+};
+
+// Rows [row0, row1) and panels [panel0, panel1): a thread's share.
+struct Share {
+  long row0, row1, panel0, panel1;
+};
+
+// How many rows stay in the L2 cache beside the weights that pass by: a tile or more.
+template <class F>
+long rows_at_once(const Job<F>& job) {
+  return std::max<long>(6, (1280 << 10) / (job.steps() * HALF_BYTES)) * 16;
+}
+
+// Each thread copies its rows, and reads its panels once for each rows_at_once: as little of both as can be.
+template <class F>
+Share share(const Job<F>& job, long thread, long team) {
+  const long tiles = (job.rows + 15) / 16, panels = job.outs / 64 * 2, most = rows_at_once(job);
+  long best = 0, parts = 1;
+  for (long n = 1; n <= std::min(team, tiles / 6); n++) {  // no fewer rows than are worth a block
+    const long rows = (tiles + n - 1) / n * 16, cost = rows + (rows + most - 1) / most * job.outs * n / team;
+    if (team % n == 0 && (n == 1 || cost <= best)) best = cost, parts = n;
+  }
+  const long others = team / parts, part = thread / others, other = thread % others;
+  // In pairs, for the whole lines of gated panels; the last may be alone.
+  const auto cut = [&](long i) { return i == others ? job.outs / 32 : panels / 2 * i / others * 2; };
+  return {tiles * part / parts * 16, std::min(job.rows, tiles * (part + 1) / parts * 16), cut(other), cut(other + 1)};
+}
+
+// Whether y is better written past the caches: its lines are read else before they are written, and what is more than half of
+// the L2 cache is gone before it is used. qkv of 1024 rows: 1.9 -> 2.7 TFLOP/s; its reader loses a tenth of that.
+template <Kind KIND, class F>
+bool better_streamed(const Job<F>& job, const Share& mine) {
+  const bool whole_lines = (uintptr_t)job.y % LINE == 0 && job.y_row * 2 % LINE == 0;
+  const bool pairs = KIND == PLAIN || mine.panel1 % 2 == 0;
+  return whole_lines && pairs && (mine.row1 - mine.row0) * (mine.panel1 - mine.panel0) * (KIND == GATED ? 32 : 64) > 1 << 20;
+}
+
+template <Kind KIND, class F>
+void many_rows(const Job<F>& job, const Share& mine, long first, long rows) {
+  using Sum = typename F::Sum;
+  static thread_local Scratch<char> keep_x;
+  static thread_local Scratch<bf16> keep_halves;
+  alignas(64) Sum sums[2][MOST_TILES * 2 * TILE_SUMS];
+  const long steps = job.steps(), row_bytes = steps * 64;
+  const Groups groups(rows);
+  char* x = keep_x.at_least(groups.tiles * 16 * row_bytes);
+  for (long g = 0; g < groups.count; g++) {
+    const long row = groups.first(g) * 16;
+    gather(job.x + (first + row) * job.x_row, job.x_row, rows - row, steps, groups.size(g), x + row * row_bytes);
+  }
+  const long lines = (32 + groups.count - 1) / groups.count, each = (MOST_TILES * 16 + steps - 1) / steps;
+  bf16* halves = KIND == GATED ? keep_halves.at_least(rows * 16) : nullptr;
+  BesideBlock<KIND, F> beside{job, lines, each, better_streamed<KIND>(job, mine), halves, first};
+  int turn = 0;
+  for (long panel = mine.panel0; panel < mine.panel1; panel++) {
+    const char* w = (const char*)job.w + panel * steps * STEP_BYTES;
+    beside.ahead = w + steps * STEP_BYTES;
+    for (long g = 0; g < groups.count; g++, turn ^= 1) {
+      const long row = groups.first(g) * 16;
+      if (groups.size(g) == 3)
+        multiply_three<F>(x + row * row_bytes, w, steps, sums[turn], beside);
+      else
+        multiply_two<F>(x + row * row_bytes, w, steps, sums[turn], beside);
+      beside.finish_to(beside.rows);
+      beside.begin(sums[turn], first + row, std::min(groups.size(g) * 16L, rows - row), panel);
+    }
+  }
+  beside.finish_to(beside.rows);
+  end_streams();
+}
+
+template <Kind KIND, class F>
+void many_rows(const Job<F>& job, const Share& mine) {
+  const long rows = mine.row1 - mine.row0, most = rows_at_once(job), tiles = (rows + 15) / 16;
+  const long blocks = (rows + most - 1) / most;
+  begin_products();
+  for (long i = 0; i < blocks; i++) {
+    const long row0 = tiles * i / blocks * 16, row1 = std::min(rows, tiles * (i + 1) / blocks * 16);
+    many_rows<KIND>(job, mine, mine.row0 + row0, row1 - row0);
+  }
+}
+
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
   static Scratch<typename F::Value> shared;  // one call at a time: the engine's loop is one thread
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
-  auto* x = job.rows > 32 ? shared.at_least(padded * job.ins) : nullptr;
+  auto* x = job.rows > 32 && job.rows < MANY ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
-    if (!x) {
+    if (job.rows <= 32) {
       few_rows<KIND>(job, panel0, panel1);
+    } else if (job.rows >= MANY) {
+      many_rows<KIND>(job, share(job, t, team));
     } else {
       for (long m = padded / 32 * t / team; m < padded / 32 * (t + 1) / team; m++)
         gather_rows(job, m * 32, x + m * 32 * job.ins);
 #pragma omp barrier
-      many_rows<KIND>(job, panel0, panel1, x);
+      some_rows<KIND>(job, panel0, panel1, x);
     }
     end_products();
   }
