@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.layers.rotary import RECIPES, Rotary
+from quire.layers.rotary import KEPT, RECIPES, Rotary
 from quire.models.hf import TextConfig, rope_parameters
 from quire.ops.reference import rotate
 from tests.models.cases import Case, write
@@ -196,3 +196,14 @@ def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
     config = {"rope_parameters": given, "max_position_embeddings": 64}
     with pytest.raises(ConfigError, match=said):
         Rotary(64, rope_parameters(config), max_length=32)
+
+
+@pytest.mark.parametrize(("kind", "more"), WAYS)
+def test_angles_looked_up_are_those_worked_out(kind: str, more: dict[str, Any]) -> None:
+    """To the bit, whatever stands beside them in a step; beyond what is kept they are worked out."""
+    config = {"max_position_embeddings": TRAINED, "rope_scaling": {"rope_type": kind, **more}}
+    ours = Rotary(64, rope_parameters(config), max_length=LONGEST)
+    for places in ([0], [KEPT - 1, 5, 5], list(range(100)), [7, KEPT], [LONGEST]):
+        positions_T = torch.tensor(places)
+        for got, want in zip(ours(positions_T), ours.angles(positions_T), strict=True):
+            assert torch.equal(got, want)

@@ -1,7 +1,8 @@
 """Rotary positions: the angle of each pair of features at each position, for every known recipe.
 
 Knows config.json's rotary parameters in their one spelling (`models/hf.py`). Does not know queries or keys:
-`ops.rotate` turns them. Angles are worked out once a step, not looked up: it is a product and two functions.
+`ops.rotate` turns them. Angles are worked out once a step: it is a product and two functions. On a CPU those of the
+first positions are looked up, because four operations of torch cost a small step more than they compute.
 
 Recipes, by `rope_type`: default, linear, dynamic, yarn, longrope, llama3, proportional; each may turn only a part
 of the features (`partial_rotary_factor`).
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +30,8 @@ Angles = tuple[Tensor, Tensor]
 """cos_TP and sin_TP, float32."""
 
 Parameters = Mapping[str, Any]
+
+KEPT = 8192  # 4 MB of 64 pairs
 
 
 class Rotary(nn.Module):
@@ -40,6 +45,7 @@ class Rotary(nn.Module):
     """
 
     frequencies_P: Tensor
+    kept: tuple[np.ndarray, np.ndarray] | None = None  # angles of the first positions, on the host
 
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
         super().__init__()
@@ -55,6 +61,18 @@ class Rotary(nn.Module):
 
     def forward(self, positions_T: Tensor) -> Angles:
         """cos_TP and sin_TP, times the recipe's attention factor."""
+        if positions_T.device.type == "cpu":
+            if self.kept is None:
+                cos_LP, sin_LP = self.angles(torch.arange(KEPT))
+                self.kept = cos_LP.numpy(), sin_LP.numpy()
+            places_T = positions_T.numpy()
+            with suppress(IndexError):  # one of them is further on
+                cos_TP, sin_TP = (torch.from_numpy(part[places_T]) for part in self.kept)
+                return cos_TP, sin_TP
+        return self.angles(positions_T)
+
+    def angles(self, positions_T: Tensor) -> Angles:
+        """As `forward`, worked out."""
         if self.kind == "dynamic":
             angles_TP = positions_T[:, None] * self._dynamic(positions_T)
         else:
