@@ -71,11 +71,12 @@ struct Beside {
   Ahead ahead;
   const Job<F>* job;
   const typename F::Sum* sums;
-  long panel;
+  long first, panel;  // the sums' first row
   int row, rows, each;
   void step() {
     ahead.step();
-    for (int end = std::min(row + each, rows); row < end; row++) finish<KIND>(*job, row, panel, sums + row * 32, sums + row * 32 + 16);
+    for (int end = std::min(row + each, rows); row < end; row++)
+      finish<KIND>(*job, first + row, panel, sums + row * 32, sums + row * 32 + 16);
   }
 };
 
@@ -89,7 +90,7 @@ void few_rows(const Job<F>& job, long panel0, long panel1) {
   for (long panel = panel0; panel < panel1; panel++) {
     const auto* w = job.w + panel * job.steps() * STEP_OF<F>;
     const Ahead ahead{(const char*)w + FAR * STEP_BYTES, 32};
-    const Beside<KIND, F> beside{ahead, &job, sums[(panel + 1) % 2], panel - 1, 0, panel == panel0 ? 0 : rows, each};
+    const Beside<KIND, F> beside{ahead, &job, sums[(panel + 1) % 2], 0, panel - 1, 0, panel == panel0 ? 0 : rows, each};
     product<F, false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * sizeof(*job.x), F::K, w, STEP_OF<F>,
                       job.steps(), sums[panel % 2], 128, beside);
   }
@@ -118,30 +119,36 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
   static thread_local Scratch<typename F::Sum> keep;
   const long steps = job.steps(), padded = (job.rows + 31) / 32 * 32;
   const long block = std::max<long>(64, std::min<long>(512, (1 << 20) / (steps * 64) / 32 * 32));
-  auto* sums = keep.at_least(block * 32);
+  auto* both = keep.at_least(2 * block * 32);
+  const int each = (int)((32 + steps - 1) / steps);
   begin_products();
   for (long m0 = 0; m0 < padded; m0 += block) {
     const long m1 = std::min(padded, m0 + block), tiles = (m1 - m0) / 32;
     const int lines = (int)((32 + tiles - 1) / tiles);  // of a step: each tile of rows fetches its share of the next steps
+    const auto count = [&](long m) { return (int)std::min<long>(32, job.rows - m); };
     for (long panel = panel0; panel < panel1; panel++) {
       const auto* w = job.w + panel * steps * STEP_OF<F>;
+      auto *sums = both + panel % 2 * block * 32, *before = both + (panel + 1) % 2 * block * 32;
       for (long k0 = 0; k0 < steps; k0 += DEEP) {
         const long deep = std::min(DEEP, steps - k0);
         const auto* b = w + k0 * STEP_OF<F>;
-        Ahead ahead{(const char*)(b + DEEP * STEP_OF<F>), lines};
+        Beside<KIND, F> beside{{(const char*)(b + DEEP * STEP_OF<F>), lines}, &job, nullptr, 0, panel - 1, 0, 0, each};
         for (long m = m0; m < m1; m += 32) {
           const auto* a = x + (m / 32 * steps + k0) * A_STEP;
           auto* c = sums + (m - m0) * 32;
+          beside.sums = before + (m - m0) * 32, beside.first = m;
+          beside.row = (int)k0 * each, beside.rows = panel == panel0 ? 0 : count(m);
           if (k0)
-            product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
+            product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, beside);
           else
-            product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, ahead);
-          ahead.from += lines * LINE * deep;
-          if (k0 + deep == steps)  // now, while its sums are in the L1 cache
-            finish_rows<KIND>(job, m, (int)std::min<long>(32, job.rows - m), panel, c);
+            product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, beside);
+          beside.ahead.from += lines * LINE * deep;
         }
       }
     }
+    if (panel0 < panel1)
+      for (long m = m0; m < m1; m += 32)
+        finish_rows<KIND>(job, m, count(m), panel1 - 1, both + (panel1 - 1) % 2 * block * 32 + (m - m0) * 32);
   }
 }
 
