@@ -1,7 +1,8 @@
 """A server under a random mixture for minutes: `python tests/processes/soak.py --seconds 600` (`make soak`).
 
 The embedded model in float32: streams and whole answers, chats and completions, hang-ups at any moment, half requests,
-odd bodies, broken bytes, several at once. At the end every row and block is free; file descriptors, threads and memory are where they
+odd bodies, broken bytes, several at once, everything that a request may ask for (`mixture.py`), and more new grammars
+at once than are kept. Further words are the server's: `--scheduling-policy priority --api-server-count 2`. At the end every row and block is free; file descriptors, threads and memory are where they
 were; and every completed answer has the tokens that were given alone (greedy). Prints what it did; exit status 1 if
 anything is not so.
 """
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 import httpx
+import mixture
 import odd
 from serving import Served, children
 
@@ -33,8 +35,19 @@ SUBJECTS = ("the sea", "a red door", "numbers", "my uncle's boat", "Tuesday", "x
 PROMPTS = [f"{'Once upon a time, ' * (number % 5)}tell me about {subject}." for number, subject in enumerate(SUBJECTS)]  # fmt: skip
 LENGTHS = (1, 7, 24, 60)
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-KINDS = {"whole": 4, "stream": 5, "several": 1, "hang up": 3, "half": 1, "noise": 1, "odd": 3}
+KINDS = {
+    "whole": 4,
+    "stream": 5,
+    "several": 1,
+    "hang up": 3,
+    "half": 1,
+    "noise": 1,
+    "odd": 3,
+    "drawn": 6,
+    "grammars": 0.1,
+}
 ODD_PATIENCE_S = 5.0
+GRAMMARS = 80
 PATIENCE_S = 240.0
 SETTLED_S = 60.0
 
@@ -102,6 +115,10 @@ class Soak:
                         await self.noise(path, prompt)
                     case "odd":
                         await self.odd(http)
+                    case "drawn":
+                        await self.drawn(http, *mixture.body(self.draw))
+                    case "grammars":
+                        await self.grammars(http)
             except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
                 self.wrong.append(f"{what} {path} {prompt!r} {length}: {type(error).__name__}: {error}")  # fmt: skip
 
@@ -178,6 +195,29 @@ class Soak:
         host, port = self.url.removeprefix("http://").split(":")
         return await asyncio.open_connection(host, int(port))
 
+    async def drawn(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+        """It is answered, whatever the answer is, and a stream has an end; now and then the client leaves before."""
+        patience = self.draw.random() if self.draw.random() < 0.2 else PATIENCE_S
+        try:
+            async with asyncio.timeout(patience), http.stream("POST", path, json=body) as answer:
+                lines = [line async for line in answer.aiter_lines()]
+        except TimeoutError:
+            self.did["drawn, left"] += 1
+            if patience == PATIENCE_S:
+                self.wrong.append(f"{path} {body} got no answer in {patience:g} s")
+            return
+        self.did[f"drawn, {answer.status_code}"] += 1
+        if answer.status_code >= 500:
+            self.wrong.append(f"{path} {body} got {answer.status_code}: {lines[:1]}")
+        if answer.status_code == 200 and body.get("stream") and "data: [DONE]" not in lines:
+            self.wrong.append(f"{path} {body}: the stream has no end")
+
+    async def grammars(self, http: httpx.AsyncClient) -> None:
+        start = self.draw.randrange(10**6)
+        asked = {"prompt": "a", "max_tokens": 5}
+        bodies = [asked | {"structured_outputs": {"regex": f"[a-z]{{1,9}}{start + number}"}} for number in range(GRAMMARS)]  # fmt: skip
+        await asyncio.gather(*(self.drawn(http, TEXT, body) for body in bodies))
+
     async def odd(self, http: httpx.AsyncClient) -> None:
         method, path, headers, raw = odd.request(self.draw)
         fields = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
@@ -250,8 +290,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    with Served(MODEL, *FLAGS) as server:
+    given, flags = parser.parse_known_args()
+    with Served(MODEL, *FLAGS, *flags) as server:
         run, wrong, words = soak(server, given.seconds, given.clients, given.seed)
         said = server.lines
         starts = [at for at, line in enumerate(said) if "Traceback" in line or " CRITICAL" in line]
