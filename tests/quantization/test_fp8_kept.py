@@ -19,6 +19,7 @@ from equality.engines import engine, greedy
 
 from quire.errors import Unsupported
 from quire.layers.linear import Plain
+from quire.models import load
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
 from quire.quantization import registry, stored
@@ -157,3 +158,28 @@ def test_cards_without_instructions_for_it(plain: Path, monkeypatch: pytest.Monk
 def test_dummy_weights(plain: Path, tmp_path: Path) -> None:
     stored, _, _ = quantized(plain, tmp_path, EIGHT[0])
     assert answer(build(stored, load_format="dummy"), texts()[1][:4]).isfinite().all()
+
+
+def test_each_weight_is_made_small_when_it_is_whole(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of tensors: a card need not hold the model before it is small."""
+    read, waiting = load.tensors, []
+
+    def watched(path: str, load_format: str) -> Any:
+        found = sorted(read(path, load_format), key=lambda item: item[0][::-1])
+        yield from found
+        ending.append(True)
+
+    ending: list[bool] = []
+    settled = registry.settle
+
+    def noted(layer: Any, weight: Any) -> None:
+        waiting.append(bool(ending))
+        settled(layer, weight)
+
+    monkeypatch.setattr(load, "tensors", watched)
+    monkeypatch.setattr(registry, "settle", noted)
+    model = build(plain, quantization="fp8")
+    assert waiting == [False] * len(linears(model))
+    assert [type(layer.scheme).__name__ for _, layer in linears(model)] == ["Made"] * len(waiting)

@@ -133,7 +133,8 @@ def forecast_weights(
     loading = in_memory(found, ITEMSIZE[resolved.dtype])
     if resolved.quantization is None:
         return loading
-    if loading > available:
+    # A device of its own is given one weight after the other, made small at once.
+    if loading > available and resolved.device == "cpu":
         raise NotEnoughMemory(
             f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
             f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."

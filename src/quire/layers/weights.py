@@ -121,3 +121,12 @@ class Layer(nn.Module):
     def new(self, name: str, *shape: int) -> None:
         """Register an empty parameter of the default dtype."""
         set_parameter(self, name, torch.empty(*shape))
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Checkpoint name -> where it goes, of every layer of the model."""
+    found: dict[str, Slot] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            found.update(layer.slots(path))
+    return found

@@ -16,9 +16,9 @@ import importlib
 import math
 import re
 import time
-import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,7 @@ from quire.config.quantized import BYTES, FLOATS, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import PLAIN, Linear
-from quire.layers.norm import RMSNorm
-from quire.layers.weights import Layer, Slot
+from quire.layers.weights import Layer, Slot, slots_of
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
@@ -40,9 +39,17 @@ from quire.models.formats import tensors, weight_files
 from quire.models.frugal import let_go, separate_blocks
 from quire.models.hf import WRAPPED, TextConfig
 from quire.models.offload import Offload
+from quire.models.random_weights import random_tensors
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
-from quire.quantization.registry import bytes_held, expect_stored, pack_model, quantize_model
+from quire.quantization.registry import (
+    bytes_held,
+    expect_stored,
+    made_weights,
+    pack_model,
+    quantize_layer,
+    quantize_model,
+)
 from quire.quantization.stored import kernels_for
 
 if TYPE_CHECKING:
@@ -64,7 +71,6 @@ UNUSED = re.compile(
 
 HOST = torch.device("cpu")
 SHOWN = 5  # names in a message
-LARGE = 1 << 22  # elements of a tensor that is drawn on the device
 
 
 def build_model(
@@ -169,15 +175,18 @@ def _with_weights(
         if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
             # disable=None: where nobody watches a terminal, no bar.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
-    wrapped = bool(resolved.hf_config.get(WRAPPED))
-    fill(model, found, platform.device, wrapped=wrapped, at_home=at_home)
+    wrapped, scheme = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
+    floats = keeps_floats(platform)
+    # On a device of its own a model need not fit before it is made small; on the host its parts wait in files.
+    early = partial(quantize_layer, name=scheme) if scheme and floats else None
+    fill(model, found, platform.device, wrapped=wrapped, at_home=at_home, early=early)
     for module in model.modules():  # buffers; the weights are there, or in another form by now
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
-    if (scheme := resolved.quantization) is not None:
-        floats = keeps_floats(platform)
-        made, says = quantize_model(model, scheme, floats), FLOATS if floats else ONLINE[scheme]
+    if scheme is not None:
+        quantize_model(model, scheme, floats)
+        made, says = len(made_weights(model)), FLOATS if floats else ONLINE[scheme]
         log.info("made %d weights %s: %s", made, scheme, says)
     if "native" in platform.kernels:
         pack_model(model)
@@ -234,15 +243,6 @@ def construction(dtype: torch.dtype) -> Iterator[None]:
 # ------------------------------------------------------------------------------------ filling
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Checkpoint name -> where it goes, of every layer of the model."""
-    found: dict[str, Slot] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            found.update(layer.slots(path))
-    return found
-
-
 def fill(
     model: CausalLM,
     found: Iterable[tuple[str, Tensor]],
@@ -250,12 +250,13 @@ def fill(
     *,
     wrapped: bool = False,
     at_home: Collection[nn.Module] = (),
+    early: Callable[[Linear], object] | None = None,
 ) -> None:
     """Put (name, tensor) pairs where they belong, each once, then let schemes repack. Parts of plain weights still wait
     for `Layer.join`.
 
     `wrapped`: the checkpoint is of a larger model, whose other parts are passed over. `at_home`: layers whose weights
-    stay on the host.
+    stay on the host. `early`: is given each plain linear as soon as all of it is there.
 
     Raises:
         ConfigError: tensors are missing, have other shapes, or belong to the decoder and have no place in it.
@@ -265,12 +266,15 @@ def fill(
     aside: dict[str, Tensor] = {}  # a second table of a model that says it has one
     odd: list[str] = []
     outside: list[str] = []
+    whole = _Whole()
     for called, tensor in found:
         name = _own_name(called, slots)
         if name in slots:
             slot = slots[name]
             slot.fill(tensor, HOST if slot.layer in at_home else device, called)
             filled.add(name)
+            if early is not None and whole.takes(slot) and isinstance(slot.layer, Linear):
+                early(slot.layer)
         elif name == "lm_head.weight":
             aside[name] = tensor
         elif not UNUSED.search(name) and not _nothing(name, tensor):
@@ -294,6 +298,22 @@ def fill(
         if isinstance(layer, Linear) and layer.scheme is not PLAIN:
             layer.join()
             layer.scheme.after_load(layer)
+
+
+class _Whole:
+    """Which plain linears are whole, by the numbers that came."""
+
+    def __init__(self) -> None:
+        self.left: dict[nn.Module, int] = {}
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether its layer is whole with this."""
+        layer = slot.layer
+        if not isinstance(layer, Linear) or layer.scheme is not PLAIN:
+            return False
+        numbers = sum(math.prod(p.shape) for p in layer.parameters())
+        self.left[layer] = self.left.get(layer, numbers) - math.prod(slot.shape())
+        return self.left[layer] == 0
 
 
 def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
@@ -365,44 +385,3 @@ def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
 def _some(names: list[str]) -> str:
     more = len(names) - SHOWN
     return ", ".join(sorted(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-# ------------------------------------------------------------------------------------ without a checkpoint
-
-
-def random_tensors(
-    model: nn.Module, seed: int, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, Tensor]]:
-    """A tensor for every slot, drawn from (seed, name) alone: small normal numbers; norms near one.
-
-    Values that come out are as harmless as those of a fresh model, so that speed and plumbing can be tried
-    without a download. Large tensors are drawn on the device, and are others on another kind of device; a model of small
-    ones is the same everywhere.
-    """
-    done: set[tuple[int, str]] = set()
-    for name, slot in slots_of(model).items():
-        if slot.dim is None:
-            if (id(slot.layer), slot.name) in done:
-                continue
-            if isinstance(slot.layer, Linear) and slot.layer.parts:
-                continue  # by its parts, so that packed and split checkpoints are alike
-        done.add((id(slot.layer), slot.name))
-        like = slot.layer.get_parameter(slot.name)
-        if slot.optional:
-            continue
-        where = device if math.prod(slot.shape()) >= LARGE else "cpu"
-        draw = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        tensor = torch.empty(slot.shape(), dtype=like.dtype, device=where)
-        if not tensor.is_floating_point():
-            yield name, tensor.zero_()
-            continue
-        if tensor.itemsize == 1:
-            yield (
-                name,
-                torch.empty(slot.shape(), device=where).normal_(generator=draw).to(tensor.dtype),
-            )
-            continue
-        tensor.normal_(0.0, 0.02, generator=draw)
-        if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:
-            tensor += 1
-        yield name, tensor

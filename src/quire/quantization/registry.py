@@ -85,18 +85,24 @@ def largest_first(model: nn.Module) -> list[nn.Module]:
     return sorted(model.modules(), key=lambda module: not isinstance(module, Head))
 
 
+def quantize_layer(layer: Linear, name: str, floats: bool = True) -> None:
+    """Make one plain linear as `name` says."""
+    layer.join()
+    if floats:  # kernels of the CPU are not asked for: they may have to be compiled first
+        settle(layer, FLOATS[name](layer.weight, layer.silu, None))
+    else:
+        settle(layer, ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype)))
+
+
 def quantize_model(model: nn.Module, name: str, floats: bool = False) -> int:
     """Make every plain linear and the head as `name` says, one after the other; how many.
 
     The embedding's table stays as it is; so does the head, where `floats` are multiplied as what they are.
     """
-    count, make = 0, FLOATS[name] if floats else ONLINE[name]
+    count = 0
     for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
-            layer.join()
-            # Asked for only where they run: they may have to be compiled first.
-            kernels = None if floats else kernels_for(layer.weight.dtype)
-            settle(layer, make(layer.weight, layer.silu, kernels))
+            quantize_layer(layer, name, floats)
             count += 1
         elif isinstance(layer, Head) and layer.plain and not floats:
             table_VD = layer.table_VD

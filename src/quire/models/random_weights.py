@@ -1,0 +1,57 @@
+"""Weights without a checkpoint.
+
+Knows the names and shapes that layers give. Does not know what any family is made of.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.weights import slots_of
+
+LARGE = 1 << 22  # elements of a tensor that is drawn on the device
+
+
+def random_tensors(
+    model: nn.Module, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """A tensor for every slot, drawn from (seed, name) alone: small normal numbers; norms near one.
+
+    Values that come out are as harmless as those of a fresh model, so that speed and plumbing can be tried
+    without a download. Large tensors are drawn on the device, and are others on another kind of device; a model of small
+    ones is the same everywhere.
+    """
+    done: set[tuple[int, str]] = set()
+    for name, slot in slots_of(model).items():
+        if slot.dim is None:
+            if (id(slot.layer), slot.name) in done:
+                continue
+            if isinstance(slot.layer, Linear) and slot.layer.parts:
+                continue  # by its parts, so that packed and split checkpoints are alike
+        done.add((id(slot.layer), slot.name))
+        like = slot.layer.get_parameter(slot.name)
+        if slot.optional:
+            continue
+        where = device if math.prod(slot.shape()) >= LARGE else "cpu"
+        draw = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor = torch.empty(slot.shape(), dtype=like.dtype, device=where)
+        if not tensor.is_floating_point():
+            yield name, tensor.zero_()
+            continue
+        if tensor.itemsize == 1:
+            yield (
+                name,
+                torch.empty(slot.shape(), device=where).normal_(generator=draw).to(tensor.dtype),
+            )
+            continue
+        tensor.normal_(0.0, 0.02, generator=draw)
+        if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:
+            tensor += 1
+        yield name, tensor
