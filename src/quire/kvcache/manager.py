@@ -169,9 +169,10 @@ class KVManager:
     # -- sharing --------------------------------------------------------------------------------
     def publish(self, request: Holder) -> None:
         """Let others share the blocks whose tokens are known and whose KV is written or sure to be."""
-        full = min(request.computed, len(request.tokens)) // self.block_size
-        if full <= request.published or not self.caching:
+        end = (request.published + 1) * self.block_size  # of the next block
+        if request.computed < end or len(request.tokens) < end or not self.caching:
             return
+        full = min(request.computed, len(request.tokens)) // self.block_size
         self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
         for index in range(request.published, full):
             for g, column in enumerate(request.blocks):

@@ -205,7 +205,7 @@ class Scheduler:
             n += max(min(self.limits.drafts, request.limit - length - 1), 0)
         if self.limits.max_chunk and n > self.limits.max_chunk:
             n = self.limits.max_chunk
-        n = min(n, budget)
+        n = budget if n > budget else n
         for gate in self.gates:
             n = gate.allow(request, n) if n else 0
         return n
