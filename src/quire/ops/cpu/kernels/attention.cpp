@@ -9,8 +9,12 @@
 //   query     a token times one of the heads that share the key/value head
 //   scores    [queries, TILE] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
-// Keys and values are repacked for the product (tiles.h); for a prompt that is done once for up to GROUP queries. Few queries
-// are met otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights.
+// Keys and values are repacked for the product (tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
+// otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights.
+//
+// Of a prompt of 1024 tokens, heads of 128, AMX: the products take half of the time, 25 cycles of the clock's counter where
+// TMUL needs 13, for 10 of them are the scores' way to memory; the softmax a third; packing and the rest a sixth. Tiles of 128
+// or 512 tokens, the next block's scores among this one's softmax, fetching panels into the L1 cache: no gain, or a loss.
 #include <atomic>
 #include <vector>
 
@@ -20,7 +24,7 @@
 
 namespace quire {
 
-constexpr long GROUP = 512, LEAST_GROUP = 64;
+constexpr long GROUP = 2048, LEAST_GROUP = 64;
 
 struct Memory {  // of one thread
   Scratch<bf16> keys, values, q, columns, weights;
@@ -33,53 +37,70 @@ inline State state_in(float* memory, long count) {
 }
 inline long state_size(const Call& call, long count) { return 2 * padded(count, 16) + count * call.cache.E; }
 
-// A tile of the cache while an item's queries meet it: packed as far as they have asked for.
-struct Tile {
+// A split of the cache while an item's queries meet it: packed once, as far as they have asked for.
+struct Packed {
   Memory& m;
   const Tokens& tokens;
-  long start, end;
-  long keys = 0, values = 0;
+  bool few;  // nothing is packed: few.h
+  long first = 0, stop = 0;
+  long keys = 0, values = 0;  // tokens from `first` on that are packed
 
-  const bf16* keys_at(long t) {
-    bf16* to = m.keys.data + t * tokens.cache.D;
-    if (t >= keys) pack_32_keys(tokens, start + t, to, m.scales.data + t, m.scales.data + TILE + t), keys = t + 32;
-    return to;
+  void begin(long from, long to) {  // from: a multiple of TILE
+    if (first <= from && to <= stop) return;
+    first = from, stop = to, keys = values = 0;
+    const long room = padded(to - from, TILE);
+    m.keys.at_least(room * tokens.cache.D), m.values.at_least(room * tokens.cache.E), m.scales.at_least(2 * room);
   }
-  const bf16* values_until(long width) {
-    for (; values < width; values += 32)
-      pack_32_values(tokens, start + values, 0, tokens.cache.E, m.values.data + values / 32 * STEP, PANEL);
-    return m.values.data;
+  float* scales_of(long tile) const { return m.scales.data + 2 * (tile - first); }
+  const bf16* keys_until(long tile, long width) {
+    const long D = tokens.cache.D;
+    for (; keys < tile - first + width; keys += 32) {
+      float* scales = scales_of(first + keys / TILE * TILE) + keys % TILE;
+      pack_32_keys(tokens, first + keys, m.keys.data + keys * D, scales, scales + TILE);
+    }
+    return m.keys.data + (tile - first) * D;
+  }
+  const bf16* values_until(long tile, long width) {
+    const long E = tokens.cache.E;
+    for (; values < tile - first + width; values += 32)
+      pack_32_values(tokens, first + values, 0, E, m.values.data + values / TILE * TILE * E + values % TILE / 32 * STEP, PANEL);
+    return m.values.data + (tile - first) * E;
   }
   static constexpr long PANEL = TILE / 32 * STEP;
 };
 
-void weights_of(const Call& call, const Reach& reach, Memory& m, const Tile& tile, long first, int count, long width, State s) {
+void weights_of(const Call& call, const Reach& reach, Memory& m, const float* scales, long start, long end, long first, int count,
+                long width, State s) {
   const bool plain = call.cache.kind == SHORT && !(call.softcap > 0);
-  (plain ? soften<true> : soften<false>)(call, reach, m.scores.data, m.weights.data, m.scales.data, tile.start, tile.end, first,
-                                         count, width, s);
+  (plain ? soften<true> : soften<false>)(call, reach, m.scores.data, m.weights.data, scales, start, end, first, count, width, s);
 }
 
-// Queries [first, first + count) of an item against one tile.
-void meet(const Call& call, const Reach& reach, Memory& m, Tile& tile, long first, int count, State s) {
+// Queries [first, first + count) of an item against the tile from `start` on; `fresh`: the first one they meet. False: they see
+// nothing of it.
+bool meet(const Call& call, const Reach& reach, Memory& m, Packed& packed, long start, long first, int count, bool fresh, State s) {
   const long D = call.cache.D, E = call.cache.E;
-  const long to = std::min(tile.end, reach.position(first + count - 1) + 1);
-  if (to <= tile.start || reach.low(first) >= tile.end) return;
-  const long width = padded(to - tile.start, 32);
+  const long end = std::min(start + TILE, packed.tokens.end), to = std::min(end, reach.position(first + count - 1) + 1);
+  if (to <= start || reach.low(first) >= end) return false;
+  const long width = padded(to - start, 32);
+  const bf16* keys = packed.keys_until(start, width);
   for (long t = 0; t < width; t += 32)
-    product_of_rows<Bf16, false>(count, m.q.data + first * D, D, tile.keys_at(t), STEP, D / 32, m.scores.data + t, TILE);
-  weights_of(call, reach, m, tile, first, count, width, s);
-  const bf16* values = tile.values_until(width);
+    product_of_rows<Bf16, false>(count, m.q.data + first * D, D, keys + t * D, STEP, D / 32, m.scores.data + t, TILE);
+  weights_of(call, reach, m, packed.scales_of(start), start, end, first, count, width, s);
+  const bf16* values = packed.values_until(start, width);
+  const auto product = fresh ? product_of_rows<Bf16, false> : product_of_rows<Bf16, true>;
   for (long e = 0; e < E; e += 32)
-    product_of_rows<Bf16, true>(count, m.weights.data, TILE, values + e / 32 * Tile::PANEL, STEP, width / 32,
-                                s.sums + first * E + e, E);
+    product(count, m.weights.data, TILE, values + e / 32 * Packed::PANEL, STEP, width / 32, s.sums + first * E + e, E, {nullptr, 0});
+  return true;
 }
 
-// All queries of an item, if they are few, against one tile; `fresh`: the first one they meet.
-void meet_few(const Call& call, const Reach& reach, Memory& m, const Tile& tile, const Few& few, bool fresh, State s) {
-  const long from = std::max<long>(0, reach.low(0) - tile.start) / 32 * 32, width = padded(tile.end - tile.start, 32);
-  for (long t = from; t < width; t += 32) scores_of_few(few, tile.tokens, tile.start + t, t);
-  weights_of(call, reach, m, tile, 0, few.count, width, s);
-  values_of_few(few, tile.tokens, tile.start, from, width, fresh, s.sums);
+// All queries of an item, if they are few, against the tile from `start` on; `fresh`: the first one they meet.
+void meet_few(const Call& call, const Reach& reach, Memory& m, const Tokens& tokens, long start, const Few& few, bool fresh,
+              State s) {
+  const long end = std::min(start + TILE, tokens.end);
+  const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
+  for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
+  weights_of(call, reach, m, few.scales, start, end, 0, few.count, width, s);
+  values_of_few(few, tokens, start, from, width, fresh, s.sums);
 }
 
 // Queries of an item come in runs: those of one token lie side by side, in q and in o.
@@ -97,7 +118,10 @@ struct Run {
   }
 };
 
-void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
+// The queries of an item go to m.q; where what they find is kept.
+State gather(const Call& call, const Item& item, Memory& m) {
+  const long room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));  // the product's
+  const State running = state_in(m.running.at_least(state_size(call, room)), item.count);
   const long D = call.cache.D;
   bf16* q = m.q.at_least(room * D);
   Run::each(call, item, [&](const Run& run) {
@@ -106,13 +130,14 @@ void gather_queries(const Call& call, const Item& item, Memory& m, long room) {
     if (run.i + 8 * run.count < item.count)
       for (long d = 0; d < run.count * D; d += 32) fetch(from + 8 * call.q_step + d);
   });
-  if (call.cache.kind != INT8) return;
+  if (call.cache.kind != INT8) return running;
   float* x = m.scores.data;  // no scores are there yet
   for (long i = 0; i < item.count; i++, q += D) {
     for (long d = 0; d < D; d += 16) store(x + d, widen(q + d));
     turn(x, D);
     for (long d = 0; d < D; d += 16) store(q + d, load(x + d));
   }
+  return running;
 }
 
 void begin(const Call& call, State s, long count) {
@@ -162,53 +187,70 @@ Tokens tokens_of(const Call& call, const Item& item) {
   return Tokens(call.cache, item.row, item.head, first, reach.position(item.count - 1) + 1);
 }
 
-void run_split(const Call& call, const Item& item, const Reach& reach, const Tokens& tokens, Memory& m, long split, State s) {
-  const long stop = std::min(tokens.end, (split + 1) * SPLIT), first = std::max(reach.low(0) / TILE * TILE, split * SPLIT);
-  const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data, (int)item.count};
-  if (item.count <= FEW) begin_few(few, call.cache.D);
-  begin(call, s, item.count);
-  for (long start = first; start < stop; start += TILE) {
-    const long end = std::min(start + TILE, tokens.end);
-    // What lies before the window may be another's: some of it is packed, and gets weight 0 -- but 0 times NaN is NaN.
-    Tile tile = {m, tokens, start, end};
-    if (item.count <= FEW) {
-      meet_few(call, reach, m, tile, few, start == first, s);
-      continue;
-    }
-    for (long i = 0; i < item.count; i += ROWS)
-      meet(call, reach, m, tile, i, (int)std::min<long>(ROWS, item.count - i), s);
+// The queries of an item against a split: few as they are, others with what is packed for them.
+void run_split(const Call& call, const Item& item, Packed& packed, long split, State s) {
+  const Reach reach(call, item);
+  Memory& m = packed.m;
+  const long stop = std::min(packed.tokens.end, (split + 1) * SPLIT);
+  const long first = std::max(reach.low(0) / TILE * TILE, split * SPLIT);
+  std::fill_n(s.top, item.count, LOWEST);
+  memset(s.total, 0, item.count * sizeof(float));
+  if (packed.few) {
+    const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data, (int)item.count};
+    begin_few(few, call.cache.D);
+    for (long start = first; start < stop; start += TILE) meet_few(call, reach, m, packed.tokens, start, few, start == first, s);
+    return;
   }
+  packed.begin(first, stop);
+  for (long i = 0; i < item.count; i += ROWS) {
+    const int count = (int)std::min<long>(ROWS, item.count - i);
+    bool fresh = true;
+    for (long start = first; start < stop; start += TILE) fresh &= !meet(call, reach, m, packed, start, i, count, fresh, s);
+    if (fresh) memset(s.sums + i * call.cache.E, 0, count * call.cache.E * sizeof(float));
+  }
+}
+
+// All splits of an item, one after the other.
+void run_whole(const Call& call, const Item& item, Packed& packed) {
+  const Reach reach(call, item);
+  Memory& m = packed.m;
+  const State running = gather(call, item, m);
+  const long first = reach.first_split(), last = reach.last_split(item.count);
+  if (first == last && !call.sinks) {  // merging would change nothing
+    run_split(call, item, packed, first, running);
+    return finish(call, item, running);
+  }
+  const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
+  begin_merging(call, item, merged);
+  for (long split = first; split <= last; split++) {
+    run_split(call, item, packed, split, running);
+    merge(call, merged, running, item.count);
+  }
+  finish(call, item, merged);
 }
 
 // `next`: what this thread does then, or null.
 void run_item(const Call& call, const Item& item, const Item* next, Memory& m, float* found) {
   const long D = call.cache.D, E = call.cache.E;
-  const long room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));
-  m.keys.at_least(std::max(TILE * D, 32 * E)), m.values.at_least(TILE * E), m.weights.at_least(ROWS * TILE);
-  m.columns.at_least(FEW * D);
+  m.keys.at_least(32 * std::max(D, E)), m.columns.at_least(FEW * D), m.weights.at_least(ROWS * TILE);
   m.scores.at_least(std::max(ROWS * TILE, D)), m.scales.at_least(2 * TILE);
-  gather_queries(call, item, m, room);
   const Reach reach(call, item);
   Tokens tokens = tokens_of(call, item), later = next ? tokens_of(call, *next) : tokens;
   if (next) tokens.next = &later;
-  // The product writes whole groups of sums: those are last in a state.
-  const State running = state_in(m.running.at_least(state_size(call, room)), item.count);
+  Packed packed = {m, tokens, item.count <= FEW};
   if (item.split >= 0) {
-    run_split(call, item, reach, tokens, m, item.split, running);
+    const State running = gather(call, item, m);
+    run_split(call, item, packed, item.split, running);
     memcpy(found + item.found, running.top, state_size(call, item.count) * sizeof(float));
     return;
   }
-  if (reach.first_split() == reach.last_split(item.count) && !call.sinks) {  // merging would change nothing
-    run_split(call, item, reach, tokens, m, reach.first_split(), running);
-    return finish(call, item, running);
+  // What is packed of one split stays, so a few queries at a time can go all the way; of several it is packed for all of them.
+  const long step = reach.first_split() == reach.last_split(item.count) ? ROWS : item.count;
+  for (long i = 0; i < item.count; i += step) {
+    Item part = item;
+    part.first += i, part.count = std::min(step, item.count - i);
+    run_whole(call, part, packed);
   }
-  const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
-  begin_merging(call, item, merged);
-  for (long split = reach.first_split(); split <= reach.last_split(item.count); split++) {
-    run_split(call, item, reach, tokens, m, split, running);
-    merge(call, merged, running, item.count);
-  }
-  finish(call, item, merged);
 }
 
 // What one call does: items, and those whose splits are items of their own.

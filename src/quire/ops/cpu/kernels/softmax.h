@@ -1,5 +1,7 @@
 // Scores of a tile -> weights, and the running softmax: the largest score so far, the sum of all weights, the sums of values.
 #pragma once
+#include <type_traits>
+
 #include "attention.h"
 
 namespace quire {
@@ -7,20 +9,46 @@ namespace quire {
 // The keys [from, to) of a tile that a query sees.
 struct Seen {
   long from, to;
-  bool all(long t) const { return t >= from && t + 16 <= to; }  // of the 16 from t on
-  Mask some(long t) const { return span(from - t, to - t); }
-  long first() const { return from / 16 * 16; }
+  bool any() const { return to > from; }
+  Mask some(long t) const { return span(from - t, to - t); }  // of the 16 from t on
 };
 
 // What scores are multiplied by before 2^x. PLAIN: neither codes nor a softcap, and the product is left to `weigh`.
 inline float factor_of(const Call& call) { return call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E; }
 
-// The largest score. scales: of codes, [2, TILE], keys' and values'.
+// 2^x of x that are not above 0, but for rounding; relative error up to 8e-5, a fiftieth of what rounding to bf16 loses.
+inline Floats weight_of(Floats x) {
+#if defined(__AVX512DQ__)
+  const Floats part = _mm512_reduce_ps(x, 9);  // less the whole number below
+#else
+  x = max(x, floats(-126.f));
+  const Floats whole = nearest(x - floats(0.5f)), part = x - whole;
+#endif
+  Floats p = fma(floats(0.07802452f), part, floats(0.22606717f));
+  p = fma(p, part, floats(0.6958334f));
+  p = fma(p, part, floats(0.9999252f));
+#if defined(__AVX512DQ__)
+  return times_power(p, x);  // takes the whole number itself
+#else
+  return times_power(p, whole);
+#endif
+}
+
+// Calls f(t, all) for each 32 that hold something seen; `all`, a type: nothing else is among them.
+template <class F>
+inline void each_32(Seen seen, const F& f) {
+  long t = seen.from / 32 * 32;
+  if (t < seen.from) f(t, std::false_type{}), t += 32;
+  for (; t + 32 <= seen.to; t += 32) f(t, std::true_type{});
+  if (t < seen.to) f(t, std::false_type{});
+}
+
+// The largest scores, of each 16 lanes one. scales: of codes, [2, TILE], keys' and values'.
 template <bool PLAIN>
-inline float peak(const Call& call, float* scores, Seen seen, const float* scales) {
+inline Floats peak(const Call& call, float* scores, Seen seen, const float* scales) {
   const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
-  Floats even = lowest, odd = lowest;
-  for (long t = seen.first(); t < seen.to; t += 16) {
+  Floats early = lowest, late = lowest;
+  const auto score = [&](long t, bool all) {
     Floats x = load(scores + t);
     if (!PLAIN) {
       x = x * factor;
@@ -28,59 +56,93 @@ inline float peak(const Call& call, float* scores, Seen seen, const float* scale
       if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
       store(scores + t, x);
     }
-    if (!seen.all(t)) x = select(seen.some(t), x, lowest);
-    const Floats last = even;
-    even = max(odd, x);
-    odd = last;
-  }
-  return max_of(max(even, odd)) * (PLAIN ? factor_of(call) : 1.f);
-}
-
-// Scores -> weights in bf16, 0 for keys that are not seen, up to `width`; the state moves on.
-template <bool PLAIN>
-inline void weigh(const Call& call, const float* scores, bf16* weights, Seen seen, long width, const float* scales,
-                  float top, State s) {
-  const Floats factor = floats(PLAIN ? factor_of(call) : 1.f), below = floats(-top);
-  Floats total = floats(0.f);
-  const auto weight = [&](long t) {
-    Floats x = exp2_below(fma(load(scores + t), factor, below));
-    if (!seen.all(t)) x = keep(seen.some(t), x);
-    total = total + x;
-    return !PLAIN && call.cache.kind != SHORT ? x * load(scales + TILE + t) : x;
+    return all ? x : select(seen.some(t), x, lowest);
   };
-  const long first = seen.from / 32 * 32, last = padded(seen.to, 32);
-  memset(weights, 0, first * sizeof(bf16));
-  for (long t = first; t < last; t += 32) {
-    const Floats x = weight(t);
-    store(weights + t, x, weight(t + 16));
-  }
-  memset(weights + last, 0, (width - last) * sizeof(bf16));
-  // Before any key there is nothing to shrink (and exp2f of so little is slow).
-  const float shrink = *s.top == top || *s.top == LOWEST ? 1.f : exp2f(*s.top - top);
-  *s.total = fmaf(*s.total, shrink, sum_of(total));
-  *s.top = top;
-  if (shrink == 1.f) return;
-  for (long e = 0; e < call.cache.E; e += 16) store(s.sums + e, floats(shrink) * load(s.sums + e));
+  each_32(seen, [&](long t, auto all) {
+    early = max(early, score(t, all));
+    late = max(late, score(t + 16, all));
+  });
+  return max(early, late);
 }
 
-// Scores of `count` queries -> weights: [count, TILE] each.
+inline void zero(bf16* weights, long from, long to) {  // multiples of 32
+  for (long t = from; t < to; t += 32) store(weights + t, floats(0.f), floats(0.f));
+}
+
+// Scores -> weights in bf16, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
+template <bool PLAIN>
+inline Floats weigh(const Call& call, const float* scores, bf16* weights, Seen seen, long width, const float* scales, float top) {
+  const Floats factor = floats(PLAIN ? factor_of(call) : 1.f), below = floats(-top);
+  const bool coded = !PLAIN && call.cache.kind != SHORT;
+  Floats early = floats(0.f), late = floats(0.f);
+  const auto weight = [&](long t, bool all) {
+    const Floats x = weight_of(fma(load(scores + t), factor, below));
+    return all ? x : keep(seen.some(t), x);
+  };
+  zero(weights, 0, seen.from / 32 * 32);
+  each_32(seen, [&](long t, auto all) {
+    const Floats x = weight(t, all), y = weight(t + 16, all);
+    early = early + x;
+    late = late + y;
+    if (coded)
+      store(weights + t, x * load(scales + TILE + t), y * load(scales + TILE + t + 16));
+    else
+      store(weights + t, x, y);
+  });
+  zero(weights, padded(seen.to, 32), width);
+  return early + late;
+}
+
+// lanes: [count, 16] -> of each row one number, as max_of and sum_of find it. Many are turned, and found side by side.
+template <class F, class G>
+inline void reduce(float (*lanes)[16], int count, float* found, const F& both, const G& of_one) {
+  if (count <= 4) {
+    for (int i = 0; i < count; i++) found[i] = of_one(load(lanes[i]));
+    return;
+  }
+  alignas(64) float turned[16][16];
+  for (int i = 0; i < count; i += 16) {
+    transpose_words(lanes[i], 64, turned);
+    Floats x[8];
+    for (int l = 0; l < 8; l++) x[l] = both(load(turned[l + 8]), load(turned[l]));
+    for (int half = 4; half; half /= 2)
+      for (int l = 0; l < half; l++) x[l] = both(x[l + half], x[l]);
+    store(found + i, x[0]);
+  }
+}
+
+// Scores of `count` queries -> weights: [count, TILE] each; the state moves on.
 template <bool PLAIN>
 void soften(const Call& call, const Reach& reach, float* scores, bf16* weights, const float* scales, long start, long end,
             long first, int count, long width, State s) {
-  Seen seen[ROWS];
-  float top[ROWS];
+  constexpr int MOST = (ROWS + 15) / 16 * 16;
+  Seen seen[MOST];
+  alignas(64) float lanes[MOST][16], top[MOST], before[MOST], shrink[MOST], total[MOST];
+  const float factor = PLAIN ? factor_of(call) : 1.f;
+  s = {s.top + first, s.total + first, s.sums + first * call.cache.E};
   for (int i = 0; i < count; i++) {
     const long position = reach.position(first + i), low = reach.low(first + i);
     seen[i] = {std::max<long>(0, low - start), std::min(end, position + 1) - start};
-    if (seen[i].to > seen[i].from)
-      top[i] = std::max(s.top[first + i], peak<PLAIN>(call, scores + i * TILE, seen[i], scales));
+    if (seen[i].any()) store(lanes[i], peak<PLAIN>(call, scores + i * TILE, seen[i], scales));
   }
+  reduce(lanes, count, top, [](Floats a, Floats b) { return max(a, b); }, [](Floats x) { return max_of(x); });
   for (int i = 0; i < count; i++) {
-    const State one = {s.top + first + i, s.total + first + i, s.sums + (first + i) * call.cache.E};
-    if (seen[i].to > seen[i].from)
-      weigh<PLAIN>(call, scores + i * TILE, weights + i * TILE, seen[i], width, scales, top[i], one);
+    before[i] = s.top[i];
+    top[i] = seen[i].any() ? std::max(before[i], top[i] * factor) : before[i];
+  }
+  for (int i = 0; i < count; i += 16) store(shrink + i, exp2_below(load(before + i) - load(top + i)));
+  for (int i = 0; i < count; i++)
+    if (seen[i].any())
+      store(lanes[i], weigh<PLAIN>(call, scores + i * TILE, weights + i * TILE, seen[i], width, scales, top[i]));
     else
-      memset(weights + i * TILE, 0, width * sizeof(bf16));
+      zero(weights + i * TILE, 0, width), store(lanes[i], floats(0.f));
+  reduce(lanes, count, total, [](Floats a, Floats b) { return a + b; }, [](Floats x) { return sum_of(x); });
+  for (int i = 0; i < count; i++) {
+    s.total[i] = s.total[i] * shrink[i] + total[i];
+    s.top[i] = top[i];
+    if (before[i] == top[i] || before[i] == LOWEST) continue;  // before any key there is nothing to shrink
+    float* sums = s.sums + i * call.cache.E;
+    for (long e = 0; e < call.cache.E; e += 16) store(sums + e, floats(shrink[i]) * load(sums + e));
   }
 }
 
