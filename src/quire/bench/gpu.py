@@ -59,7 +59,10 @@ class Found(dict[str, Any]):
         self.save()
 
     def save(self) -> None:
-        self.path.write_text(json.dumps(self, indent=1, default=str) + "\n", encoding="utf-8")
+        """Whole or not at all: whoever writes may be stopped at any moment."""
+        new = self.path.with_name(self.path.name + ".new")
+        new.write_text(json.dumps(self, indent=1, default=str) + "\n", encoding="utf-8")
+        new.replace(self.path)
 
 
 class Run:
