@@ -54,7 +54,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Threads that fetch media (comes with media)."),
         Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: media URLs may not redirect (comes with media)."),
         Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage (comes with pipelines)."),
-        Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds an engine process may take to start."),
+        Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds an engine process may take to start, or for a function that is called in it."),
         Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds a step may take before its worker counts as hung."),
         Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, avx512vnni, avx512, avx2, portable, or none (plain torch)."),
         Variable("HEARTBEAT_TIMEOUT_S", float, 8.0, "Seconds without a sign of life after which an engine process is replaced; 0: never."),

@@ -56,3 +56,22 @@ def test_time_in_which_we_were_stopped_does_not_count() -> None:
         assert pulse.beat().busy == 1
     pulse.slept(3600.0)  # nothing runs: nothing to correct
     assert pulse.beat().busy == 0
+
+
+def test_a_function_of_the_engine_must_come_to_an_end_too() -> None:
+    """(Nobody is served while it runs, and it was never too long.)"""
+    clock = Clock()
+    pulse = Pulse(300.0, clock)
+    pulse.stepped(1, 0.01)
+    told = []
+
+    def load(part: str) -> str:
+        clock.now += 601
+        told.append(pulse.beat())
+        return part.upper()
+
+    assert pulse.bound(load, 600.0)("weights") == "WEIGHTS"
+    assert (told[0].busy, told[0].allowed) == (601, 600)
+    with pulse.working():  # a step's own bound holds again
+        assert pulse.beat().allowed < 600
+    assert pulse.beat().busy == 0

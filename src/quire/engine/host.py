@@ -156,8 +156,8 @@ class EngineHost:
                         last_words = message
                     case Beat() if ready and message.busy > message.allowed:
                         why = (
-                            f"a step has taken {message.busy:.0f} s, and {message.allowed:.0f} s is what"
-                            " it may take at this machine's pace"
+                            f"a step, or a function of the engine, has taken {message.busy:.0f} s, and"
+                            f" {message.allowed:.0f} s is what it may take (a step: at this machine's pace)"
                         )
                         return self._hung(child, why)
             if listener.broken:

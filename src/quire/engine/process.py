@@ -138,6 +138,9 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
     core, ready = build_core(from_wire(sys.stdin.buffer.read()))
     pulse = Pulse(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
     core.executor = Timed(core.executor, pulse)
+    # A function may load a model; nobody is served meanwhile, so it must not take for ever either.
+    longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
+    core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
     if env.get("FLIGHT_RECORDER"):
         core.executor = Recorded(core.executor, Recorder(folder))
     # What was built stays; without this a collection walks all of it in the middle of a step.

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from quire.protocol.output import Beat
@@ -36,14 +37,26 @@ class Pulse:
         self.steps = 0
         self._since: float | None = None
         self._tokens = 0
+        self._limit: float | None = None
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        self._since = self.clock()
+    def working(self, limit: float | None = None) -> Iterator[None]:
+        """`limit`: seconds that it may take, for what is no step."""
+        self._since, self._limit = self.clock(), limit
         try:
             yield
         finally:
             self._since = None
+
+    def bound(self, function: Callable[..., Any], limit: float) -> Callable[..., Any]:
+        """The same, as work that must come to an end."""
+
+        @wraps(function)
+        def working(*args: Any) -> Any:
+            with self.working(limit):
+                return function(*args)
+
+        return working
 
     def launched(self, tokens: int) -> None:
         """The work at hand is a step of so many tokens."""
@@ -63,6 +76,8 @@ class Pulse:
     def beat(self) -> Beat:
         since = self._since
         busy = 0.0 if since is None else self.clock() - since
+        if (limit := self._limit) is not None:
+            return Beat(self.steps, busy, limit)
         if self.rate is None:
             return Beat(self.steps, busy, self.first)
         return Beat(self.steps, busy, FLOOR_S + FACTOR * self.rate * self._tokens)
