@@ -38,10 +38,15 @@ UNKNOWN = "none"
 UNDER_WAY = "quire:http_requests_under_way"
 
 
+Labelled = tuple[Counter, Histogram, Summary, Summary]
+
+
 class HttpMetrics:
     """`handler` is a route as it is written, so that clients cannot make labels."""
 
     def __init__(self, registry: CollectorRegistry):
+        self._labelled: dict[tuple[str, str, int], Labelled] = {}
+        """Found once: looking labels up costs more than counting."""
         self.requests = Counter(
             "http_requests",
             "HTTP requests, by the first digit of their status.",
@@ -87,8 +92,20 @@ class HttpMetrics:
         """A request is over; `asked` and `told`: bytes of both bodies."""
         if handler in UNCOUNTED:
             return
-        self.requests.labels(handler, method, f"{status // 100}xx").inc()
-        self.seconds.labels(handler, method).observe(seconds)
+        kind = (handler, method, status // 100)
+        if (labelled := self._labelled.get(kind)) is None:
+            labelled = self._labelled[kind] = self._with_labels(*kind)
+        requests, spent, bytes_asked, bytes_told = labelled
+        requests.inc()
+        spent.observe(seconds)
         self.fine.observe(seconds)
-        self.asked_bytes.labels(handler).observe(asked)
-        self.told_bytes.labels(handler).observe(told)
+        bytes_asked.observe(asked)
+        bytes_told.observe(told)
+
+    def _with_labels(self, handler: str, method: str, digit: int) -> Labelled:
+        return (
+            self.requests.labels(handler, method, f"{digit}xx"),
+            self.seconds.labels(handler, method),
+            self.asked_bytes.labels(handler),
+            self.told_bytes.labels(handler),
+        )

@@ -116,7 +116,11 @@ class MergedCollector(Collector):
 
 
 class Histograms(Histogram):
-    """A histogram that takes in many values at once."""
+    """A histogram that finds a value's bucket by halves, and takes in many values at once."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+        self._sum.inc(amount)
 
     def observe_all(self, values: Sequence[float]) -> None:
         places = Counts(bisect_left(self._upper_bounds, value) for value in values)

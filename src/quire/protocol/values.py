@@ -29,6 +29,8 @@ def wrong(name: str, value: Any, must: str, remedy: str = "") -> ValidationError
 
 
 def whole(name: str, value: Any, low: int | None, high: int | None = None, remedy: str = "") -> int:
+    if type(value) is int and (low is None or value >= low) and (high is None or value <= high):
+        return value  # as nearly all are; below, what is wrong is put into words
     must = f"a whole number{span(low, high)}"
     if isinstance(value, bool):
         raise wrong(name, value, must, remedy)
@@ -53,6 +55,12 @@ def number(
     name: str, value: Any, low: float | None, high: float | None, open_low: bool = False
 ) -> float:
     """A finite float in [low, high], or in (low, high] with `open_low`."""
+    if (
+        type(value) is float
+        and low is not None
+        and low < value < (math.inf if high is None else high)
+    ):
+        return value
     if open_low:
         must = f"a number above {low}" + (f" and at most {high}" if high is not None else "")
     else:

@@ -19,7 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
 from quire.errors import EngineDeadError, Unsupported, ValidationError
-from quire.frontend import chat
+from quire.frontend import chat, prompts
 from quire.frontend.sandbox import SECONDS, TooSlow
 from quire.frontend.strangers import Strangers
 from quire.frontend.tokenizer import Tokenizer
@@ -118,9 +118,7 @@ class AsyncTextEngine:
         self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "",
     ) -> Stream:  # fmt: skip
-        given: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
-        if salt := salted(prompt.salt, tenant):
-            given["cache_salt"] = salt
+        given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
         try:
             return await self.llm.open(
                 given, params, request_id, heard, priority=priority, tenant=tenant
