@@ -52,18 +52,19 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
   const long D = tokens.cache.D;
   alignas(64) float found[2][16 * 16];
   alignas(64) bf16 wide[2][16 * 32];
-  const char* keys[2];
+  Near keys[2];
   for (int i = 0; i < 2; i++) keys[i] = keys_near(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
   _tile_zero(0);
   _tile_zero(1);
   for (long d = 0; d < D; d += 32) {
+    for (Near& near : keys) near.ahead.some(8 * tokens.bytes());
     _tile_loadd(6, f.columns + d * 16, 64);
     if (tokens.cache.kind == SHORT) {
-      _tile_loadd(4, keys[0] + d * 2, D * 2);
-      _tile_loadd(5, keys[1] + d * 2, D * 2);
+      _tile_loadd(4, keys[0].from + d * 2, D * 2);
+      _tile_loadd(5, keys[1].from + d * 2, D * 2);
     } else {
       with_code(tokens.cache.kind, [&](auto code) {
-        for (int i = 0; i < 32; i++) widen_32(code, (const uint8_t*)keys[i / 16] + i % 16 * D + d, wide[i / 16] + i % 16 * 32);
+        for (int i = 0; i < 32; i++) widen_32(code, (const uint8_t*)keys[i / 16].from + i % 16 * D + d, wide[i / 16] + i % 16 * 32);
       });
       _tile_loadd(4, wide[0], 64);
       _tile_loadd(5, wide[1], 64);

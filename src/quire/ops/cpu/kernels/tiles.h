@@ -8,8 +8,7 @@
 
 namespace quire {
 
-constexpr long AHEAD = 64;  // tokens: how far ahead the cache is fetched
-constexpr long EVERY = 8;   // of that many lines one: the rest follows (product.h, Ahead)
+constexpr long AHEAD = 32;  // tokens: how far ahead the cache is fetched
 
 inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
@@ -18,6 +17,16 @@ struct Paged {
   const float *key_scales, *value_scales;  // of codes
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
+};
+
+// What is to be fetched, some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads wait for one.
+struct Fetches {
+  const char* from;  // or null
+  void some(long lines) {
+    if (!from) return;
+    for (long i = 0; i < lines; i++) fetch(from + i * LINE);
+    from += lines * LINE;
+  }
 };
 
 // One row and head of it: what is read from `first` on; tokens from `end` on are not looked at.
@@ -37,36 +46,34 @@ struct Tokens {
   }
   long bytes() const { return cache.kind == SHORT ? 2 : 1; }
 
-  // Those AHEAD tokens after t, of which each has `size` bytes.
-  void fetch_ahead(const void* data, long t, long size) const {
+  // Where the 16 tokens lie that are read AHEAD tokens after those at t, of which each has `size` bytes.
+  Fetches ahead(const void* data, long t, long size) const {
     const Tokens* of = this;
     const long stop = padded(end, 32);  // more are not asked for
     if ((t += AHEAD) >= stop) {
-      if (!next) return;
-      of = next, t += next->first - stop;
-      if (t >= of->end) return;
+      of = next, t += next ? next->first - stop : 0;
+      if (!of || t >= of->end) return {nullptr};
     }
-    const char* from = (const char*)data + of->slot(t) * size;
-    for (long at = 0; at < 16 * size; at += EVERY * LINE) fetch(from + at);
+    return {(const char*)data + of->slot(t) * size};
   }
 };
 
 // 16 keys -> the two halves of a panel of 32 columns, for each 32 of D.
-inline void pack_keys(const bf16* from, long D, bf16* to) {
-  for (long d = 0; d < D / 32; d++) transpose_words(from + d * 32, D * 2, to + d * STEP);
+inline void pack_keys(const bf16* from, long D, bf16* to, Fetches ahead) {
+  for (long d = 0; d < D / 32; d++, ahead.some(16)) transpose_words(from + d * 32, D * 2, to + d * STEP);
 }
 template <class C>
-inline void pack_keys(C, const uint8_t* from, long D, bf16* to) {
+inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Fetches ahead) {
   alignas(64) bf16 wide[16 * 32];
-  for (long d = 0; d < D / 32; d++) {
+  for (long d = 0; d < D / 32; d++, ahead.some(8)) {
     for (long i = 0; i < 16; i++) widen_32(C{}, from + i * D + d * 32, wide + i * 32);
     transpose_words(wide, 64, to + d * STEP);
   }
 }
 
 // 16 values, `columns` of their E -> 8 lines (of pairs of tokens) of each panel of 32; tokens from `count` on are zeros.
-inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step) {
-  for (long pair = 0; pair < 8; pair++)
+inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
+  for (long pair = 0; pair < 8; pair++, ahead.some(E / 16))
     for (long e = 0; e < columns / 32; e++) {
       const bf16* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
@@ -74,9 +81,9 @@ inline void pack_values(const bf16* from, long E, long columns, long count, bf16
     }
 }
 template <class C>
-inline void pack_values(C, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step) {
+inline void pack_values(C, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
   alignas(64) bf16 a[32], b[32];
-  for (long pair = 0; pair < 8; pair++)
+  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
     for (long e = 0; e < columns / 32; e++) {
       const uint8_t* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
@@ -86,9 +93,9 @@ inline void pack_values(C, const uint8_t* from, long E, long columns, long count
     }
 }
 // Of int8, words are put together in 32 bits, where they become floats anyway.
-inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step) {
+inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
   using C = Int8Code;
-  for (long pair = 0; pair < 8; pair++)
+  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
     for (long e = 0; e < columns / 32; e++)
       for (long half = 0; half < 2; half++) {
         const uint8_t* at = from + 2 * pair * E + e * 32 + half * 16;
@@ -98,28 +105,33 @@ inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, lon
       }
 }
 
-// Where keys t..t+15 lie; and the scales of these keys and values, which are 0 from `end` on.
-inline const char* keys_near(const Tokens& tokens, long t, float* key_scales, float* value_scales) {
+// 16 tokens as they lie, and what is fetched while they are read.
+struct Near {
+  const char* from;
+  Fetches ahead;
+};
+
+// Keys t..t+15; and the scales of these keys and values, which are 0 from `end` on.
+inline Near keys_near(const Tokens& tokens, long t, float* key_scales, float* value_scales) {
   const Paged& cache = tokens.cache;
   const long size = cache.D * tokens.bytes(), slot = tokens.slot(t);
-  tokens.fetch_ahead(cache.keys, t, size);
   if (cache.kind != SHORT) {
-    tokens.fetch_ahead(cache.key_scales, t, sizeof(float));
-    tokens.fetch_ahead(cache.value_scales, t, sizeof(float));
+    tokens.ahead(cache.key_scales, t, sizeof(float)).some(1);
+    tokens.ahead(cache.value_scales, t, sizeof(float)).some(1);
     const Mask there = span(0, tokens.end - t);
     store(key_scales, keep(there, load(cache.key_scales + slot)));
     store(value_scales, keep(there, load(cache.value_scales + slot)));
   }
-  return (const char*)cache.keys + slot * size;
+  return {(const char*)cache.keys + slot * size, tokens.ahead(cache.keys, t, size)};
 }
 
 // Keys t..t+31 as [D / 32] steps.
 inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scales, float* value_scales) {
   const long D = tokens.cache.D, kind = tokens.cache.kind;
   for (long half = 0; half < 32; half += 16, to += HALF) {
-    const char* keys = keys_near(tokens, t + half, key_scales + half, value_scales + half);
-    if (kind == SHORT) pack_keys((const bf16*)keys, D, to);
-    with_code(kind, [&](auto code) { pack_keys(code, (const uint8_t*)keys, D, to); });
+    const Near keys = keys_near(tokens, t + half, key_scales + half, value_scales + half);
+    if (kind == SHORT) pack_keys((const bf16*)keys.from, D, to, keys.ahead);
+    with_code(kind, [&](auto code) { pack_keys(code, (const uint8_t*)keys.from, D, to, keys.ahead); });
   }
 }
 
@@ -131,9 +143,9 @@ inline void pack_32_values(const Tokens& tokens, long t, long e, long columns, b
   for (long half = 0; half < 2; half++, t += 16, to += 8 * 32) {
     const long count = std::max<long>(0, std::min<long>(16, tokens.end - t));
     const char* from = (const char*)cache.values + tokens.slot(t) * size + e * tokens.bytes();
-    if (e == 0) tokens.fetch_ahead(cache.values, t, size);
-    if (cache.kind == SHORT) pack_values((const bf16*)from, E, columns, count, to, panel_step);
-    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, columns, count, to, panel_step); });
+    const Fetches ahead = e ? Fetches{nullptr} : tokens.ahead(cache.values, t, size);
+    if (cache.kind == SHORT) pack_values((const bf16*)from, E, columns, count, to, panel_step, ahead);
+    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, columns, count, to, panel_step, ahead); });
   }
 }
 
