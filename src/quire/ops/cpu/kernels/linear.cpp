@@ -8,6 +8,7 @@
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
 #include "blocks.h"
+#include "bytes.h"
 #include "exports.h"
 
 namespace quire {
@@ -24,6 +25,8 @@ struct Job {
   long y_row, rows, outs, ins;
   const float *x_scale, *w_scale;  // int8: [M], [N]
   const int32_t* w_sum;            // int8: 128 times the sum of each row of w, [N]
+  const bf16* raw = nullptr;       // int8: x before it was bytes, where that is still to be done
+  long raw_row = 0;
 
   long steps() const { return ins / F::K; }
 };
@@ -154,6 +157,23 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
 
 constexpr long MANY = 512;  // rows, from which on blocks.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
 
+// Rows [first, first + rows) of x, in groups.
+template <class F>
+void gather(Job<F>& job, long first, long rows, const Groups& groups, char* to) {
+  static thread_local Scratch<float> keep_scales;
+  float* scales = job.raw ? keep_scales.at_least(job.rows) : nullptr;
+  for (long g = 0; g < groups.count; g++) {
+    const int tiles = groups.size(g);
+    const long row = groups.first(g) * 16, at = first + row, count = std::min(tiles * 16L, rows - row);
+    char* group = to + row * job.steps() * 64;
+    if (job.raw)
+      rows_to_bytes(job.raw + at * job.raw_row, job.raw_row, count, (uint8_t*)group, 64, tiles * HALF_BYTES, job.ins, scales + at);
+    else
+      gather(job.x + at * job.x_row, job.x_row, count, job.steps(), tiles, group);
+  }
+  if (job.raw) job.x_scale = scales;
+}
+
 // What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished.
 template <Kind KIND, class F>
 struct BesideBlock {
@@ -233,7 +253,7 @@ bool better_streamed(const Job<F>& job, const Share& mine) {
 }
 
 template <Kind KIND, class F>
-void many_rows(const Job<F>& job, const Share& mine, long first, long rows) {
+void many_rows(Job<F> job, const Share& mine, long first, long rows) {
   using Sum = typename F::Sum;
   static thread_local Scratch<char> keep_x;
   static thread_local Scratch<bf16> keep_halves;
@@ -241,10 +261,7 @@ void many_rows(const Job<F>& job, const Share& mine, long first, long rows) {
   const long steps = job.steps(), row_bytes = steps * 64;
   const Groups groups(rows);
   char* x = keep_x.at_least(groups.tiles * 16 * row_bytes);
-  for (long g = 0; g < groups.count; g++) {
-    const long row = groups.first(g) * 16;
-    gather(job.x + (first + row) * job.x_row, job.x_row, rows - row, steps, groups.size(g), x + row * row_bytes);
-  }
+  gather(job, first, rows, groups, x);
   const long lines = (32 + groups.count - 1) / groups.count, each = (MOST_TILES * 16 + steps - 1) / steps;
   bf16* halves = KIND == GATED ? keep_halves.at_least(rows * 16) : nullptr;
   BesideBlock<KIND, F> beside{job, lines, each, better_streamed<KIND>(job, mine), halves, first};
@@ -303,6 +320,7 @@ void linear(const Job<F>& job) {
 #else
 
 constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
+constexpr long MANY = 1L << 40;
 
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
@@ -355,16 +373,6 @@ void pack(const typename F::Weight* w, typename F::Weight* packed, long outs, lo
     }
 }
 
-// A row of x as bytes around 128; its largest value is 127 away. Returns the scale.
-inline float to_bytes(const bf16* x, uint8_t* to, long ins) {
-  Floats most = floats(0.f);
-  for (long k = 0; k < ins; k += 16) most = max(most, magnitude(widen(x + k)));
-  const float top = max_of(most);
-  const Floats factor = floats(top > 0 ? 127.f / top : 0.f);
-  for (long k = 0; k < ins; k += 16) store_bytes(to + k, to_ints(widen(x + k) * factor) + 128);
-  return top / 127.f;
-}
-
 }  // namespace quire
 
 using namespace quire;
@@ -379,13 +387,17 @@ EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* b
 // The same by bytes; ins is a multiple of 64.
 EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const float* w_scale, const int32_t* w_sum,
                               const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int gated) {
-  static Scratch<uint8_t> keep;
-  static Scratch<float> keep_scales;  // one call at a time
-  uint8_t* bytes = keep.at_least(rows * ins + 64);
-  float* scales = keep_scales.at_least(rows);
+  Job<Int8> job{nullptr, ins, w, bias, y, y_row, rows, outs, ins, nullptr, w_scale, w_sum, x, x_row};
+  if (rows < MANY) {  // else each thread makes its own as it needs them
+    static Scratch<uint8_t> keep;
+    static Scratch<float> keep_scales;  // one call at a time
+    uint8_t* bytes = keep.at_least(rows * ins + 64);
+    float* scales = keep_scales.at_least(rows);
 #pragma omp parallel for if (rows >= 16) schedule(static)
-  for (long r = 0; r < rows; r++) scales[r] = to_bytes(x + r * x_row, bytes + r * ins, ins);
-  const Job<Int8> job{bytes, ins, w, bias, y, y_row, rows, outs, ins, scales, w_scale, w_sum};
+    for (long r = 0; r < rows; r += 4)
+      rows_to_bytes(x + r * x_row, x_row, std::min(4L, rows - r), bytes + r * ins, ins, 64, ins, scales + r);
+    job.x = bytes, job.x_scale = scales, job.raw = nullptr;
+  }
   gated ? linear<GATED>(job) : linear<PLAIN>(job);
 }
 
