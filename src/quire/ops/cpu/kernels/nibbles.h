@@ -66,7 +66,7 @@ inline void configure_nibbles(int deep) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? deep : 64);
     config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : 16);
   }
-  _tile_loadconfig(&config);
+  load_config(config);
 }
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].

@@ -67,6 +67,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// gcc 12 takes it that 8 bytes of the configuration are read: the clobber has all of it written before.
+inline void load_config(const TileConfig& config) {
+  asm volatile("" : : "r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
 // Tiles 0..3 sums, 4 and 5 the rows of A, 6 and 7 the columns of B.
 inline void configure(int upper, int lower) {
   TileConfig config;
@@ -75,7 +81,7 @@ inline void configure(int upper, int lower) {
     config.bytes[i] = 64;
     config.rows[i] = rows[i] ? rows[i] : 16;
   }
-  _tile_loadconfig(&config);
+  load_config(config);
 }
 inline int touched(int rows) { return rows > 16 ? 32 : rows ? 16 : 0; }  // of A and C, when `rows` are asked for
 inline void begin_products() { configure(16, 16); }
