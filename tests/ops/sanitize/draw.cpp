@@ -71,3 +71,34 @@ CHECK(cut) {
           near(named("cut", {V, k, (long)(p * 10), (long)(m * 100)}), found, {(double)(p < 1 ? kept : count)}, 1e-6);
         }
 }
+
+CHECK(sample) {
+  for (long V : {1L, 15L, 300L, 3000L})
+    for (int is_bf16 : {0, 1}) {
+      constexpr long rows = 4;
+      Random random((unsigned)V);
+      const long step = V + 3;
+      const auto x = random.floats((rows - 1) * step + V);
+      const auto short_x = random.bf16s((rows - 1) * step + V);
+      const float temperatures[] = {0.f, 1.f, 0.7f, 1.5f};
+      const int64_t top_k[] = {0, 0, 7, 400}, positions[] = {0, 5, 1L << 33, 9};
+      const double top_p[] = {1, 1, 0.9, 0.5}, log_min_p[] = {-INFINITY, -INFINITY, log(0.05), -INFINITY};
+      const uint32_t seeds[] = {1, 2, 3, 0xffffffff};
+      Guarded<int64_t> got(rows), want(rows);
+      Guarded<float> whole(rows), floor(1), kept(1), logits(V), by_parts(rows);
+      const void* from = is_bf16 ? (const void*)short_x.data : x.data;
+      quire_sample(from, step, is_bf16, temperatures, top_k, top_p, log_min_p, seeds, positions, rows, V, got, whole);
+      for (long r = 0; r < rows; r++) {
+        for (long v = 0; v < V; v++) logits[v] = is_bf16 ? value_of(short_x[r * step + v]) : x[r * step + v];
+        quire_best(logits, V, 0, nullptr, 1, V, want + r, by_parts + r, kept);
+        if (temperatures[r] == 0) continue;
+        for (long v = 0; v < V; v++) logits[v] /= temperatures[r];
+        const uint32_t word = mixed(seeds[r] ^ (uint32_t)positions[r]);
+        const int32_t a[] = {(int32_t)word}, b[] = {(int32_t)mixed(mixed(word) + 0x85EBCA6B)};
+        quire_cut(logits, V, top_k + r, top_p + r, log_min_p + r, 1, V, floor);
+        quire_draw(logits, V, a, b, floor, 1, V, want + r);
+      }
+      same(named("sample", {V, is_bf16}), got.data, want.data, rows);
+      same(named("sample's best", {V, is_bf16}), whole.data, by_parts.data, rows);
+    }
+}
