@@ -16,7 +16,7 @@ SIZES = [(1, 1), (3, 15), (2, 16), (5, 33), (4, 259), (7, 1000), (2, 4099)]
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         kernels = library.load(request.param)
-    except build.CannotBuild as why:
+    except build.Missing as why:
         pytest.skip(str(why))
     monkeypatch.setattr(native, "library", lambda: kernels)
 

@@ -19,7 +19,7 @@ SIZES = [1, 7, 16, 33, 700, 5000]
 def native(request: pytest.FixtureRequest) -> NativeDrawing:
     try:
         return NativeDrawing(library.load(request.param))
-    except build.CannotBuild as why:
+    except build.Missing as why:
         pytest.skip(str(why))
 
 

@@ -40,13 +40,17 @@ class CannotBuild(Exception):
     """No compiler, or it failed; the message says which."""
 
 
+class Missing(CannotBuild):
+    """This machine lacks something that it takes; our code is not to blame."""
+
+
 def compiler() -> str:
-    """Raises CannotBuild: there is none."""
+    """Raises Missing: there is none."""
     named = env.outer("CXX")
     for name in (named,) if named else ("g++", "clang++", "c++"):
         if found := shutil.which(name):
             return found
-    raise CannotBuild("there is no C++ compiler (g++ or clang++)")
+    raise Missing("there is no C++ compiler (g++ or clang++)")
 
 
 def file_name(isa: Isa) -> str:

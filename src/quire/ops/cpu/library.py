@@ -99,7 +99,7 @@ class Kernels:
         torch.get_num_threads()  # its OpenMP runtime is up before ours is looked for
         library = ctypes.CDLL(str(build.library(which)))
         if library.quire_init():
-            raise build.CannotBuild(f"the operating system gives no {which.name} to this process")
+            raise build.Missing(f"the operating system gives no {which.name} to this process")
         for name, types in SIGNATURES.items():
             function = getattr(library, f"quire_{name}")
             function.argtypes, function.restype = types, None
@@ -112,7 +112,7 @@ def load(name: str) -> Kernels:
     """A named build. Raises CannotBuild."""
     which = next((each for each in isa.usable() if each.name == name), None)
     if which is None:
-        raise build.CannotBuild(f"this CPU cannot run {name}")
+        raise build.Missing(f"this CPU cannot run {name}")
     return Kernels(which)
 
 

@@ -4,6 +4,7 @@
 // A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of
 // 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two. Activations are words of four inputs, as `Word`.
 #pragma once
+#include "amx.h"
 #include "common.h"
 
 namespace quire {
@@ -57,11 +58,7 @@ inline Ints meet(Ints sums, const Part& w, const Word& x) {
 
 // Tiles 0..3 sums, 4 and 5 rows of x, 6 and 7 outputs, all signed; `deep` inputs at once, 32 or 64.
 inline void configure_nibbles(int deep) {
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
+  TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? deep : 64);
     config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : 16);

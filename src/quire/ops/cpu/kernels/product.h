@@ -15,6 +15,7 @@
 #pragma once
 #include <type_traits>
 
+#include "amx.h"
 #include "common.h"
 
 namespace quire {
@@ -60,18 +61,6 @@ struct Ahead {
 #ifdef QUIRE_AMX
 
 constexpr int ROWS = 32;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// gcc 12 takes it that 8 bytes of the configuration are read: the clobber has all of it written before.
-inline void load_config(const TileConfig& config) {
-  asm volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
-}
 
 // Tiles 0..3 sums, 4 and 5 the rows of A, 6 and 7 the columns of B.
 inline void configure(int upper, int lower) {
