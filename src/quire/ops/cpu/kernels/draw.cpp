@@ -17,6 +17,7 @@ alignas(64) const int32_t PLACES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
 
 constexpr int32_t GOLDEN = (int32_t)0x9E3779B9;
 constexpr float MOST_NOISE = 22.2f;   // -log(0.5 / 2^31), and a little more
+constexpr float LEAST_NOISE = -2.9f;  // -log(-log(2^-24)), and a little less
 constexpr float DEPTH = 28.f;         // exp(-28) * 2^40 < 1: a token so far below the top has no weight
 constexpr long BUCKETS = 4096;        // of logits, from the top down to DEPTH below it
 
@@ -72,13 +73,28 @@ inline Floats exp_of(Floats x) {
   return times_power(fma(p, part * part, part) + floats(1.f), whole);
 }
 
+// 31 bits of the tokens from `v` on.
+inline Ints words_of(long v, int32_t a, int32_t b) {
+  const Ints x = wrapping_plus(wrapping_times(load(PLACES) + (int32_t)v, ints(GOLDEN)), ints(a));
+  return mix(mix(x) ^ ints(b)) & 0x7fffffff;
+}
+
 // -log(-log1p(-v)), v from (0.5 + the token's word) / 2^31.
-inline Floats gumbel(Ints x, int32_t b) {
-  const Floats v = min(fma(to_floats(mix(mix(x) ^ ints(b)) & 0x7fffffff), floats(0x1p-31f), floats(0x1p-32f)),
-                       floats(1.f - 0x1p-24f));
+inline Floats gumbel(Ints words) {
+  const Floats v = min(fma(to_floats(words), floats(0x1p-31f), floats(0x1p-32f)), floats(1.f - 0x1p-24f));
   const Floats u = floats(1.f) - v, lost = v - (floats(1.f) - u);  // 1 - v = u - lost, exactly
   return floats(0.f) - log_of(lost / u - log_of(u));
 }
+
+// Noise of `most` and more, from 1 on, takes a word below this: log1p(-v) <= -v, so v < exp(-most).
+struct Rarity {
+  int32_t words[32];
+  Rarity() {
+    for (int i = 0; i < 32; i++) words[i] = (int32_t)(exp(-std::max(i, 1)) * 0x1p31) + 2;
+  }
+  int32_t operator()(float most) const { return words[(int)(most - 0.01f)]; }
+};
+const Rarity word_for;
 
 // Sixteen tokens from `v` on; beyond V they are -inf.
 inline Floats up_to_sixteen(const float* x, long v, long V) {
@@ -97,21 +113,23 @@ inline float top_of(const float* x, long V) {
 // -- the draw --------------------------------------------------------------------------------------------------------
 
 // The token of the largest x + noise among those not below `floor`; of equals the first. 0 if there is none.
+//
+// Few tokens need their noise: of the rest it is known that none could win, by the best of them or by their words.
 long draw(const float* x, long V, float top, int32_t a, int32_t b, float floor) {
   Floats best = floats(-INFINITY);
   Ints found = ints(0);
-  float sure = -INFINITY;  // what some token reaches
+  float sure = top + LEAST_NOISE;  // what some token reaches
   for (long v = 0; v < V; v += 16) {
     const Floats value = up_to_sixteen(x, v, V);
-    const float most = max_of(value);
-    if (!(most >= floor) || most + MOST_NOISE < sure) continue;
-    const Ints ids = load(PLACES) + (int32_t)v;
-    Floats score = value + gumbel(wrapping_plus(wrapping_times(ids, ints(GOLDEN)), ints(a)), b);
-    score = select(less(value, floats(floor)), floats(-INFINITY), score);
+    const float most = max_of(value), needed = sure - most;
+    if (!(most >= floor) || needed > MOST_NOISE) continue;
+    const Ints words = words_of(v, a, b);
+    if (needed > 1.1f && !any(less(words, ints(word_for(needed))))) continue;
+    const Floats score = select(less(value, floats(floor)), floats(-INFINITY), value + gumbel(words));
     const Mask better = less(best, score);
     best = select(better, score, best);
-    found = select(better, ids, found);
-    if (most + 4 > top) sure = std::max(sure, max_of(best));
+    found = select(better, load(PLACES) + (int32_t)v, found);
+    if (any(better)) sure = std::max(sure, max_of(best));
   }
   alignas(64) float values[16];
   alignas(64) int32_t places[16];

@@ -353,6 +353,13 @@ inline Mask span(long from, long to) {
   return both(less(near(from - 1), load(places)), less(load(places), near(to)));
 #endif
 }
+inline bool any(Mask mask) {
+#if defined(__AVX512F__)
+  return mask != 0;
+#else
+  return max_of(select(mask, floats(1.f), floats(0.f))) > 0.f;
+#endif
+}
 inline Floats keep(Mask mask, Floats x) { return select(mask, x, floats(0.f)); }  // else 0
 
 // 32 values to bf16.
