@@ -26,6 +26,15 @@ def own_output() -> Any:
     return answers
 
 
+def settle_vllm(asked: dict[str, Any]) -> None:
+    """Before vLLM is imported on a CPU: its threads and its cache.
+
+    By itself it leaves one core to its other processes, and runs on the others: one, of two.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
+
+
 def serve(answers: Any, about: dict[str, Any], generate: Generate) -> None:
     """Until stdin ends."""
     print(json.dumps({"about": about}), file=answers, flush=True)

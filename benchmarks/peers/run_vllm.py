@@ -13,9 +13,7 @@ import lines
 def main() -> None:
     asked = json.loads(sys.argv[1])
     answers = lines.own_output()
-    # By itself it leaves one core to its other processes, and runs on the others: one, of two.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
+    lines.settle_vllm(asked)
     import torch
     import vllm
 

@@ -8,7 +8,6 @@ Told last, as JSON: {"free": [seconds a step, ...], "held": [...], "first_free":
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -19,8 +18,7 @@ import lines
 def main() -> None:
     asked = json.loads(sys.argv[1])
     answers = lines.own_output()
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
+    lines.settle_vllm(asked)
     import vllm
     from vllm.sampling_params import StructuredOutputsParams
 

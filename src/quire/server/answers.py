@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from quire.server.errors import invalid
+from quire.server.generation import Delta
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 
@@ -81,3 +82,23 @@ class Frames:
             parts += [b',"usage":', self.encode(kept)]
         parts.append(b"}\n\n")
         return b"".join(parts)
+
+
+class Splicer:
+    """Deltas -> frames. Once a choice has begun, most of its frames differ in their text alone."""
+
+    def __init__(self, frames: Frames, details: bool):
+        self.frames, self.details = frames, details
+        self.around: dict[int, tuple[bytes, bytes]] = {}
+        """Of choices that have begun: a frame without its text."""
+
+    def add(self, delta: Delta) -> Iterable[bytes]:
+        around = self.around.get(delta.index)
+        if around is None or delta.finish_reason is not None or delta.reasoning or delta.calls:
+            return self.whole(delta)
+        before, behind = around
+        return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
+
+    def whole(self, delta: Delta) -> Iterable[bytes]:
+        """Frames that are not spliced. Who can, leaves in `around` what the next ones have in common."""
+        raise NotImplementedError

@@ -6,7 +6,7 @@ Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import logprobs as shapes
-from quire.server.answers import Frames, load_report, new_id, priority
+from quire.server.answers import Frames, Splicer, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.generation import Delta, Generation
@@ -96,24 +96,14 @@ class Shaper:
         return usage
 
 
-@dataclass(slots=True)
-class Teller:
+class Teller(Splicer):
     """Deltas -> frames."""
 
-    shaper: Shaper
-    frames: Frames
-    details: bool
-    around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    """Of choices that have begun: a frame without its text."""
+    def __init__(self, shaper: Shaper, frames: Frames, details: bool):
+        super().__init__(frames, details)
+        self.shaper = shaper
 
-    def add(self, delta: Delta) -> Iterable[bytes]:
-        around = self.around.get(delta.index)
-        if around is None or delta.finish_reason is not None:
-            return self._whole(delta)
-        before, behind = around
-        return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
-
-    def _whole(self, delta: Delta) -> Iterator[bytes]:
+    def whole(self, delta: Delta) -> Iterator[bytes]:
         shaper, frames = self.shaper, self.frames
         choice = shaper.choice(delta, whole=False)
         ended = delta.finish_reason is not None

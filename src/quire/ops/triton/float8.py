@@ -153,6 +153,20 @@ def place_of(number, tokens, outs, T: tl.constexpr, OUT: tl.constexpr):
 
 
 @triton.jit
+def finished(
+    acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """Sums over all inputs -> y: scaled, unless each group of inputs was, and with the bias."""
+    if not GROUPS:
+        x_scale = tl.load(x_scale_ptr + t_there)
+        w_scale = tl.load(w_scale_ptr + o_there)
+        acc = acc * (x_scale[:, None] * w_scale[None, :])
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + o_there).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def product_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, ins, groups, each,
     GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
@@ -187,12 +201,7 @@ def product_kernel(
         else:
             acc += tl.dot(x, w)
     if WHOLE:
-        if not GROUPS:
-            x_scale = tl.load(x_scale_ptr + t_there)
-            w_scale = tl.load(w_scale_ptr + o_there)
-            acc = acc * (x_scale[:, None] * w_scale[None, :])
-        if HAS_BIAS:
-            acc = acc + tl.load(bias_ptr + o_there).to(tl.float32)[None, :]
+        acc = finished(acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS, HAS_BIAS)
     line = part.to(tl.int64) * tokens + t_there
     tl.store(out_ptr + line[:, None] * outs + o[None, :], acc.to(out_ptr.dtype.element_ty), mask=known)  # fmt: skip
 

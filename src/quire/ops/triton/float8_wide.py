@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.triton.float8 import Tile, place_of
+from quire.ops.triton.float8 import Tile, finished, place_of
 from quire.ops.triton.launch import INTERPRETED
 
 TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the registers
@@ -42,12 +42,7 @@ def wide_kernel(
                 acc += tl.dot(x, w.T) * (x_scale[:, None] * w_scale[None, :])
             else:
                 acc += tl.dot(x, w.T)
-        if not GROUPS:
-            x_scale = tl.load(x_scale_ptr + t_there)
-            w_scale = tl.load(w_scale_ptr + o_there)
-            acc = acc * (x_scale[:, None] * w_scale[None, :])
-        if HAS_BIAS:
-            acc = acc + tl.load(bias_ptr + o_there).to(tl.float32)[None, :]
+        acc = finished(acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS, HAS_BIAS)
         t = tile_t * T + tl.arange(0, T)
         o = tile_o * OUT + tl.arange(0, OUT)
         at = out_ptr + t.to(tl.int64)[:, None] * outs + o[None, :]
