@@ -18,7 +18,6 @@ import interpreted  # noqa: F401
 from equality.engines import engine, greedy
 
 from quire.errors import Unsupported
-from quire.layers.linear import Plain
 from quire.models import load
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
@@ -28,8 +27,13 @@ from quire.quantization.registry import bytes_held, made_weights, move
 from tests.models.cases import Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
-from tests.quantization.test_quantized_formats import SMALL, linears, parts_of, quantized
-from tests.quantization.writers import FORMS, FP8, PLAIN, Form, float8
+from tests.quantization.test_quantized_formats import (
+    SMALL,
+    linears,
+    quantized,
+    quantized_linears,
+)
+from tests.quantization.writers import FORMS, FP8, Form, float8
 
 EIGHT = [form for form in FORMS if form.write is float8]
 WIDE = {"strategy": "block", "scale_name": "weight_scale_inv"}
@@ -60,11 +64,7 @@ def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any
         ours, theirs = build(stored), build(dense)
     assert "activations by token in 8-bit floats" in caplog.text
     seen = 0
-    for path, layer in linears(ours):
-        names = parts_of(path, layer)
-        if PLAIN in names:
-            assert type(layer.scheme) is Plain
-            continue
+    for path, layer, names in quantized_linears(ours):
         seen += len(names)
         weight = layer.scheme.weight
         assert isinstance(weight, Float8Weight)

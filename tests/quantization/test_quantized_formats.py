@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,22 @@ def linears(model: nn.Module) -> list[tuple[str, Linear]]:
     return [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Linear)]
 
 
+def quantized_linears(model: nn.Module) -> Iterator[tuple[str, Linear, list[str]]]:
+    """Path, layer and the parts that it was stored as. Those that were stored plain must be."""
+    for path, layer in linears(model):
+        names = parts_of(path, layer)
+        if PLAIN in names:
+            assert type(layer.scheme) is Plain
+        else:
+            yield path, layer, names
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name.replace(" ", "-"))
 def test_every_format_is_the_weights_it_stands_for(form: Form, plain: Path, tmp_path: Path) -> None:
     stored, dense, means = quantized(plain, tmp_path, form)
     ours, theirs = build(stored), build(dense)
     seen = 0
-    for path, layer in linears(ours):
-        names = parts_of(path, layer)
-        if PLAIN in names:
-            assert type(layer.scheme) is Plain
-            continue
+    for path, layer, names in quantized_linears(ours):
         seen += len(names)
         want = torch.cat([means[name] for name in names])
         if form.becomes == "requantized":
