@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 import pytest
 from call_writers import ALONE, THOUGHTS, TOOLS, WRITERS, calls
+from growth import LIMIT, TIMES, growth
 from parsed_text import cuts, parser, together
 
 from quire.frontend.parsers.formats import TOOLS as FORMATS
@@ -188,12 +188,14 @@ def test_hostile_text_takes_linear_time(name: str) -> None:
     seen = {mark for state in FORMATS[name].states.values() for mark in state.on}
     begin = WRITERS[name][0]([("f", {"text": "x", "tags": [[]]})])
     texts = [*seen, "[", "{", "(", '"', "\\", begin, begin[: len(begin) // 2], "<think>"]
-    size = 40_000
     for text in texts:
-        begun = time.process_time()
-        together(parser(name, "qwen3"), [text * (size // len(text))])
-        once = time.process_time() - begun
-        assert once < 1.0, f"{text!r}: {once:.2f} s for {size} characters"
+        grows = growth(
+            lambda size, text=text: together(parser(name, "qwen3"), [text * (size // len(text))]),
+            5_000,
+        )
+        assert grows < LIMIT, (
+            f"{text!r}: {grows:.1f} times as long for each character of eight times as many"
+        )
 
 
 @pytest.mark.parametrize(
@@ -202,11 +204,13 @@ def test_hostile_text_takes_linear_time(name: str) -> None:
 )
 def test_a_megabyte_of_opening_tags(name: str, cut: int) -> None:
     tag = next(iter(FORMATS[name].states["content"].on), "[")
-    text = tag * ((1 << 20) // len(tag))
-    begun = time.process_time()
-    read = together(parser(name), [text[at : at + cut] for at in range(0, len(text), cut)])
-    assert time.process_time() - begun < 5
-    assert len(read.content) == len(text) or name == "openai"
+
+    def read(size: int) -> None:
+        text = tag * (size // len(tag))
+        made = together(parser(name), [text[at : at + cut] for at in range(0, len(text), cut)])
+        assert len(made.content) == len(text) or name == "openai"
+
+    assert growth(read, (1 << 20) // TIMES) < LIMIT
 
 
 def test_ids() -> None:
