@@ -152,6 +152,8 @@ def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None
     assert forecast_weights(plain, 0, packed) == 4 * 800 + 2 * 100
     with pytest.raises(NotEnoughMemory, match=r"before they are made int8.*13\.95 KiB as bfloat16"):
         forecast_weights(small, 14_000, found)
-    # On a device of its own they are made small one by one.
+    # On a device of its own they are made small one by one, and the head stays: the table, or one of its own.
     away = replace(small, device="cuda", quantization="fp8")
-    assert forecast_weights(away, 14_000, found) == forecast_weights(small, 20_000, found)
+    assert forecast_weights(away, 14_000, found) == 6400 + 2 * 100 + 2 * 640
+    found.append(("lm_head.weight", "BF16", (10, 64)))
+    assert forecast_weights(away, 14_000, found) == 6400 + 2 * 100 + 2 * 640 + 2 * 640

@@ -139,7 +139,9 @@ def forecast_weights(
             f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
             f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."
         )
-    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
+    # 8-bit floats that are multiplied as what they are leave the head alone.
+    floats = resolved.quantization == "fp8" and resolved.device != "cpu"
+    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=not floats)
 
 
 def make_plan(

@@ -145,9 +145,11 @@ def on_disk(found: Iterable[Stored] | int) -> int:
     return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in found)
 
 
-def in_memory(found: Iterable[Stored] | int, itemsize: int, scheme: str | None = None) -> int:
-    """A forecast of what they take when they are loaded: floats of `itemsize` bytes, linears and the head as
-    `scheme` (of config/quantized.ONLINE) makes them, all else as it is stored."""
+def in_memory(
+    found: Iterable[Stored] | int, itemsize: int, scheme: str | None = None, small_head: bool = True
+) -> int:
+    """A forecast of what they take when they are loaded: floats of `itemsize` bytes, linears and, with `small_head`,
+    the head as `scheme` (of config/quantized.ONLINE) makes them, all else as it is stored."""
     if isinstance(found, int):
         return found
     total, heads, tables = 0.0, 0, 0
@@ -162,7 +164,7 @@ def in_memory(found: Iterable[Stored] | int, itemsize: int, scheme: str | None =
             total += count * BYTES[scheme]
         else:
             total += count * (itemsize if is_float else ITEMSIZE.get(kind, 2))
-    if scheme is not None:  # a tied head is a weight of its own then
+    if scheme is not None and small_head:  # a tied head is a weight of its own then
         return int(total + (heads or tables) * HEAD_BYTES)
     return int(total + heads * itemsize)
 
