@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -148,6 +149,21 @@ def test_a_pause_outlasts_a_sleep(engine: Engine) -> None:
     assert engine.call("is_paused") is True
     assert not engine.finish["a"]
     engine.call("resume")
+    engine.run()
+    assert engine.is_right("a", "bb", "ccc")
+
+
+def test_who_gives_up_waiting_has_paused_nothing(engine: Engine) -> None:
+    async def call(name: str, *args: object) -> object:
+        return engine.call(name, *args)
+
+    async def main() -> None:
+        for reason in (rest.PAUSE, rest.SLEEP):
+            with pytest.raises(asyncio.TimeoutError):  # nobody steps, so they never end
+                await asyncio.wait_for(rest.quiet(call, "wait", reason), 0.05)
+            assert await call("is_paused") is False, reason
+
+    asyncio.run(main())
     engine.run()
     assert engine.is_right("a", "bb", "ccc")
 

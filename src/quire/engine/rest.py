@@ -139,11 +139,18 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
 
 
 async def quiet(call: Callable[..., Awaitable[Any]], mode: str, reason: str = PAUSE) -> None:
-    """Hold requests back, and return when nobody is left who may go on. `call`: an engine's functions."""
-    left = await call("hold", mode, reason)
-    while left:
-        await asyncio.sleep(LOOK_EVERY_S)
-        left = await call("left")
+    """Hold requests back, and return when nobody is left who may go on. `call`: an engine's functions.
+
+    Who gives up waiting has not paused anything: what was held back for that reason goes on.
+    """
+    try:
+        left = await call("hold", mode, reason)
+        while left:
+            await asyncio.sleep(LOOK_EVERY_S)
+            left = await call("left")
+    except asyncio.CancelledError:
+        await asyncio.shield(asyncio.ensure_future(call("resume", reason)))
+        raise
 
 
 # -- what callers may say ---------------------------------------------------------------------------
