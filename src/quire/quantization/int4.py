@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.ops.cpu import large_pages
 from quire.ops.cpu.library import Kernels
 from quire.ops.reference import silu_and_mul
 from quire.quantization.base import PANEL, Weight
@@ -130,7 +131,8 @@ class Int4Weight(Weight):
         """[P, I / 4, 16, 4] bytes: outputs o and o + 16 of a panel, four inputs each, share them as halves."""
         whole = self._in_panels(q_OI).view(-1, 2, 16, self.ins // 4, 4)
         low, high = whole[:, 0], whole[:, 1]
-        return (low | high << 4).permute(0, 2, 1, 3).contiguous()
+        packed = (low | high << 4).permute(0, 2, 1, 3)
+        return large_pages.empty(tuple(packed.shape), torch.uint8).copy_(packed)
 
     def _by_panel(self, value_OG: Tensor) -> Tensor:
         return self._in_panels(value_OG).transpose(1, 2).contiguous()
