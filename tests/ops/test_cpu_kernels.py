@@ -91,6 +91,25 @@ def test_linear(
         assert torch.equal(y[row], alone[0]), f"row {row} depends on its neighbours"
 
 
+def test_linear_of_inputs_that_are_met_in_parts(kernels: library.Kernels) -> None:
+    """Many rows and inputs: a thread keeps sums of some outputs while it goes through the inputs."""
+    rows, outs, ins = 520, 1088, 2624
+    rng = draw(7)
+    x = torch.randn(rows, ins, generator=rng).bfloat16()
+    weight = (torch.randn(outs, ins, generator=rng) * ins**-0.5).bfloat16()
+    packed, before, found = pack(kernels, weight, True), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(linear(kernels, x, packed, None, outs, True))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    want = x.double() @ weight.double().T
+    near(found[0], F.silu(want[:, : outs // 2]) * want[:, outs // 2 :])
+    assert torch.equal(found[0][300:301], linear(kernels, x[300:301], packed, None, outs, True))
+
+
 def test_linear_takes_rows_that_lie_apart(kernels: library.Kernels) -> None:
     rng = draw(1)
     wide = torch.randn(40, 200, generator=rng).bfloat16()

@@ -40,6 +40,21 @@ def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], ga
         assert torch.equal(mine.multiply(x[row : row + 1].clone(), bias)[0], got[row])
 
 
+@pytest.mark.skipif(not BUILDS, reason="this CPU runs none of the kernels' builds")
+@pytest.mark.parametrize("name", BUILDS or ["none"])
+def test_inputs_that_are_met_in_parts_change_nothing(name: str) -> None:
+    """As many rows and inputs as are met some steps at a time, beside so few rows that they are not."""
+    try:
+        kernels = library.load(name)
+    except build.Missing as why:
+        pytest.skip(str(why))
+    rng = torch.Generator().manual_seed(9)
+    x = torch.randn(520, 5248, generator=rng).bfloat16()
+    linear = Int8Weight.of(torch.randn(192, 5248, generator=rng).bfloat16(), True, kernels)
+    few = torch.cat([linear.multiply(part, None) for part in x.split(130)])
+    assert torch.equal(linear.multiply(x, None), few)
+
+
 def test_rows_of_zeros_stay_zeros() -> None:
     weight = torch.randn(32, 64).bfloat16()
     weight[5] = 0

@@ -1,4 +1,4 @@
-// Products of many rows with AMX: blocks of 48 or 32 rows by a panel of 32 columns, whose sums stay in tiles for all of k.
+// Products of many rows with AMX: blocks of 48 or 32 rows by a panel of 32 columns, whose sums stay in tiles for many steps.
 //
 // Sums that went to memory every 8 steps, for a product out of the L1 cache, took 260 cycles a block of 512; so both sides come
 // from the L2 cache, and its bandwidth is the bound: five loads a step for six products, 0.75 of what registers reach.
@@ -49,20 +49,25 @@ constexpr long AWAKE = 8;  // steps
 
 #define LOAD(tile, from) _tile_loadd(tile, from, 64)
 #define STORE(tile, to) _tile_stored(tile, to, 64)
+#define BEGIN(tile)                       \
+  if (from)                               \
+    LOAD(tile, from + tile * TILE_SUMS);  \
+  else                                    \
+    _tile_zero(tile)
 #define MEET(sums, left, right)           \
   if constexpr (std::is_same_v<F, Bf16>)  \
     _tile_dpbf16ps(sums, left, right);    \
   else                                    \
     _tile_dpbusd(sums, left, right)
 
-// 32 rows: a product a load, all from the L2 cache.
+// 32 rows: a product a load, all from the L2 cache. The sums go on from those in `from`, or begin at zero if it is null.
 template <class F, class Beside>
-inline void multiply_two(const char* a, const char* b, long steps, typename F::Sum* c, Beside& beside) {
+inline void multiply_two(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
   alignas(64) char awake[64];
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  BEGIN(0);
+  BEGIN(1);
+  BEGIN(2);
+  BEGIN(3);
   for (long k = 0; k < steps; k++, a += 2048, b += 2048) {
     beside.step();
     if (k % AWAKE == AWAKE - 1) _tile_stored(4, awake, 0);
@@ -83,14 +88,14 @@ inline void multiply_two(const char* a, const char* b, long steps, typename F::S
 
 // 48 rows: five loads from the L2 cache for six products, and two again from the L1 cache.
 template <class F, class Beside>
-inline void multiply_three(const char* a, const char* b, long steps, typename F::Sum* c, Beside& beside) {
+inline void multiply_three(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
   alignas(64) char awake[64];
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
+  BEGIN(0);
+  BEGIN(1);
+  BEGIN(2);
+  BEGIN(3);
+  BEGIN(4);
+  BEGIN(5);
   for (long k = 0; k < steps; k++, a += 3072, b += 2048) {
     beside.step();
     if (k % AWAKE == AWAKE - 1) _tile_stored(6, awake, 0);
@@ -116,6 +121,7 @@ inline void multiply_three(const char* a, const char* b, long steps, typename F:
   STORE(5, c + 5 * TILE_SUMS);
 }
 
+#undef BEGIN
 #undef LOAD
 #undef STORE
 #undef MEET

@@ -1,0 +1,199 @@
+// A linear of many rows with AMX: which rows, panels and steps a thread takes, one after the other (blocks.h multiplies).
+//
+// What is used again stays in the L2 cache: a block's rows for some steps of k, and, if those are not all steps, the sums of some
+// panels. Weights pass by.
+#pragma once
+#include "blocks.h"
+#include "bytes.h"
+#include "job.h"
+
+#ifdef QUIRE_AMX
+
+namespace quire {
+
+constexpr long MANY = 512;  // rows, from which on blocks.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
+
+// Rows [first, first + rows) of x, in groups, `deep` steps from `k` on; all of them of rows that are to be made to bytes.
+template <class F>
+void gather(Job<F>& job, long first, long rows, const Groups& groups, long k, long deep, char* to) {
+  static thread_local Scratch<float> keep_scales;
+  float* scales = job.raw ? keep_scales.at_least(job.rows) : nullptr;
+  for (long g = 0; g < groups.count; g++) {
+    const int tiles = groups.size(g);
+    const long row = groups.first(g) * 16, at = first + row, count = std::min(tiles * 16L, rows - row);
+    char* group = to + row * deep * 64;
+    if (job.raw)
+      rows_to_bytes(job.raw + at * job.raw_row, job.raw_row, count, (uint8_t*)group, 64, tiles * HALF_BYTES, job.ins, scales + at);
+    else
+      gather(job.x + at * job.x_row + k * F::K, job.x_row, count, deep, tiles, group);
+  }
+  if (job.raw) job.x_scale = scales;
+}
+
+// What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished.
+template <Kind KIND, class F>
+struct BesideBlock {
+  using Sum = typename F::Sum;
+  const Job<F>& job;
+  long lines, each;             // of weights, and rows, for a step
+  bool streams;                 // lines of y go to memory past the caches
+  bf16* halves;                 // where a gated panel, half a line of y, waits for its neighbour then; its row 0 is `first`
+  long first;
+  const char* ahead = nullptr;  // weights that come next
+  // A block is multiplied, and finished but for its rows from `next` on.
+  const Sum* sums = nullptr;
+  long row = 0, rows = 0, panel = 0, next = 0;
+
+  void begin(const Sum* of_block, long first, long count, long at_panel) {
+    sums = of_block, row = first, rows = count, panel = at_panel, next = 0;
+  }
+  void step() {
+    for (long i = 0; i < lines; i++) fetch(ahead + i * LINE);
+    ahead += lines * LINE;
+    finish_to(std::min(rows, next + each));
+  }
+  void finish_to(long end) {
+    for (; next < end; next++) {
+      const Sum *early = sums + next / 16 * 2 * TILE_SUMS + next % 16 * 16, *later = early + TILE_SUMS;
+      if (streams)
+        finish_streamed(row + next, early, later);
+      else
+        finish<KIND>(job, row + next, panel, early, later);
+    }
+  }
+  void finish_streamed(long r, const Sum* early, const Sum* later) {
+    Floats left, right;
+    values<KIND>(job, r, panel, early, later, left, right);
+    if (KIND == PLAIN)
+      stream(job.y + r * job.y_row + panel * 32, left, right);
+    else if (panel % 2 == 0)
+      store(halves + (r - first) * 16, left);
+    else
+      stream(job.y + r * job.y_row + panel / 2 * 32, widen(halves + (r - first) * 16), left);
+  }
+};
+
+// Rows [row0, row1) and panels [panel0, panel1): a thread's share.
+struct Share {
+  long row0, row1, panel0, panel1;
+};
+
+inline long parts_of(long count, long each) { return (count + each - 1) / each; }
+
+// What is done at once: so many rows, the panels whose sums are kept meanwhile, and steps.
+struct Cut {
+  long rows, panels, steps;
+};
+
+// All steps, if enough rows of x stay in the L2 cache then beside two panels; else as many rows as stay for some steps, with the
+// sums of some panels. 1024 x 8192 to 2048 outputs, two cores: 96 rows in bf16 1.0 TFLOP/s, cut 2.0; 160 in int8 2.9, cut 3.1.
+template <class F>
+Cut cut(const Job<F>& job, long panels) {
+  constexpr long KEPT = 1280 << 10, ENOUGH = 256, MOST_STEPS = 64, MOST_PANELS = 32;
+  const long steps = job.steps(), rows = KEPT / (steps * HALF_BYTES) * 16;
+  if (rows >= ENOUGH) return {rows, panels, steps};
+  const auto even = [](long count, long most) { return parts_of(count, parts_of(count, most)); };
+  const long deep = even(steps, MOST_STEPS), wide = even(std::max(1L, panels), MOST_PANELS);
+  return {KEPT / (deep * 64 + wide * 128) / 16 * 16, wide, deep};
+}
+
+// Each thread copies its rows, and reads its panels, once for each cut of the others: as little of both as can be.
+template <class F>
+Share share(const Job<F>& job, long thread, long team) {
+  const long tiles = (job.rows + 15) / 16, panels = job.outs / 64 * 2;
+  long best = 0, parts = 1;
+  for (long n = 1; n <= std::min(team, tiles / 6); n++) {  // no fewer rows than are worth a block
+    const long rows = parts_of(tiles, n) * 16, columns = parts_of(job.outs / 32 * n, team);
+    const Cut one = cut(job, columns);
+    const long cost = rows * parts_of(columns, one.panels) + parts_of(rows, one.rows) * job.outs * n / team;
+    if (team % n == 0 && (n == 1 || cost <= best)) best = cost, parts = n;
+  }
+  const long others = team / parts, part = thread / others, other = thread % others;
+  // In pairs, for the whole lines of gated panels; the last may be alone.
+  const auto at = [&](long i) { return i == others ? job.outs / 32 : panels / 2 * i / others * 2; };
+  return {tiles * part / parts * 16, std::min(job.rows, tiles * (part + 1) / parts * 16), at(other), at(other + 1)};
+}
+
+// Whether y is better written past the caches: its lines are read else before they are written, and what is more than half of
+// the L2 cache is gone before it is used. qkv of 1024 rows: 1.9 -> 2.7 TFLOP/s; its reader loses a tenth of that.
+template <Kind KIND, class F>
+bool better_streamed(const Job<F>& job, const Share& mine) {
+  const bool whole_lines = (uintptr_t)job.y % LINE == 0 && job.y_row * 2 % LINE == 0;
+  const bool pairs = KIND == PLAIN || mine.panel1 % 2 == 0;
+  return whole_lines && pairs && (mine.row1 - mine.row0) * (mine.panel1 - mine.panel0) * (KIND == GATED ? 32 : 64) > 1 << 20;
+}
+
+template <Kind KIND, class F>
+void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long rows) {
+  using Sum = typename F::Sum;
+  static thread_local Scratch<char> keep_x;
+  static thread_local Scratch<Sum> keep_sums;
+  static thread_local Scratch<bf16> keep_halves;
+  alignas(64) Sum sums[2][MOST_TILES * 2 * TILE_SUMS];
+  const Groups groups(rows);
+  const long steps = job.steps(), each = parts_of(MOST_TILES * 16, cut.steps);
+  const bool whole = cut.steps == steps;
+  char* x = keep_x.at_least(groups.tiles * 16 * cut.steps * 64);
+  Sum* kept = whole ? nullptr : keep_sums.at_least(cut.panels * groups.tiles * 2 * TILE_SUMS);
+  bf16* halves = KIND == GATED ? keep_halves.at_least(rows * 16) : nullptr;
+  BesideBlock<KIND, F> beside{job, parts_of(32, groups.count), each, better_streamed<KIND>(job, mine), halves, first};
+  const auto weights = [&](long panel, long k) { return (const char*)job.w + (panel * steps + k) * STEP_BYTES; };
+  int turn = 0;
+  const auto meet = [&](long panel, long place, long k, long deep) {
+    const char* w = weights(panel, k);
+    const bool last = k + deep == steps;
+    for (long g = 0; g < groups.count; g++) {
+      const long tile = groups.first(g);
+      Sum* of_block = whole ? nullptr : kept + (place * groups.tiles + tile) * 2 * TILE_SUMS;
+      const Sum* from = k ? of_block : nullptr;
+      Sum* to = last ? sums[turn] : of_block;
+      const auto multiply = groups.size(g) == 3 ? multiply_three<F, decltype(beside)> : multiply_two<F, decltype(beside)>;
+      multiply(x + tile * 16 * deep * 64, w, deep, from, to, beside);
+      beside.finish_to(beside.rows);
+      if (!last) continue;
+      beside.begin(to, first + tile * 16, std::min(groups.size(g) * 16L, rows - tile * 16), panel);
+      turn ^= 1;
+    }
+  };
+  for (long p0 = mine.panel0, p1; p0 < mine.panel1; p0 = p1) {
+    p1 = std::min(p0 + cut.panels, mine.panel1);
+    for (long k = 0; k < steps; k += cut.steps) {
+      const long deep = std::min(cut.steps, steps - k);
+      if (!whole || p0 == mine.panel0) gather(job, first, rows, groups, k, deep, x);
+      for (long panel = p0; panel < p1; panel++) {
+        beside.ahead = panel + 1 < p1 ? weights(panel + 1, k) : k + deep < steps ? weights(p0, k + deep) : weights(p1, 0);
+        meet(panel, panel - p0, k, deep);
+      }
+    }
+  }
+  beside.finish_to(beside.rows);
+  end_streams();
+}
+
+// The rows of a share to bytes, row after row: of rows that are met some steps at a time, the scale is of all of them.
+inline void raw_to_bytes(Job<Bf16>&, const Share&) {}
+inline void raw_to_bytes(Job<Int8>& job, const Share& mine) {
+  static thread_local Scratch<uint8_t> keep;
+  static thread_local Scratch<float> keep_scales;
+  const long rows = mine.row1 - mine.row0;
+  uint8_t* bytes = keep.at_least(rows * job.ins);
+  float* scales = keep_scales.at_least(rows);
+  rows_to_bytes(job.raw + mine.row0 * job.raw_row, job.raw_row, rows, bytes, job.ins, 64, job.ins, scales);
+  job.x = bytes - mine.row0 * job.ins, job.x_scale = scales - mine.row0, job.raw = nullptr;
+}
+
+template <Kind KIND, class F>
+void many_rows(Job<F> job, const Share& mine) {
+  const Cut one = cut(job, mine.panel1 - mine.panel0);
+  if (one.steps < job.steps()) raw_to_bytes(job, mine);
+  const long rows = mine.row1 - mine.row0, tiles = parts_of(rows, 16), blocks = parts_of(rows, one.rows);
+  begin_products();
+  for (long i = 0; i < blocks; i++) {
+    const long row0 = tiles * i / blocks * 16, row1 = std::min(rows, tiles * (i + 1) / blocks * 16);
+    many_rows<KIND>(job, mine, one, mine.row0 + row0, row1 - row0);
+  }
+}
+
+}  // namespace quire
+
+#endif
