@@ -68,7 +68,7 @@ void check(long rows, long outs, long ins, long group, bool gated, bool ordered,
 
 CHECK(linear_int4) {
   int turn = 0;
-  for (long rows : {1L, 2L, 5L, 13L, 23L, 24L, 33L, 70L})
+  for (long rows : {1L, 2L, 5L, 13L, 16L, 17L, 23L, 24L, 33L, 70L})
     for (long group : {32L, 64L, 96L}) {
       turn++;
       check(rows, 64, 3 * group, group, turn % 2, turn % 3 == 0, turn % 4 == 0);

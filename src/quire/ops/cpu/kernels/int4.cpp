@@ -136,7 +136,56 @@ void by_registers(const Job4& job, long panel0, long panel1) {
 
 #ifdef QUIRE_AMX
 
-constexpr long MANY = 13;  // rows, from which on tiles are faster
+constexpr long SOME = 4, MANY = 17;  // rows, from which on tiles are faster, and from which on 32 rows of them
+
+// Up to 16 rows. Half of the tiles' time is what goes on beside them, so no more is done for a line than to part it: zero points
+// come off the sums, as by registers, and a group is finished while the next is multiplied.
+template <bool GATED>
+void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
+  alignas(64) int8_t bytes[2][2][16 * 64];
+  alignas(64) int32_t sums[2][16 * 32];
+  alignas(64) float total[16 * 32];
+  const int rows = (int)job.rows;
+  const long pieces = job.group / deep;
+  const auto part = [&](const uint8_t* w, int8_t(*to)[16 * 64]) {
+    for (int i = 0; i < deep / 4; i++, w += 64) {
+      fetch(w + FAR);
+      const Ints line = load((const int32_t*)w);
+      store((int32_t*)(to[0] + i * 64), line & 0x0f0f0f0f);
+      store((int32_t*)(to[1] + i * 64), logical_right(line, 4) & 0x0f0f0f0f);
+    }
+  };
+  configure_nibbles(deep, rows);
+  for (long panel = panel0; panel < panel1; panel++) {
+    memset(total, 0, rows * 32 * sizeof(float));
+    const auto add = [&](long g) {
+      const Outputs left(job, panel, g, 0), right(job, panel, g, 1);
+      for (int r = 0; r < rows; r++) {
+        const long at = r * job.groups + g;
+        const int32_t* found = sums[g % 2] + r * 32;
+        left.add(load(found), job.x_scale[at], job.x_sum[at], total + r * 32);
+        right.add(load(found + 16), job.x_scale[at], job.x_sum[at], total + r * 32 + 16);
+      }
+    };
+    const uint8_t* w = job.panel(panel);
+    const int8_t* x = job.x;
+    part(w, bytes[0]);
+    long turn = 0;
+    for (long g = 0; g < job.groups; g++) {
+      begin_sums();
+      for (long i = 0; i < pieces; i++, x += deep, turn ^= 1) {
+        w += deep * 16;
+        if (x + deep < job.x + job.ins) part(w, bytes[turn ^ 1]);
+        meet_few(x, job.ins, bytes[turn][0], bytes[turn][1]);
+      }
+      end_sums(sums[g % 2]);
+      if (g) add(g - 1);
+    }
+    add(job.groups - 1);
+    for (int r = 0; r < rows; r++) finish<GATED>(job, r, panel, total + r * 32);
+  }
+  end_tiles();
+}
 
 // Two tiles of signed bytes, zero points taken off, from the lines of `deep` inputs.
 inline void unpack(const uint8_t* w, const uint8_t* zero, int deep, int8_t* to) {
@@ -229,8 +278,9 @@ void multiply(const Job4& job) {
       for (long i = tiles * t / team; i < tiles * (t + 1) / team; i++) gather(job, i * 32, deep, x + i * 32 * job.ins);
 #pragma omp barrier
       by_tiles<GATED>(job, panel0, panel1, x, deep);
-    }
-    if (!x)
+    } else if (job.rows >= SOME) {
+      by_few_tiles<GATED>(job, panel0, panel1, deep);
+    } else
 #endif
       by_registers<GATED>(job, panel0, panel1);
   }
@@ -267,9 +317,9 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
   static Scratch<float> keep_scales;  // one call at a time
   const long groups = ins / group;
   int8_t* bytes = keep_bytes.at_least(rows * ins);
-  Word* words = keep_words.at_least(rows * ins / 4);
+  Word* words = WORDS_ARE_BYTES ? (Word*)bytes : keep_words.at_least(rows * ins / 4);
   float *scales = keep_scales.at_least(2 * rows * groups), *sums = scales + rows * groups;
-#pragma omp parallel for if (rows >= 16) schedule(static)
+#pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)
   for (long r = 0; r < rows; r++) {
     static thread_local Scratch<bf16> keep_row;
     const bf16* from = x + r * x_row;
@@ -280,6 +330,7 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
     }
     for (long g = 0; g < groups; g++)
       group_to_bytes(from + g * group, bytes + r * ins + g * group, group, scales + r * groups + g, sums + r * groups + g);
+    if (WORDS_ARE_BYTES) continue;
     for (long k = 0; k < ins / 4; k++) words[r * (ins / 4) + k] = word_of(bytes + r * ins + k * 4);
   }
   const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group, groups};

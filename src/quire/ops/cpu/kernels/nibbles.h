@@ -21,7 +21,8 @@ constexpr int NIBBLE_ROWS = 2, NIBBLE_SUMS = 8;
 
 #if defined(__AVX512VNNI__)
 
-using Word = int32_t;  // four signed bytes
+using Word = int32_t;  // four signed bytes, as they lie
+constexpr bool WORDS_ARE_BYTES = true;
 using Part = Ints;
 inline Word word_of(const int8_t* x) {
   Word word;
@@ -35,6 +36,7 @@ inline Ints meet(Ints sums, const Part& w, Word x) {
 
 #else
 
+constexpr bool WORDS_ARE_BYTES = false;
 struct Word {  // two shorts each
   int32_t even, odd;
 };
@@ -56,14 +58,32 @@ inline Ints meet(Ints sums, const Part& w, const Word& x) {
 
 #ifdef QUIRE_AMX
 
-// Tiles 0..3 sums, 4 and 5 rows of x, 6 and 7 outputs, all signed; `deep` inputs at once, 32 or 64.
-inline void configure_nibbles(int deep) {
+// Tiles 0..3 sums, 4 and 5 `rows` of x, 6 and 7 outputs, all signed; `deep` inputs at once, 32 or 64.
+inline void configure_nibbles(int deep, int rows = 16) {
   TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? deep : 64);
-    config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : 16);
+    config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : rows);
   }
   load_config(config);
+}
+
+// Sums of up to 16 rows and 32 outputs stay in tiles while inputs are met; x: x_row bytes from row to row; left, right:
+// [deep / 4][64] of 16 outputs each.
+inline void begin_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+}
+inline void meet_few(const int8_t* x, long x_row, const int8_t* left, const int8_t* right) {
+  _tile_loadd(4, x, x_row);
+  _tile_loadd(6, left, 64);
+  _tile_loadd(7, right, 64);
+  _tile_dpbssd(0, 4, 6);
+  _tile_dpbssd(1, 4, 7);
+}
+inline void end_sums(int32_t* sums) {  // [rows][32]
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
 }
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
