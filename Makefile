@@ -46,7 +46,7 @@ serve: install
 	$(BIN)/quire serve --host $(HOST) --port $(PORT) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --max-worker-restart=0 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 -p tests.halves --max-worker-restart=0 $(ARGS)
 
 test-long: install
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)

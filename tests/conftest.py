@@ -8,7 +8,9 @@ Set before anything is imported, since some libraries read the environment once.
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def logging_set_back() -> Iterator[None]:
+    """No file's tests find the log set up by those of another."""
+    yield
+    ours = logging.getLogger("quire")
+    ours.handlers.clear()
+    ours.setLevel(logging.NOTSET)
+    ours.propagate = True
 
 
 def pytest_collection_finish() -> None:
