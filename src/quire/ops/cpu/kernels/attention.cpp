@@ -26,6 +26,11 @@ namespace quire {
 
 constexpr long GROUP = 2048, LEAST_GROUP = 64;
 
+// A call that reads no more than this finds it in the L3 cache: one line of four is fetched ahead then, and the core's own
+// prefetcher brings the others without its fill buffers. Heads of 64, 64 rows of 64 tokens: alone 0.98 -> 0.80 us an item, in a
+// step of quire-tiny a twentieth less. From memory that prefetcher is too late: heads of 128, 32 rows of 544, a fifth slower.
+constexpr long NEAR_BYTES = 8 << 20;
+
 struct Memory {  // of one thread
   Scratch<bf16> keys, values, q, columns, weights;
   Scratch<float> scores, scales, running, merged;
@@ -364,6 +369,9 @@ EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const void* key
                             long table_step, const int* starts, const int* lengths, const float* sinks, long rows,
                             long heads, long kv_heads, long D, long E, long block_size, long window, float scale,
                             float softcap) {
-  const Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
+  Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
+  long tokens = 0;
+  for (long row = 0; row < rows; row++) tokens += lengths[row];
+  if (tokens * kv_heads * (D + E) * (kind == SHORT ? 2 : 1) <= NEAR_BYTES) cache.each = 4;
   attend({q, o, cache, starts, lengths, sinks, q_step, rows, heads, window, scale, softcap});
 }

@@ -48,7 +48,7 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
   return one - floats(2.f) / (exp2_of(x * floats(2 * LOG2E)) + one);
 }
 
-inline Floats silu_of(Floats x) { return x / (exp2_of(x * floats(-LOG2E)) + floats(1.f)); }
+inline Floats silu_of(Floats x) { return x * inverse(exp2_of(x * floats(-LOG2E)) + floats(1.f)); }
 
 // Memory of one thread that lives as long as the thread and only grows; new memory is zeros.
 template <class T>

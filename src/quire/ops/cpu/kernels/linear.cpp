@@ -1,4 +1,4 @@
-// y[M, N] = x[M, K] * w[N, K]^T with packed weights, bf16 or int8; and the packing.
+// y[M, N] = x[M, K] * w[N, K]^T with packed weights (pack.cpp), bf16 or int8.
 //
 // Packed: [N / 32][steps][2 tiles] (product.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
 // the other half, and what is stored is silu(gate) * other, [M, N / 2].
@@ -33,21 +33,30 @@ struct Beside {
   }
 };
 
-// Up to 32 rows, straight from x.
+// Rows [first, first + count) straight from x, in equal blocks of up to 32; where they do not divide, the last block begins
+// earlier and does some of them twice. The next panel is fetched while blocks meet this one.
 template <Kind KIND, class F>
-void few_rows(const Job<F>& job, long panel0, long panel1) {
+void few_rows(const Job<F>& job, long first, long count, long panel0, long panel1) {
   alignas(64) typename F::Sum sums[2][32 * 32];
-  const int rows = (int)job.rows, upper = std::min(16, rows), lower = rows - upper;
-  const int each = (int)((rows + job.steps() - 1) / job.steps());
+  const long steps = job.steps(), blocks = (count + 31) / 32;
+  const int rows = (int)((count + blocks - 1) / blocks), upper = std::min(16, rows), lower = rows - upper;
+  const int lines = (int)((32 + blocks - 1) / blocks), each = (int)((rows + steps - 1) / steps);
+  int turn = 0;
+  Beside<KIND, F> beside{{nullptr, lines}, &job, nullptr, 0, 0, 0, 0, each};
   configure(upper, lower);
   for (long panel = panel0; panel < panel1; panel++) {
-    const auto* w = job.w + panel * job.steps() * STEP_OF<F>;
-    const Ahead ahead{(const char*)w + FAR * STEP_BYTES, 32};
-    const Beside<KIND, F> beside{ahead, &job, sums[(panel + 1) % 2], 0, panel - 1, 0, panel == panel0 ? 0 : rows, each};
-    product<F, false>(job.x, lower ? job.x + 16 * job.x_row : nullptr, job.x_row * sizeof(*job.x), F::K, w, STEP_OF<F>,
-                      job.steps(), sums[panel % 2], 128, beside);
+    const auto* w = job.w + panel * steps * STEP_OF<F>;
+    beside.ahead.from = (const char*)w + (blocks > 1 ? steps : FAR) * STEP_BYTES;
+    for (long i = 0; i < blocks; i++, turn ^= 1) {
+      const long at = first + std::min(i * rows, count - rows);
+      const auto* x = job.x + at * job.x_row;
+      product<F, false>(x, lower ? x + 16 * job.x_row : nullptr, job.x_row * sizeof(*x), F::K, w, STEP_OF<F>, steps,
+                        sums[turn], 128, beside);
+      beside.ahead.from += lines * LINE * steps;
+      beside.sums = sums[turn], beside.first = at, beside.panel = panel, beside.rows = rows;
+    }
   }
-  if (panel0 < panel1) finish_rows<KIND>(job, 0, rows, panel1 - 1, sums[(panel1 - 1) % 2]);
+  if (panel0 < panel1) finish_rows<KIND>(job, beside.first, rows, beside.panel, beside.sums);
 }
 
 // 32 rows of x as [steps][2][16][64 bytes]; rows that are not there are zeros.
@@ -62,6 +71,15 @@ inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
       else
         memset(line + k * STEP_BYTES, 0, 64);
   }
+}
+
+// Of panels this short one waits in the L1 cache while blocks of rows meet it, as they lie: 256 to 1280 gated, 64 rows 61 -> 53
+// us, 512 rows 455 -> 345. Rows are taken so many at a time then that x and y stay in the L2 cache.
+constexpr long SHORT_PANEL = 24, AT_ONCE = 256;  // steps, rows
+
+template <class F>
+bool straight(const Job<F>& job) {
+  return job.rows <= 32 || (job.steps() <= SHORT_PANEL && !job.raw);
 }
 
 // Rows too few for blocks.h: what memory takes is most of their time.
@@ -109,13 +127,17 @@ template <Kind KIND, class F>
 void linear(const Job<F>& job) {
   static Scratch<typename F::Value> shared;  // one call at a time: the engine's loop is one thread
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
-  auto* x = job.rows > 32 && job.rows < MANY ? shared.at_least(padded * job.ins) : nullptr;
+  auto* x = !straight(job) && job.rows < MANY ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
-    if (job.rows <= 32) {
-      few_rows<KIND>(job, panel0, panel1);
+    if (straight(job)) {
+      const long parts = (job.rows + AT_ONCE - 1) / AT_ONCE;
+      for (long i = 0; i < parts; i++) {
+        const long m = job.rows * i / parts;
+        few_rows<KIND>(job, m, job.rows * (i + 1) / parts - m, panel0, panel1);
+      }
     } else if (job.rows >= MANY) {
       many_rows<KIND>(job, share(job, t, team));
     } else {
@@ -162,28 +184,6 @@ void linear(const Job<F>& job) {
 
 #endif
 
-// w: [outs, ins] row after row; `filled` of the outs exist, the others are zeros.
-template <class F>
-void pack(const typename F::Weight* w, typename F::Weight* packed, long outs, long filled, long ins, bool gated) {
-  const long steps = ins / F::K, bytes = ins * sizeof(*w);
-#pragma omp parallel for schedule(static)
-  for (long panel = 0; panel < outs / 32; panel++)
-    for (int half = 0; half < 2; half++) {
-      const long row = gated ? half * (outs / 2) + panel * 16 : panel * 32 + half * 16;
-      for (long k = 0; k < steps; k++) {
-        char* to = (char*)packed + (panel * steps + k) * STEP_BYTES + half * HALF_BYTES;
-        const char* from = (const char*)w + row * bytes + k * 64;
-        if (row + 16 <= filled) {
-          transpose_words(from, bytes, to);
-          continue;
-        }
-        alignas(64) char edge[16 * 64] = {};
-        for (long r = row; r < filled; r++) memcpy(edge + (r - row) * 64, from + (r - row) * bytes, 64);
-        transpose_words(edge, 64, to);
-      }
-    }
-}
-
 }  // namespace quire
 
 using namespace quire;
@@ -210,22 +210,4 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
     job.x = bytes, job.x_scale = scales, job.raw = nullptr;
   }
   gated ? linear<GATED>(job) : linear<PLAIN>(job);
-}
-
-EXPORT void quire_pack(const bf16* w, bf16* packed, long outs, long filled, long ins, int gated) {
-  pack<Bf16>(w, packed, outs, filled, ins, gated);
-}
-// Rows of a packed weight [.., ins], as they were before: y[rows, ins]. Ids are within it.
-EXPORT void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* y, long rows, long ins) {
-  const long steps = ins / 32;
-#pragma omp parallel for if (rows >= 16) schedule(static)
-  for (long r = 0; r < rows; r++) {
-    const uint32_t* from = (const uint32_t*)packed + (ids[r] / 16 % 2 * 16 + ids[r] / 32 * steps * 32) * 16 + ids[r] % 16;
-    uint32_t* to = (uint32_t*)(y + r * ins);
-    for (long k = 0; k < steps; k++, from += 2 * 16 * 16)
-      for (long word = 0; word < 16; word++) *to++ = from[word * 16];
-  }
-}
-EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated) {
-  pack<Int8>(w, packed, outs, filled, ins, gated);
 }
