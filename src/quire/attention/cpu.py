@@ -68,10 +68,10 @@ class NativeAttention:
 
     def plan(self, batch: Batch, group: int) -> Plan:
         return Plan(
-            batch.block_tables[group].int().contiguous(),
-            batch.query_start_B1.int().contiguous(),
-            batch.lengths_B.int().contiguous(),
-            batch.slots[group].long().contiguous(),
+            _as(torch.int32, batch.block_tables[group]),
+            _as(torch.int32, batch.query_start_B1),
+            _as(torch.int32, batch.lengths_B),
+            _as(torch.int64, batch.slots[group]),
             batch.num_rows,
         )
 
@@ -113,6 +113,10 @@ def cache_addresses(cache: tuple[Tensor, ...]) -> tuple[int, int, int | None, in
     keys, values, *scales = (part.data_ptr() for part in cache)
     key_scales, value_scales = scales or (None, None)
     return keys, values, key_scales, value_scales, KINDS.index(cache[0].dtype)
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 def _side_by_side(x_THD: Tensor) -> Tensor:

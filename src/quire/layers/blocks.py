@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.layers.attention import Attention, Unturned
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Angles
+from quire.layers.rotary import Angles, Rotary
 from quire.ops.reference import gelu_and_mul, rotate
 
 
@@ -142,6 +142,10 @@ class FusedLayers(Protocol):
 
     def ready(self, angles: Angles, norm: RMSNorm) -> bool: ...
     def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor: ...
+    def placed(
+        self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm
+    ) -> Tensor | None:
+        """The same of positions, whose angles it looks up itself; None: it cannot, and nothing has happened."""
 
 
 class Layers(nn.ModuleList):
@@ -151,6 +155,14 @@ class Layers(nn.ModuleList):
     """
 
     fused: FusedLayers | None = None  # set where all of them are one call
+
+    def placed(self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm) -> Tensor:
+        """As `forward`, of positions."""
+        if self.fused is not None:
+            y_TD = self.fused.placed(x_TD, positions_T, rotary, norm)
+            if y_TD is not None:
+                return y_TD
+        return self(x_TD, rotary(positions_T), norm)
 
     def forward(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
         """What the last gives, normed."""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +44,7 @@ class Rotary(nn.Module):
     """
 
     frequencies_P: Tensor
-    kept: tuple[np.ndarray, np.ndarray] | None = None  # angles of the first positions, on the host
+    kept: Angles | None = None  # of the first positions, on the host
 
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
         super().__init__()
@@ -62,14 +61,18 @@ class Rotary(nn.Module):
     def forward(self, positions_T: Tensor) -> Angles:
         """cos_TP and sin_TP, times the recipe's attention factor."""
         if positions_T.device.type == "cpu":
-            if self.kept is None:
-                cos_LP, sin_LP = self.angles(torch.arange(KEPT))
-                self.kept = cos_LP.numpy(), sin_LP.numpy()
             places_T = positions_T.numpy()
             with suppress(IndexError):  # one of them is further on
-                cos_TP, sin_TP = (torch.from_numpy(part[places_T]) for part in self.kept)
+                cos_TP, sin_TP = (torch.from_numpy(part.numpy()[places_T]) for part in self.table())
                 return cos_TP, sin_TP
         return self.angles(positions_T)
+
+    def table(self) -> Angles:
+        """Angles of the first positions, on the host: [KEPT, P]."""
+        if self.kept is None:
+            cos_LP, sin_LP = self.angles(torch.arange(KEPT))
+            self.kept = cos_LP.contiguous(), sin_LP.contiguous()
+        return self.kept
 
     def angles(self, positions_T: Tensor) -> Angles:
         """As `forward`, worked out."""

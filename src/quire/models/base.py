@@ -32,8 +32,8 @@ class Decoder(nn.Module):
         self.rotary = Rotary(cfg.head_dim, cfg.rope(), max_length)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        angles = self.rotary(positions_T)
-        return self.layers(self.embed_tokens(token_ids_T), angles, self.norm)
+        x_TD = self.embed_tokens(token_ids_T)
+        return self.layers.placed(x_TD, positions_T, self.rotary, self.norm)
 
 
 class LanguageModel(nn.Module):

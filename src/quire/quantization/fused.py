@@ -21,7 +21,7 @@ from quire.layers.attention import Attention
 from quire.layers.blocks import GatedMLP, Layers, PreNormLayer, SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Angles
+from quire.layers.rotary import Angles, Rotary
 from quire.ops.cpu.library import Kernels, best
 from quire.quantization.base import PANEL, Made
 
@@ -47,7 +47,10 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *((name, _P) for name in ("cos", "sin", "slots", "table", "starts", "lengths")),
+        *(
+            (name, _P)
+            for name in ("cos", "sin", "positions", "slots", "table", "starts", "lengths")
+        ),
         *((name, _L) for name in ("tokens", "rows", "table_step", "pairs")),
     ]
 
@@ -176,11 +179,24 @@ class AllFused:
 
     def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
         """As `Layers.forward`; writes over x."""
-        residual_TD = torch.empty_like(x_TD)
-        steps = (_P * len(self.firsts))(*(_step_of(one, angles) for one in self.firsts))
+        return self._run(x_TD, angles, norm, None)
+
+    def placed(
+        self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm
+    ) -> Tensor | None:
+        table = rotary.table()
+        if current_batch().max_length > len(table[0]) or not self.ready(table, norm):
+            return None
+        return self._run(x_TD, table, norm, positions_T)
+
+    def _run(
+        self, x_TD: Tensor, angles: Angles, norm: RMSNorm, positions_T: Tensor | None
+    ) -> Tensor:
+        steps = (_P * len(self.firsts))(
+            *(_step_of(one, angles, positions_T) for one in self.firsts)
+        )
         self.kernels.layers(
-            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), residual_TD.data_ptr(),
-            norm.weight.data_ptr(), norm.eps,
+            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), None, norm.weight.data_ptr(), norm.eps,
         )  # fmt: skip
         return x_TD
 
@@ -193,8 +209,11 @@ class AllFused:
         self.told = (_P * count)(*(layer.address for layer in self.layers))
 
 
-def _step_of(attend: Attention, angles: Angles) -> int:
-    """Address of what the layers of a group share in this step; made by the first of them."""
+def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = None) -> int:
+    """Address of what the layers of a group share in this step; made by the first of them.
+
+    angles: of each token; or, with `positions_T`, of each position.
+    """
     batch = current_batch()
     plan: Plan | None = batch.meta.get(attend.group)
     if plan is None:
@@ -204,9 +223,15 @@ def _step_of(attend: Attention, angles: Angles) -> int:
     if plan.step is None:
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         step = _Step(
-            cos_TP.data_ptr(), sin_TP.data_ptr(), plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
+            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(), plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
             plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
             len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        plan.step = (ctypes.addressof(step), step, cos_TP, sin_TP)  # the tensors stay alive with it
+        plan.step = (
+            ctypes.addressof(step),
+            step,
+            cos_TP,
+            sin_TP,
+            positions_T,
+        )  # the tensors stay alive with it
     return int(plan.step[0])

@@ -87,7 +87,10 @@ class Rows:
     def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
         """Write tokens into a row, from a place on."""
         end = start + len(tokens)
-        self.token_ids_RL[row, start:end] = torch.tensor(tokens, dtype=torch.int32)
+        if self._host_RL is not None:
+            self._host_RL[row, start:end] = tokens
+        else:
+            self.token_ids_RL[row, start:end] = torch.tensor(tokens, dtype=torch.int32)
 
     def tokens(self, rows_T: np.ndarray, places_T: np.ndarray) -> Tensor:
         """The tokens that stand there, int64, on the device."""

@@ -26,7 +26,7 @@ from quire.batch import Batch
 from quire.ops import choose
 from quire.protocol.plan import Entered, StepPlan
 from quire.worker.rows import Rows
-from quire.worker.sample.draw import keys, seed_words
+from quire.worker.sample.draw import keys, seed_word
 from quire.worker.sample.drawing import PLAIN, Drawing
 from quire.worker.sample.limits import Limits
 from quire.worker.sample.logprobs import MODES, Scored, joined
@@ -106,7 +106,7 @@ class SampleSink:
         self.limited[row] = not params.greedy and (
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         )
-        self.seeds[row] = seed_words([params.seed or 0])[0]
+        self.seeds[row] = seed_word(params.seed or 0)
         if (ids := params.logprob_token_ids) is not None:
             self.scored[row] = 0, torch.tensor(ids, dtype=torch.int64, device=self.device)
         elif params.logprobs is not None:

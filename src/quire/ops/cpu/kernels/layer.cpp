@@ -28,8 +28,9 @@ inline void prepare_head(const Layer& l, const Step& s, bf16* qkv, long t, long 
   const bool turns = l.turns && h < turning;
   const bf16* weight = h < l.heads ? l.q_norm : h < turning ? l.k_norm : nullptr;
   if (weight) norm(x, weight, turns ? between : to, D, l.head_eps, false);
+  const long line = (s.positions ? s.positions[t] : t) * s.pairs;
   if (turns)
-    turn(weight ? between : x, s.cos + t * s.pairs, s.sin + t * s.pairs, to, D, s.pairs);
+    turn(weight ? between : x, s.cos + line, s.sin + line, to, D, s.pairs);
   else if (!weight && to != x)
     memcpy(to, x, D * sizeof(bf16));
 }
@@ -75,9 +76,12 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   l.down.multiply(gated, inner, x, l.hidden, T, false);
 }
 
-// Layers one after the other, each with the step of its group, and the norm behind them: all in x.
+// Layers one after the other, each with the step of its group, and the norm behind them: all in x. residual: memory for one, or
+// null.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, bf16* x,
                          bf16* residual, const bf16* norm, float eps) {
+  static Scratch<bf16> keep;
+  if (!residual) residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
   for (long i = 0; i < count; i++) quire_layer(layers[i], steps[groups[i]], x, residual, i == 0);
   quire_add_rms_norm(x, residual, norm, steps[0]->tokens, layers[0]->hidden, eps, 0);
 }

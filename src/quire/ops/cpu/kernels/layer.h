@@ -35,7 +35,7 @@ struct Layer {  // fixed once the model is loaded
 
 struct Step {  // shared by the layers of a group
   const float *cos, *sin;
-  const int64_t* slots;
+  const int64_t *positions, *slots;  // positions: lines of cos and sin; null: a token's number
   const int *table, *starts, *lengths;
   int64_t tokens, rows, table_step, pairs;
 };
