@@ -16,30 +16,38 @@ constexpr long MOST_D = 512;
 
 // Between qkv and attention: queries and keys are normed and turned, keys and values go to the cache. Codes for the cache are
 // made of what stands in qkv afterwards, by whoever makes codes.
-inline void prepare_head(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
+template <int N>  // heads from h on: all of queries, of keys, or of values
+inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
   const long D = l.D, turning = l.heads + l.kv_heads;
-  bf16 *x = qkv + (t * (turning + l.kv_heads) + h) * D, *to = x;
-  if (h >= l.heads && l.kind == SHORT) {
-    const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
-    const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
-    to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
-  }
-  alignas(64) bf16 between[MOST_D];
-  const bool turns = l.turns && h < turning;
   const bf16* weight = h < l.heads ? l.q_norm : h < turning ? l.k_norm : nullptr;
-  if (weight) norm(x, weight, turns ? between : to, D, l.head_eps, false);
-  const long line = (s.positions ? s.positions[t] : t) * s.pairs;
-  if (turns)
-    turn(weight ? between : x, s.cos + line, s.sin + line, to, D, s.pairs);
-  else if (!weight && to != x)
-    memcpy(to, x, D * sizeof(bf16));
+  const bool turns = l.turns && h < turning;
+  bf16* x = qkv + (t * (turning + l.kv_heads) + h) * D;
+  alignas(64) bf16 between[N * MOST_D];
+  if (weight) norms<N>(x, D, weight, between, D, D, l.head_eps, false);
+  for (int i = 0; i < N; i++, h++, x += D) {
+    bf16* to = x;
+    if (h >= l.heads && l.kind == SHORT) {
+      const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
+      const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
+      to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
+    }
+    const bf16* from = weight ? between + i * D : x;
+    const long line = (s.positions ? s.positions[t] : t) * s.pairs;
+    if (turns)
+      turn(from, s.cos + line, s.sin + line, to, D, s.pairs);
+    else if (from != to)
+      memcpy(to, from, D * sizeof(bf16));
+  }
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv) {
-  const long all = l.heads + 2 * l.kv_heads;
-#pragma omp parallel for collapse(2) if (s.tokens > 1) schedule(static)
-  for (long t = 0; t < s.tokens; t++)
-    for (long h = 0; h < all; h++) prepare_head(l, s, qkv, t, h);
+#pragma omp parallel for if (s.tokens > 1) schedule(static)
+  for (long t = 0; t < s.tokens; t++) {
+    const auto some = [&](long first, long count) {
+      each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
+    };
+    some(0, l.heads), some(l.heads, l.kv_heads), some(l.heads + l.kv_heads, l.kv_heads);
+  }
 }
 
 }  // namespace quire

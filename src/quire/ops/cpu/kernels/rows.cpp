@@ -18,17 +18,20 @@ EXPORT void quire_rms_norm(const bf16* x, long step, const bf16* w, bf16* y, lon
                            float eps, int plus_one) {
 #pragma omp parallel for if (rows * heads >= FEW) schedule(static)
   for (long r = 0; r < rows; r++)
-    for (long h = 0; h < heads; h++) norm(x + r * step + h * D, w, y + r * y_step + h * D, D, eps, plus_one);
+    each_four(heads, [&](long h, auto n) {
+      norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, plus_one);
+    });
 }
 
 // residual += x; x = norm(residual).
 EXPORT void quire_add_rms_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int plus_one) {
 #pragma omp parallel for if (rows >= FEW) schedule(static)
-  for (long r = 0; r < rows; r++) {
-    bf16 *a = x + r * D, *b = residual + r * D;
-    for (long d = 0; d < D; d += 16) store(b + d, widen(a + d) + widen(b + d));
-    norm(b, w, a, D, eps, plus_one);
-  }
+  for (long first = 0; first < rows; first += 4)
+    each_four(std::min(4L, rows - first), [&](long r, auto n) {
+      bf16 *a = x + (first + r) * D, *b = residual + (first + r) * D;
+      for (long d = 0; d < n * D; d += 16) store(b + d, widen(a + d) + widen(b + d));
+      norms<n>(b, D, w, a, D, D, eps, plus_one);
+    });
 }
 
 // The first 2 * P features of each head turn: pairs (i, i + P). cos and sin: [rows, P]. y may be x.
