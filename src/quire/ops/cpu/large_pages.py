@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,11 +27,12 @@ LINE = 4096  # where a tensor may begin
 
 
 class Regions:
-    """Hands out parts of regions, one after the other. Not for several threads."""
+    """Hands out parts of regions, one after the other, to any thread."""
 
     def __init__(self) -> None:
         self._last: Callable[[], mmap.mmap | None] = lambda: None
         self._next = 0
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> Tensor:
         """A tensor whose memory nobody has touched. Raises OSError: the system has no address space left."""
@@ -38,12 +40,13 @@ class Regions:
             return torch.empty(shape, dtype=dtype)
         count = shape if isinstance(shape, int) else math.prod(shape)
         size = count * dtype.itemsize
-        region = self._last()
-        if region is None or self._next + size > len(region):
-            region = self._region(size)
-        start, self._next = self._next, -(-(self._next + size) // LINE) * LINE
         if not count:
             return torch.empty(shape, dtype=dtype)
+        with self._lock:
+            region = self._last()
+            if region is None or self._next + size > len(region):
+                region = self._region(size)
+            start, self._next = self._next, -(-(self._next + size) // LINE) * LINE
         # The tensor holds the region; this object does not.
         return torch.frombuffer(region, dtype=dtype, count=count, offset=start).view(shape)
 
