@@ -13,7 +13,7 @@ namespace quire {
 
 namespace {
 
-constexpr long FAR = 16384;  // bytes ahead that weights are fetched
+constexpr long FAR = 16384;  // bytes ahead that weights are fetched: all of them, else 32 rows with AMX take 30 ms instead of 24
 
 struct Job4 {
   const int8_t* x;      // [M, K]
@@ -194,6 +194,7 @@ inline void unpack(const uint8_t* w, const uint8_t* zero, int deep, int8_t* to) 
   const Ints left = four(zero), right = four(zero + 16);
   for (int i = 0; i < deep / 4; i++) {
     const Ints line = load((const int32_t*)(w + i * 64));
+    fetch(w + i * 64 + FAR);
     store((int32_t*)(to + i * 64), wrapping_minus(part_of(line, 0) | high, left) ^ high);
     store((int32_t*)(to + 16 * deep + i * 64), wrapping_minus(part_of(line, 1) | high, right) ^ high);
   }
@@ -242,7 +243,6 @@ void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int de
       for (long k0 = 0; k0 < job.ins; k0 += chunk) {
         const long k1 = std::min(job.ins, k0 + chunk);
         for (long k = k0; k < k1; k += deep) {
-          fetch(job.panel(panel) + k * 16 + FAR);
           const uint8_t* zero = job.w_zero + (panel * job.groups + k / job.group) * 32;
           unpack(job.panel(panel) + k * 16, zero, deep, bytes + (k - k0) * 32);
         }
