@@ -236,6 +236,14 @@ def test_attention(kernels: library.Kernels, kind: str) -> None:
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), chunk
 
 
+def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: library.Kernels) -> None:
+    """Its outputs are too large for the caches, and written past them; those of its chunks are not."""
+    paged = Paged([(1100, 1100)], 8, 1, 64, 64, 64)
+    chunks = [(0, first, min(first + 300, 1100)) for first in range(0, 1100, 300)]
+    parts = [paged.run(kernels, [chunk], 0, 0.0, False) for chunk in chunks]
+    assert torch.equal(paged.run(kernels, [(0, 0, 1100)], 0, 0.0, False), torch.cat(parts))
+
+
 # -- rows ------------------------------------------------------------------------------------------
 @pytest.fixture
 def bound(kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,14 +163,24 @@ void merge(const Call& call, State a, State b, long count) {
   }
 }
 
+// Whether o is written past the caches: the lines of a large one are gone before it is used, and are else read before they are
+// written. A prompt of 1024 tokens, 16 heads of 128, AMX: 3.4 -> 3.05 ms.
+bool streams(const Call& call) {
+  return (uintptr_t)call.o % LINE == 0 && call.starts[call.rows] * call.heads * call.cache.E > 1 << 19;
+}
+
 void finish(const Call& call, const Item& item, State s) {
   const long E = call.cache.E;
+  const bool past = streams(call);
   Run::each(call, item, [&](const Run& run) {
     bf16* o = call.o + (run.token * call.heads + run.head) * E;
     for (long i = run.i; i < run.i + run.count; i++, o += E) {
       const Floats part = floats(1.f / s.total[i]);
       const float* sums = s.sums + i * E;
-      for (long e = 0; e < E; e += 32) store(o + e, part * load(sums + e), part * load(sums + e + 16));
+      for (long e = 0; e < E; e += 32) {
+        const Floats left = part * load(sums + e), right = part * load(sums + e + 16);
+        past ? stream(o + e, left, right) : store(o + e, left, right);
+      }
     }
   });
 }
@@ -357,6 +367,7 @@ void attend(const Call& call) {
 #pragma omp barrier
       joins.run([&](long i, long) { join(call, work.divided[i], memory, work.found.data()); });
     }
+    end_streams();
   }
 }
 

@@ -36,13 +36,6 @@ inline void gather(const Value* x, long x_row, long rows, long steps, int tiles,
           memset(to + k * step + i * 64, 0, 64);
 }
 
-// A line of y that is not to be read into the cache first, nor to stay there.
-inline void stream(bf16* y, const Floats& left, const Floats& right) {
-  _mm512_stream_si512((__m512i*)y, _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1));
-}
-
-inline void end_streams() { _mm_sfence(); }  // else another core may see them late
-
 // The unit that stores tiles falls asleep when it has had nothing to do for some 1500 cycles, and takes 750 to wake up (seen on
 // a Sapphire Rapids, whatever else the core does). A store now and then keeps it awake: 32 steps, 1.51 -> 1.85 TFLOP/s a core.
 constexpr long AWAKE = 8;  // steps
