@@ -7,6 +7,7 @@ Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,34 +49,40 @@ class Batch:
     )  # the attention backend's plan, by cache group
 
 
-_running: Batch | None = None
+class _Thread(threading.local):
+    """Two engines of one process may run at once, each in its thread."""
+
+    batch: Batch | None = None
+
+
+_running = _Thread()
 
 
 @contextmanager
 def running(batch: Batch) -> Iterator[None]:
     """Make `batch` the one that layers see. Forward passes do not nest."""
-    global _running
-    if _running is not None:
+    if _running.batch is not None:
         raise RuntimeError("a forward pass is already running")
-    _running = batch
+    _running.batch = batch
     try:
         yield
     finally:
-        _running = None
+        _running.batch = None
 
 
 @contextmanager
 def running_instead(batch: Batch) -> Iterator[None]:
     """Inside a forward pass: layers see `batch`, whose tensors a recorded pass reads, in the place of the step's own."""
-    global _running
-    outer, _running = current_batch(), batch
+    outer, _running.batch = current_batch(), batch
     try:
         yield
     finally:
-        _running = outer
+        _running.batch = outer
 
 
 def current_batch() -> Batch:
-    if _running is None:
+    """Of this thread's forward pass."""
+    batch = _running.batch
+    if batch is None:
         raise RuntimeError("no forward pass is running")
-    return _running
+    return batch

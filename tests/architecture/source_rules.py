@@ -59,8 +59,10 @@ ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know 
     "quire/frontend/inputs.py": "a request that a feature cannot serve is refused before it travels",
 }
 GLOBALS = {
-    ("quire/batch.py", "_running"): "the step that runs now; passes do not nest, and it says so",
-    ("quire/models/transformers_packed.py", "_calls"): "the probe that runs now; likewise",
+    (
+        "quire/models/transformers_packed.py",
+        "_calls",
+    ): "the probe that runs now; a second one waits",
     ("quire/models/transformers_check.py", "_rows"): "the check that runs now; likewise",
 }
 

@@ -12,6 +12,7 @@ Shape suffixes: T tokens of one pass, N of one prompt, H query heads, K key/valu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -136,17 +137,19 @@ def _attention(layer: Attention, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, st
 
 
 _rows: _Rows | None = None
+_checking = threading.Lock()  # who loads a second model meanwhile waits
 
 
 @contextmanager
 def checking() -> Iterator[_Rows]:
     """While inside, the attention named CHECK keeps the rows it yields."""
     global _rows
-    _rows = _Rows()
-    try:
-        yield _rows
-    finally:
-        _rows = None
+    with _checking:
+        _rows = _Rows()
+        try:
+            yield _rows
+        finally:
+            _rows = None
 
 
 def register(handle: str) -> None:

@@ -10,6 +10,7 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,19 +99,19 @@ def detach(calls: list[Call]) -> None:
 
 _calls: list[Call] | None = None
 _masks: list[tuple[Tensor, MaskRule]] = []
+_probing = threading.Lock()  # who loads a second model meanwhile waits
 
 
 @contextmanager
 def _recording() -> Iterator[list[Call]]:
     global _calls
-    if _calls is not None:
-        raise RuntimeError("a probe is already running")
-    _calls = []
-    try:
-        yield _calls
-    finally:
-        _calls = None
-        _masks.clear()
+    with _probing:
+        _calls = []
+        try:
+            yield _calls
+        finally:
+            _calls = None
+            _masks.clear()
 
 
 def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> list[Call]:

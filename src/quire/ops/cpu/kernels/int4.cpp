@@ -264,7 +264,7 @@ template <bool GATED>
 void multiply(const Job4& job) {
   const long panels = job.outs / 32;
 #ifdef QUIRE_AMX
-  static Scratch<int8_t> keep;  // one call at a time
+  static thread_local Scratch<int8_t> keep;  // of who calls
   const long tiles = (job.rows + 31) / 32;
   const int deep = job.group % 64 ? 32 : 64;
   int8_t* x = job.rows >= MANY ? keep.at_least(tiles * 32 * job.ins) : nullptr;
@@ -312,9 +312,9 @@ using namespace quire;
 EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const float* w_scale, const uint8_t* w_zero,
                               const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
                               long group, int gated) {
-  static Scratch<int8_t> keep_bytes;
-  static Scratch<Word> keep_words;
-  static Scratch<float> keep_scales;  // one call at a time
+  static thread_local Scratch<int8_t> keep_bytes;
+  static thread_local Scratch<Word> keep_words;
+  static thread_local Scratch<float> keep_scales;  // of who calls
   const long groups = ins / group;
   int8_t* bytes = keep_bytes.at_least(rows * ins);
   Word* words = WORDS_ARE_BYTES ? (Word*)bytes : keep_words.at_least(rows * ins / 4);

@@ -56,7 +56,7 @@ using namespace quire;
 
 // x and residual: [tokens, hidden], written over; `first`: residual holds nothing yet.
 EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* residual, int first) {
-  static Scratch<bf16> keep_qkv, keep_o, keep_inner;  // one call at a time
+  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_inner;  // of who calls
   const Layer& l = *layer;
   const Step& s = *step;
   const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D, inner = l.down.ins;
@@ -88,7 +88,7 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
 // null.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, bf16* x,
                          bf16* residual, const bf16* norm, float eps) {
-  static Scratch<bf16> keep;
+  static thread_local Scratch<bf16> keep;
   if (!residual) residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
   for (long i = 0; i < count; i++) quire_layer(layers[i], steps[groups[i]], x, residual, i == 0);
   quire_add_rms_norm(x, residual, norm, steps[0]->tokens, layers[0]->hidden, eps, 0);

@@ -125,7 +125,7 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
 
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
-  static Scratch<typename F::Value> shared;  // one call at a time: the engine's loop is one thread
+  static thread_local Scratch<typename F::Value> shared;  // of who calls: two engines may at once
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
   auto* x = !straight(job) && job.rows < MANY ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
@@ -200,8 +200,8 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
                               const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int gated) {
   Job<Int8> job{nullptr, ins, w, bias, y, y_row, rows, outs, ins, nullptr, w_scale, w_sum, x, x_row};
   if (rows < MANY) {  // else each thread makes its own as it needs them
-    static Scratch<uint8_t> keep;
-    static Scratch<float> keep_scales;  // one call at a time
+    static thread_local Scratch<uint8_t> keep;
+    static thread_local Scratch<float> keep_scales;  // of who calls
     uint8_t* bytes = keep.at_least(rows * ins + 64);
     float* scales = keep_scales.at_least(rows);
 #pragma omp parallel for if (rows >= 16) schedule(static)
