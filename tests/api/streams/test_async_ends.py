@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,10 @@ def test_the_engine_ends_with_the_object(folder: Path):
     run(outputs(llm, "x", GREEDY, "x"))
     assert not held.closed
     del llm
-    gc.collect()
-    assert held.closed
+    end = time.monotonic() + 60
+    while not held.closed:  # the thread that hands its outputs over may hold it a moment longer
+        gc.collect()
+        assert time.monotonic() < end
 
 
 # -- about the engine -------------------------------------------------------------------------------
