@@ -196,7 +196,7 @@ class AllFused:
             *(_step_of(one, angles, positions_T) for one in self.firsts)
         )
         self.kernels.layers(
-            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), None, norm.weight.data_ptr(), norm.eps,
+            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), norm.weight.data_ptr(), norm.eps,
         )  # fmt: skip
         return x_TD
 
@@ -223,15 +223,11 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
     if plan.step is None:
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         step = _Step(
-            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(), plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
+            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
+            plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
             plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
             len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        plan.step = (
-            ctypes.addressof(step),
-            step,
-            cos_TP,
-            sin_TP,
-            positions_T,
-        )  # the tensors stay alive with it
+        tensors = (cos_TP, sin_TP, positions_T)  # they stay alive with it
+        plan.step = (ctypes.addressof(step), step, *tensors)
     return int(plan.step[0])

@@ -59,15 +59,15 @@ CHECK(layer) {
   const quire::Step* steps[] = {&s};
   const int64_t groups[] = {0, 0};
   auto x = random.bf16s(T * hidden);
-  Guarded<bf16> residual(T * hidden), x2(T * hidden), residual2(T * hidden), x3(T * hidden);
+  Guarded<bf16> x2(T * hidden), residual2(T * hidden), x3(T * hidden);
   memcpy(x2.data, x.data, T * hidden * 2);
   memcpy(x3.data, x.data, T * hidden * 2);
-  quire_layers(both, groups, 2, steps, x, residual, l.first_norm, l.eps);
+  quire_layers(both, groups, 2, steps, x, l.first_norm, l.eps);
   for (int first : {1, 0}) quire_layer(&l, &s, x2, residual2, first);
   quire_add_rms_norm(x2, residual2, l.first_norm, T, hidden, l.eps, 0);
   same("layers", x.data, x2.data, T * hidden);
 
-  // Angles by position, here the other way round, and no memory for the residual.
+  // Angles by position, here the other way round.
   Guarded<float> back_cos(T * P), back_sin(T * P);
   Guarded<int64_t> positions(T);
   for (long t = 0; t < T; t++) {
@@ -77,6 +77,6 @@ CHECK(layer) {
   }
   const quire::Step placed{back_cos, back_sin, positions, slots, table, starts, lengths, T, 1, 2, P};
   const quire::Step* others[] = {&placed};
-  quire_layers(both, groups, 2, others, x3, nullptr, l.first_norm, l.eps);
+  quire_layers(both, groups, 2, others, x3, l.first_norm, l.eps);
   same("layers by position", x3.data, x2.data, T * hidden);
 }

@@ -65,7 +65,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cut": (_P, _L, _P, _P, _P, _L, _L, _P),
     "sample": (_P, _L, _I, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P),
     "layer": (_P, _P, _P, _P, _I),
-    "layers": (_P, _P, _L, _P, _P, _P, _P, _F),
+    "layers": (_P, _P, _L, _P, _P, _P, _F),
 }
 
 

@@ -50,21 +50,6 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
 
 inline Floats silu_of(Floats x) { return x * inverse(exp2_of(x * floats(-LOG2E)) + floats(1.f)); }
 
-// 32 values, a line that is neither to be read into the cache first nor to stay there.
-inline void stream(bf16* p, const Floats& left, const Floats& right) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1));
-#else
-  store(p, left, right);
-#endif
-}
-
-inline void end_streams() {  // else another core may see them late
-#if defined(__AVX512F__)
-  _mm_sfence();
-#endif
-}
-
 // Memory of one thread that lives as long as the thread and only grows; new memory is zeros.
 template <class T>
 struct Scratch {

@@ -84,12 +84,11 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   l.down.multiply(gated, inner, x, l.hidden, T, false);
 }
 
-// Layers one after the other, each with the step of its group, and the norm behind them: all in x. residual: memory for one, or
-// null.
+// Layers one after the other, each with the step of its group, and the norm behind them: all in x.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, bf16* x,
-                         bf16* residual, const bf16* norm, float eps) {
-  static thread_local Scratch<bf16> keep;
-  if (!residual) residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
+                         const bf16* norm, float eps) {
+  static thread_local Scratch<bf16> keep;  // of who calls
+  bf16* residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
   for (long i = 0; i < count; i++) quire_layer(layers[i], steps[groups[i]], x, residual, i == 0);
   quire_add_rms_norm(x, residual, norm, steps[0]->tokens, layers[0]->hidden, eps, 0);
 }

@@ -43,5 +43,5 @@ struct Step {  // shared by the layers of a group
 }  // namespace quire
 
 EXPORT void quire_layers(const quire::Layer* const* layers, const int64_t* groups, long count, const quire::Step* const* steps,
-                         quire::bf16* x, quire::bf16* residual, const quire::bf16* norm, float eps);
+                         quire::bf16* x, const quire::bf16* norm, float eps);
 EXPORT void quire_layer(const quire::Layer* layer, const quire::Step* step, quire::bf16* x, quire::bf16* residual, int first);

@@ -377,6 +377,21 @@ inline void store(bf16* p, Floats left, Floats right) {
 #endif
 }
 
+// The same of a line that is neither to be read into the cache first nor to stay there.
+inline void stream(bf16* p, const Floats& left, const Floats& right) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1));
+#else
+  store(p, left, right);
+#endif
+}
+
+inline void end_streams() {  // else another core may see them late
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 // Fetches a line into the L2 cache.
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
