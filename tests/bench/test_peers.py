@@ -60,6 +60,7 @@ def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
     assert (ours["turns"], ours["tokens_per_s"]) == (3, 32.0)  # 64 tokens in 2 s
     assert a["tokens_per_s"] == pytest.approx(64 / 3.5)
     assert ours["of_best_peer"] == pytest.approx(3.5 / 2)
+    assert a["first_per_s"] == 16.0
     assert a["of_best_peer"] == 1.0
     assert b["of_best_peer"] == pytest.approx(3.5 / 8)
     assert short["of_best_peer"] is None  # its only peer did not run
@@ -69,7 +70,8 @@ def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
 def test_page_has_a_row_for_what_could_not_run_and_for_other_machines():
     text = beside.page(a_result())
     assert (
-        "| 16 bits | 1x32/64 | **quire** | 3 | 32 | 1.75x | 20.0 | 1 | 60% | 100% | 2.0 |" in text
+        "| 16 bits | 1x32/64 | **quire** | 3 | 32 | 32 | 1.75x | 20.0 | 1 | 60% | 100% | 2.0 |"
+        in text
     )
     assert "| c | could not run: no such thing |" in text
     assert "| AMD Zen 5 (AVX512-BF16, no AMX), 2 cores | open" in text

@@ -53,6 +53,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
                 those = taken[name]
                 found.append({
                     "group": group, "workload": workload, "engine": name, "tokens_per_s": speed, "turns": len(those),
+                    "first_per_s": _speed(those[:1]),
                     "of_best_peer": speed / max(peers) if peers else None,
                     "gb_per_s": median(t.bytes_per_s for t in those) / 1e9,
                     "floor_s": median(t.floor for t in those),
@@ -71,8 +72,8 @@ def _ours(name: str) -> bool:
     return name.startswith("quire")
 
 
-TITLES = ("weights", "workload", "engine", "turns", "tokens/s", "to the best peer", "read, GB/s", "floor, s", "of floor",
-          "equal tokens", "first token after, s")  # fmt: skip
+TITLES = ("weights", "workload", "engine", "turns", "tokens/s", "first turn", "to the best peer", "read, GB/s", "floor, s",
+          "of floor", "equal tokens", "first token after, s")  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:
@@ -81,13 +82,14 @@ def table(result: dict[str, Any]) -> str:
         ratio = row["of_best_peer"]
         cells = [
             row["group"], row["workload"], f"**{row['engine']}**" if _ours(row["engine"]) else row["engine"],
-            str(row["turns"]), f"{row['tokens_per_s']:.3g}", "" if ratio is None else f"{ratio:.2f}x", f"{row['gb_per_s']:.1f}",
-            f"{row['floor_s']:.3g}", f"{row['of_floor']:.0%}", f"{row['equal']:.0%}", f"{row['first_token_s']:.1f}",
+            str(row["turns"]), f"{row['tokens_per_s']:.3g}", f"{row['first_per_s']:.3g}",
+            "" if ratio is None else f"{ratio:.2f}x", f"{row['gb_per_s']:.1f}", f"{row['floor_s']:.3g}",
+            f"{row['of_floor']:.0%}", f"{row['equal']:.0%}", f"{row['first_token_s']:.1f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     for name, about in result["engines"].items():
         if "failed" in about:
-            lines.append(f"| {about['group']} | all | {name} |{' - |' * 8}")
+            lines.append(f"| {about['group']} | all | {name} |{' - |' * (len(TITLES) - 3)}")
     return "\n".join(lines)
 
 
@@ -123,7 +125,8 @@ def page(result: dict[str, Any]) -> str:
         f"{result['rounds']} rounds, the engines in turn within each; medians. Random weights, greedy, no end of text, prefix caches"
         " off; tokens/s counts the generated ones. Read: memory bandwidth between the turns. The floor is the time at the better of"
         " the speeds probed before and after a turn, with the weights and keys and values of that engine's formats and nothing else"
-        " to do. Equal tokens: to where an answer first parts from that of the first engine of its group; random weights part soon.",
+        " to do. Equal tokens: to where an answer first parts from that of the first engine of its group; random weights part soon."
+        " First turn: its tokens/s, with memory that nobody has touched yet.",
         "",
         table(result),
         "",
