@@ -197,7 +197,9 @@ def test_a_client_that_is_gone_is_not_worked_for() -> None:
     assert last.finish == "length"
     stats = client.call("stats")
     assert (stats["running"], stats["waiting"], stats["kv_usage"]) == (0, 0, 0)
-    assert stats["finished"] == {"stop": 0, "length": 1, "abort": 6, "error": 0}
+    assert stats["finished"] == {
+        "stop": 0, "length": 1, "abort": 6, "error": 0, "repetition": 0,
+    }  # fmt: skip
 
 
 def test_those_who_wait_for_a_gate_are_told_apart() -> None:

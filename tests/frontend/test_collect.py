@@ -293,3 +293,42 @@ def test_times_and_counts(tokenizer: Tokenizer):
     assert metrics.queued == pytest.approx(0.5)
     assert metrics.arrival_time <= metrics.first_token_ts <= metrics.last_token_ts
     assert metrics.finished_time >= metrics.last_token_ts
+
+
+def test_an_output_that_goes_in_circles_ends_here(tokenizer: Tokenizer):
+    """Two tokens, three times; however they come, those behind do not count."""
+    ids = tokenizer.encode("the nd x nd x nd x and the")
+    asked = {"max_pattern_size": 5, "min_pattern_size": 2, "min_count": 3}
+    for given in (ids, [ids[-1], *ids]):
+        ends = next(
+            at for at in range(len(given))
+            for size in range(2, 6)
+            if at >= 3 * size and given[at - size : at] * 3 == given[at - 3 * size : at]
+        )  # fmt: skip
+        for seed in range(5):
+            for who in (tokenizer, None):
+                one = collector(
+                    who,
+                    [5] if who is None else "the",
+                    output_kind=DELTA,
+                    repetition_detection=asked,
+                )
+                pieces = cut(given, random.Random(seed))
+                told = feed(one, pieces)
+                assert [token for out in told for token in out.outputs[0].token_ids] == given[:ends]
+                assert told[-1].outputs[0].finish_reason == "repetition"
+
+
+def test_what_only_looks_like_a_circle_goes_on(tokenizer: Tokenizer):
+    for given, asked in (
+        ([20, 21, 20, 21, 20], {"max_pattern_size": 2, "min_count": 3}),
+        ([20] * 9, {"max_pattern_size": 4, "min_pattern_size": 4, "min_count": 3}),
+        ([*range(20, 60), *range(20, 60)], {"max_pattern_size": 39, "min_count": 2}),
+        ([20] * 9, {"max_pattern_size": 0}),
+    ):
+        one = collector(None, [5], output_kind=FINAL, repetition_detection=asked)
+        feed(one, [EngineOutput("r", [token]) for token in given])
+        assert one.children[0].tokens == given
+    one = collector(None, [5], output_kind=FINAL, min_tokens=7, repetition_detection={"max_pattern_size": 1, "min_count": 2})  # fmt: skip
+    feed(one, [EngineOutput("r", [20] * 9)])
+    assert len(one.children[0].tokens) == 7

@@ -97,9 +97,11 @@ class Served:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def metric(self, name: str) -> float:
-        text = self.client.get("/metrics").text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))  # fmt: skip
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum over those that have `label`, as it is written."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 def children(pid: int) -> list[int]:

@@ -97,6 +97,8 @@ def test_many_streams_at_once_say_what_each_says_alone(server: Served):
 
 def test_a_stop_string_ends_the_text_and_never_shows(server: Served):
     whole = server.post(TEXT, **GREEDY)["choices"][0]["text"]
+    counted = "vllm:request_success_total", 'finished_reason="stop"'
+    before = server.metric(*counted)
     for start in range(2, 12, 3):
         stop = whole[start : start + 3]
         cut = whole[: whole.index(stop)]
@@ -104,6 +106,15 @@ def test_a_stop_string_ends_the_text_and_never_shows(server: Served):
         found = server.post(TEXT, **body)["choices"][0]
         assert (found["text"], found["finish_reason"], found["stop_reason"]) == (cut, "stop", stop)
         assert text_of(streamed(server, TEXT, body)) == cut
+    until(lambda: server.metric(*counted) - before == 8)
+
+
+def test_an_output_that_goes_in_circles_ends(server: Served):
+    asked = {"max_pattern_size": 1, "min_count": 3}
+    again = {"logit_bias": {"97": 100}, "max_tokens": LONG, "ignore_eos": True}
+    found = server.post(TEXT, **again, prompt="a", repetition_detection=asked)
+    assert found["choices"][0]["finish_reason"] == "repetition"
+    assert found["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -246,7 +246,7 @@ FIELDS: dict[str, Any] = {
     "logprob_token_ids": [1] * 129, "cache_salt": "a/b", "request_id": "", "stream_interval": 0,
     "truncate_prompt_tokens": -2, "truncation_side": "up", "prompt_logprobs": -2,
     "structured_outputs": {"json": {}, "regex": "a"}, "guided_regex": 5, "response_format": {"type": "yaml"},
-    "use_beam_search": True, "repetition_detection": {}, "thinking_token_budget": -2,
+    "use_beam_search": True, "repetition_detection": {"max_pattern_size": 3}, "thinking_token_budget": -2,
     "kv_transfer_params": {}, "ec_transfer_params": {},
 }  # fmt: skip
 """Values that both endpoints refuse. What comes after a dash tells two values of one field apart."""

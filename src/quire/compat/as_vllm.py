@@ -34,6 +34,7 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm.sampling_params": {
         "SamplingParams": "quire:SamplingParams",
         "BeamSearchParams": "quire:BeamSearchParams",
+        "RepetitionDetectionParams": "quire.protocol.params:RepetitionDetectionParams",
         "RequestOutputKind": "quire:RequestOutputKind",
         "StructuredOutputsParams": "quire:StructuredOutputsParams",
         "GuidedDecodingParams": "quire:StructuredOutputsParams",

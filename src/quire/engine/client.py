@@ -18,7 +18,7 @@ from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
 from quire.errors import EngineDeadError, QuireError
 from quire.logging import get_logger
-from quire.protocol.output import EngineOutput, Ready, Reply
+from quire.protocol.output import EngineOutput, FinishReason, Ready, Reply
 from quire.protocol.request import Abort, Call, EngineRequest
 
 log = get_logger(__name__)
@@ -33,8 +33,8 @@ class EngineClient(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; everything about it, a refusal too, comes back through `outputs`."""
 
-    def abort(self, ids: list[str]) -> None:
-        """End these requests; each still running one answers with finish "abort"."""
+    def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
+        """End these requests; each still running one answers with finish `why`, and is counted as that."""
 
     def call(self, name: str, *args: Any) -> Any:
         """A named function of the engine (`admin.py`); blocks for the answer.
@@ -72,9 +72,9 @@ class InlineClient:
         self._alive()
         self.core.inbox.put(request)
 
-    def abort(self, ids: list[str]) -> None:
+    def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
         self._alive()
-        self.core.inbox.put(Abort(ids))
+        self.core.inbox.put(Abort(ids, why))
 
     def outputs(self) -> list[EngineOutput]:
         with self._stepping:

@@ -122,8 +122,9 @@ class EngineCore:
             case EngineRequest():
                 if (refused := self.scheduler.add(message)) is not None:
                     outputs.append(refused)
-            case Abort(ids=ids):
-                outputs += [out for id in ids if (out := self.scheduler.abort(id)) is not None]
+            case Abort(ids=ids, why=why):
+                ended = (self.scheduler.abort(id, why) for id in ids)
+                outputs += [output for output in ended if output is not None]
             case Call():
                 reply = self._answer(message)
                 outputs += [*self.said, reply]

@@ -21,7 +21,7 @@ from quire.config.engine import Resolved
 from quire.engine.client import answer
 from quire.engine.host import EngineHost, State, StateFile
 from quire.errors import EngineDeadError, QuireError, StartupError
-from quire.protocol.output import EngineOutput, EngineStats, FromEngine, Ready, Reply
+from quire.protocol.output import EngineOutput, EngineStats, FinishReason, FromEngine, Ready, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
 LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
@@ -118,13 +118,13 @@ class ProcessClient:
             self._mine.setdefault(request.id, _Mine(request))
             self._put(request)
 
-    def abort(self, ids: list[str]) -> None:
+    def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
         self._alive()
         with self._sending:
             for id in ids:
                 if (mine := self._mine.get(id)) is not None:
                     mine.given_up = True
-            self._put(Abort(ids))
+            self._put(Abort(ids, why))
 
     def call(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)

@@ -17,6 +17,7 @@ from quire.frontend.fanout import best
 from quire.frontend.inputs import Accepted
 from quire.frontend.logprobs import FlatLogprobs, Position, Positions, PromptLogprobs, positions
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.repetition import Circles
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
 from quire.protocol.params import RequestOutputKind, SamplingParams
@@ -29,6 +30,7 @@ class Child:
     id: str
     index: int
     detokenizer: Detokenizer | None
+    circles: Circles | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Position | None] | None = None
     cumulative: float | None = None
@@ -42,13 +44,15 @@ class Child:
     """Its end was given out."""
 
     def add(self, output: EngineOutput) -> None:
-        """Tokens after a stop string do not count; `finish` is then "stop" whatever the engine says."""
-        kept, stopped = len(output.tokens), None
-        if self.detokenizer is not None:
-            kept, stopped = self._text(output, self.detokenizer)
+        """Tokens after a stop string or in a circle do not count; `finish` is then ours whatever the engine says."""
+        kept, finish = len(output.tokens), None
+        if self.detokenizer is not None or self.circles is not None:
+            kept, finish = self._read(output)
         self.tokens += output.tokens[:kept]
-        if stopped is not None:
-            self.finish, self.stop_reason = "stop", stopped
+        if finish is not None:
+            self.finish = finish
+            if finish == "stop" and self.detokenizer is not None:
+                self.stop_reason = self.detokenizer.stopped_by
         elif output.finish is not None:
             self.finish, self.stop_reason = output.finish, output.stopped_by
             self.error, self.error_kind = output.error, output.error_kind
@@ -56,15 +60,19 @@ class Child:
             chosen = output.logprobs.values[:kept]
             self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
 
-    def _text(self, output: EngineOutput, detokenizer: Detokenizer) -> tuple[int, str | None]:
-        """How many of the tokens count, and the stop string that they completed."""
+    def _read(self, output: EngineOutput) -> tuple[int, FinishReason | None]:
+        """How many of the tokens count, and why no more do: they completed a stop string, or they circle."""
+        detokenizer, circles = self.detokenizer, self.circles
         # A token that stops is no part of the text.
-        silent = output.finish == "stop" and not detokenizer.include_stop
+        silent = output.finish == "stop" and (detokenizer is None or not detokenizer.include_stop)
         for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
-            if detokenizer.add(token_id):
-                return at, detokenizer.stopped_by
-        if output.finish is not None and detokenizer.end():
-            return len(output.tokens), detokenizer.stopped_by
+            if detokenizer is not None and detokenizer.add(token_id):
+                return at, "stop"
+            if circles is not None and circles.add(token_id):
+                stopped = detokenizer is not None and detokenizer.end()
+                return at, "stop" if stopped else "repetition"
+        if output.finish is not None and detokenizer is not None and detokenizer.end():
+            return len(output.tokens), "stop"
         return len(output.tokens), None
 
     @property
@@ -86,7 +94,7 @@ class Collector:
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [
-            Child(child.id, index, _detokenizer(accepted, tokenizer))
+            Child(child.id, index, _detokenizer(accepted, tokenizer), _circles(accepted.params))
             for index, child in enumerate(accepted.children)
         ]
         self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
@@ -215,6 +223,13 @@ class Collector:
             return None
         self._prompt_told = True
         return self.prompt_logprobs.result(self.params.flat_logprobs)
+
+
+def _circles(params: SamplingParams) -> Circles | None:
+    asked = params.repetition_detection
+    return (
+        Circles(asked, params.min_tokens) if asked is not None and asked.max_pattern_size else None
+    )
 
 
 def _detokenizer(accepted: Accepted, tokenizer: Tokenizer | None) -> Detokenizer | None:

@@ -29,7 +29,7 @@ from quire.frontend.parsers.table import Reasoning
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.logging import get_logger
 from quire.models import hf
-from quire.protocol.output import EngineOutput
+from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.params import SamplingParams
 
 log = get_logger(__name__)
@@ -147,7 +147,7 @@ class FrontRoom:
         """Collect; the requests with news, each once. Those that are finished live no more."""
         now = time.time()
         changed: dict[str, Collector] = {}
-        ended: list[str] = []
+        ended: dict[FinishReason, list[str]] = {}
         for output in outputs:
             place = self._children.get(output.id)
             if place is None:  # given up before
@@ -156,16 +156,16 @@ class FrontRoom:
                 continue
             collector, index = place
             stopped = collector.add(index, output, now)
-            if stopped:
-                ended.append(output.id)
+            if (why := collector.children[index].finish) is not None and stopped:
+                ended.setdefault(why, []).append(output.id)
                 self._echoes.add(output.id)
             if stopped or output.finish is not None:
                 del self._children[output.id]
                 if collector.finished:
                     self._forget(collector)
             changed[collector.id] = collector
-        if ended:
-            self.client.abort(ended)
+        for why, ids in ended.items():
+            self.client.abort(ids, why)
         return list(changed.values())
 
     def abort(self, ids: Iterable[str]) -> list[Collector]:

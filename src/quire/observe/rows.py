@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quire.protocol.output import EngineStats
+from quire.protocol.output import FINISHES, EngineStats
 
 Value = float | Mapping[str, float]
 """A number, or one number for each value of the row's own label."""
@@ -39,11 +39,10 @@ class Observed:
 
 
 STATES = ("awake", "weights_offloaded", "discard_all")
-REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 def finished(stats: EngineStats) -> Mapping[str, float]:
-    return {reason: stats.finished.get(reason, 0) for reason in REASONS}
+    return {reason: stats.finished.get(reason, 0) for reason in FINISHES}
 
 
 def hit_rate(stats: EngineStats) -> float:

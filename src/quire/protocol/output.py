@@ -5,11 +5,12 @@ Knows token ids, log-probabilities and numbers. Does not know text or HTTP.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+FINISHES: tuple[FinishReason, ...] = get_args(FinishReason)
 ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
 

@@ -19,6 +19,7 @@ from quire.errors import Unsupported, ValidationError
 from quire.logging import get_logger
 from quire.protocol import values as read
 from quire.protocol.constraint import StructuredOutputsParams as StructuredOutputsParams
+from quire.protocol.repetition import RepetitionDetectionParams as RepetitionDetectionParams
 
 log = get_logger(__name__)
 
@@ -108,8 +109,10 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     thinking_token_budget: int | None = None
     """Tokens of thoughts, after which the mark that ends them must come; -1: no limit."""
 
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End an output that goes round in circles, with finish_reason "repetition"."""
+
     # known by name, refused until built: `REFUSED`
-    repetition_detection: Any = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
     watermarking: Any = None
@@ -130,7 +133,6 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """What thinking_token_budget means for this model and prompt."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "repetition_detection": "use repetition_penalty or frequency_penalty",
         "prompt_logprob_token_ids": "use prompt_logprobs",
         "prompt_logprob_start": "use prompt_logprobs",
         "watermarking": "leave it out",
@@ -216,6 +218,8 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
             self.temperature = LOWEST_TEMPERATURE
 
     def _read_stops(self) -> None:
+        if self.repetition_detection is not None:  # a dict, as JSON and old programs have it
+            self.repetition_detection = RepetitionDetectionParams.read(self.repetition_detection)
         self.stop = read.texts("stop", self.stop)
         self.bad_words = read.texts("bad_words", self.bad_words)
         ids = read.token_ids(

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from quire.protocol.output import FinishReason
 from quire.protocol.params import SamplingParams
 
 
@@ -38,8 +39,11 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     extras: dict[str, Any] = {}  # "transfer", "trace", ...: read by that feature and nobody else
 
 
-class Abort(Struct, array_like=True, gc=False, tag="abort"):
+class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):
+    """These end here and now. `why`: how their users were told that they ended."""
+
     ids: list[str]
+    why: FinishReason = "abort"
 
 
 class Call(Struct, array_like=True, omit_defaults=True, gc=False, tag="call"):

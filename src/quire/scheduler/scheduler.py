@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from quire.kvcache.manager import KVManager, Prefix
 from quire.logging import get_logger
-from quire.protocol.output import EngineOutput, ErrorKind, FinishReason
+from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.building import Counted, PlanBuilder, void
@@ -96,7 +96,7 @@ class Scheduler:
         self.steps = 0
         self.arrivals = 0
         self.count = Counters()
-        self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.finished: dict[FinishReason, int] = dict.fromkeys(FINISHES, 0)
 
     # -- coming and going -----------------------------------------------------------------------
     def add(self, asked: EngineRequest) -> EngineOutput | None:

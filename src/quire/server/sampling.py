@@ -22,7 +22,6 @@ MAX_ID = 256
 DELTA, FINAL_ONLY = 1, 2
 
 LATER: dict[str, str] = {
-    "repetition_detection": "repetition detection",
     "kv_transfer_params": "KV transfer",
     "ec_transfer_params": "encoder-cache transfer",
     "suffix": "a suffix (fill in the middle)",
@@ -137,6 +136,7 @@ def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "allowed_token_ids": request.allowed_token_ids,
         "extra_args": request.vllm_xargs,
         "structured_outputs": constraint(request),
+        "repetition_detection": request.repetition_detection,
         "output_kind": DELTA if request.stream else FINAL_ONLY,
     }
 

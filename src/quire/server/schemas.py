@@ -37,6 +37,7 @@ class Sampling(Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
+    repetition_detection: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
@@ -68,7 +69,6 @@ class Sampling(Struct, kw_only=True):
     # Known by name; refused until their feature is here.
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    repetition_detection: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None

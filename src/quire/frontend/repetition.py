@@ -1,0 +1,34 @@
+"""Does an output go round in circles? Asked of each token as it comes.
+
+Knows token ids. Does not know what becomes of an output that does.
+"""
+
+from __future__ import annotations
+
+from quire.protocol.repetition import RepetitionDetectionParams
+
+
+class Circles:
+    """The tokens of one output, and how long each pattern has held.
+
+    A pattern of P tokens has come `min_count` times when the last P x (min_count - 1) tokens each equal the one P
+    before them. So a count for each P is enough, and a token costs as many comparisons as there are lengths.
+    """
+
+    def __init__(self, asked: RepetitionDetectionParams, min_tokens: int = 0):
+        self.lengths = range(max(1, asked.min_pattern_size), asked.max_pattern_size + 1)
+        self.times, self.min_tokens = asked.min_count, min_tokens
+        self._tokens: list[int] = []
+        self._held = [0] * len(self.lengths)
+
+    def add(self, token: int) -> bool:
+        """Whether the output ends with this token."""
+        tokens, held, found = self._tokens, self._held, False
+        count = len(tokens)
+        for at, length in enumerate(self.lengths):
+            if length > count:
+                break
+            held[at] = held[at] + 1 if tokens[count - length] == token else 0
+            found |= held[at] >= length * (self.times - 1)
+        tokens.append(token)
+        return found and count + 1 >= self.min_tokens
