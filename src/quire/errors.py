@@ -53,5 +53,9 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine cannot answer any more; the message says why."""
 
 
+class Conflict(QuireError, RuntimeError):
+    """Somebody else wanted otherwise meanwhile. HTTP 409."""
+
+
 class QueueFull(QuireError, RuntimeError):
     """Too many requests wait. HTTP 503 with Retry-After."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 
 import pytest
 from test_client import Device
 from workload import reference
 
-from quire.engine import admin, rest
+from quire.engine import admin, asked, held, rest
 from quire.engine.core import EngineCore
+from quire.errors import Conflict
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
@@ -18,6 +21,8 @@ from quire.protocol.output import EngineOutput, Reply
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import Call, EngineRequest
 from quire.scheduler.scheduler import Limits, Scheduler
+
+Rests = Callable[["Engine"], Coroutine[object, object, None]]
 
 
 class Engine:
@@ -31,6 +36,7 @@ class Engine:
         self.core = core = EngineCore(scheduler, self.device, 2)
         core.check_each_step = True
         core.functions |= admin.functions(core) | rest.functions(core)
+        self.told: list[tuple[object, ...]] = []
         self.asked: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, str | None] = {}
@@ -87,6 +93,7 @@ def test_wait_lets_those_end_that_were_here(engine: Engine) -> None:
     engine.run()
     assert engine.is_right("a", "bb", "ccc")
     assert engine.call("left") == 0
+    assert engine.call("pause") is True
     assert engine.call("is_paused") is True
     assert not engine.tokens["dddd"]
     assert engine.core.stats().deferred == 1
@@ -143,6 +150,7 @@ def test_after_sleep_the_same_tokens(engine: Engine, level: int) -> None:
 
 def test_a_pause_outlasts_a_sleep(engine: Engine) -> None:
     engine.call("hold", "keep")
+    engine.call("pause")
     engine.call("sleep", 1)
     engine.call("wake_up")
     engine.run()
@@ -153,19 +161,139 @@ def test_a_pause_outlasts_a_sleep(engine: Engine) -> None:
     assert engine.is_right("a", "bb", "ccc")
 
 
-def test_who_gives_up_waiting_has_paused_nothing(engine: Engine) -> None:
+def asked_of(engine: Engine) -> Callable[..., Awaitable[object]]:
     async def call(name: str, *args: object) -> object:
         return engine.call(name, *args)
 
+    return call
+
+
+def pausing(engine: Engine) -> Coroutine[object, object, None]:
+    return held.pause(asked_of(engine), "wait")
+
+
+def sleeping(engine: Engine) -> Coroutine[object, object, None]:
+    return held.sleep(asked_of(engine), 1, "wait")
+
+
+async def begin(engine: Engine, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    """It waits for requests that run, which nobody steps."""
+    task = asyncio.ensure_future(work)
+    while not engine.call("is_paused"):
+        await asyncio.sleep(0)
+    return task
+
+
+async def give_up(work: Coroutine[object, object, None]) -> None:
+    with pytest.raises(asyncio.TimeoutError):  # nobody steps, so they never end
+        await asyncio.wait_for(work, 0.05)
+
+
+@pytest.mark.parametrize("rests", [pausing, sleeping])
+def test_who_gives_up_waiting_has_held_nobody_back(engine: Engine, rests: Rests) -> None:
     async def main() -> None:
-        for reason in (rest.PAUSE, rest.SLEEP):
-            with pytest.raises(asyncio.TimeoutError):  # nobody steps, so they never end
-                await asyncio.wait_for(rest.quiet(call, "wait", reason), 0.05)
-            assert await call("is_paused") is False, reason
+        await give_up(rests(engine))
+        assert engine.call("is_paused") is False
 
     asyncio.run(main())
     engine.run()
     assert engine.is_right("a", "bb", "ccc")
+
+
+@pytest.mark.parametrize("second", [pausing, sleeping])
+@pytest.mark.parametrize("first", [pausing, sleeping])
+def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Rests) -> None:
+    """(One who gave up waiting for a pause ended that of another, who was told that it stands.)"""
+
+    async def main() -> None:
+        one = await begin(engine, first(engine))
+        await give_up(second(engine))
+        assert engine.call("is_paused") is True
+        engine.ask("dddd")
+        engine.run()
+        await one
+
+    asyncio.run(main())
+    assert engine.is_right("a", "bb", "ccc")
+    assert engine.call("is_paused") is True
+    assert engine.call("is_sleeping") is (first is sleeping)
+    assert not engine.tokens["dddd"]
+    engine.call("resume") if first is pausing else engine.call("wake_up")
+    engine.run()
+    assert engine.is_right("dddd")
+
+
+def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
+    engine.call("hold", "keep")
+    engine.call("pause")
+    engine.call("hold", "wait", rest.PAUSE, "another")
+    engine.call("let_go", "another")
+    engine.run()
+    assert engine.call("is_paused") is True
+    assert not engine.finish["a"]
+
+
+@pytest.mark.parametrize(
+    ("rests", "end", "state"),
+    [(pausing, "resume", "is_paused"), (sleeping, "wake_up", "is_sleeping")],
+)
+def test_who_waits_is_told_that_it_was_taken_back(
+    engine: Engine, rests: Rests, end: str, state: str
+) -> None:
+    async def main() -> None:
+        one = await begin(engine, rests(engine))
+        engine.call(end)
+        with pytest.raises(Conflict, match="let the engine go on"):
+            await one
+
+    asyncio.run(main())
+    assert engine.call(state) is False
+    engine.run()
+    assert engine.is_right("a", "bb", "ccc")
+
+
+@pytest.mark.parametrize("level", [-1, 0, 1, 2])
+@pytest.mark.parametrize("back", [None, ["weights"], ["kv_cache", "scheduling"]])
+@pytest.mark.parametrize("paused", [True, False])
+def test_the_next_process_rests_as_deep(
+    tmp_path: Path, level: int, back: list[str] | None, paused: bool
+) -> None:
+    def process() -> Engine:
+        made = Engine()
+        made.device.call = lambda *words: made.told.append(words) or [None]  # type: ignore[method-assign]
+        asked.obey(made.core.functions, tmp_path / "asked")
+        made.core.functions = asked.kept(made.core.functions, tmp_path / "asked")
+        return made
+
+    before = process()
+    if paused:
+        before.call("hold", "keep")
+        before.call("pause")
+    if level >= 0:
+        before.call("sleep", level)
+        if back is not None:
+            before.call("wake_up", back)
+    after = process()
+    for name in ("is_paused", "is_sleeping", "asked"):
+        assert after.call(name) == before.call(name), name
+    assert after.core.state == before.core.state
+    after.ask("a")
+    after.run()
+    assert after.is_right("a") is not before.call("is_paused")
+    after.call("wake_up")
+    after.call("resume")
+    after.run()
+    assert after.is_right("a")
+    assert process().call("asked") == {"paused": False, "level": -1, "away": []}
+
+
+def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
+    engine.core.functions = asked.kept(engine.core.functions, tmp_path / "asked")
+    engine.call("hold", "wait")
+    engine.call("resume", rest.SLEEP)  # writes
+    after = Engine()
+    asked.obey(after.core.functions, tmp_path / "asked")
+    assert after.call("is_paused") is False
 
 
 def test_what_workers_are_told(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from quire.config.wire import to_wire
 from quire.engine import assemble, flight
 from quire.engine.host import EngineHost, Patience
 from quire.engine.remote import ProcessClient
-from quire.errors import EngineDeadError, StartupError
+from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
@@ -173,6 +174,29 @@ def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:
     threading.Timer(0.5, die, [client]).start()
     with pytest.raises(Exception, match="replaced before it answered"):
         client.call("stats")
+
+
+def test_it_comes_back_as_the_operator_wanted_it(start: Callable) -> None:
+    """(The new process was awake and served, though the server had been told to be paused and asleep.)"""
+    client = start()
+    assert client.call("hold", "keep") == 0
+    assert client.call("pause")
+    assert client.call("sleep", 1)
+    assert client.call("wake_up", ["weights"]) == ["kv_cache"]
+    die(client)
+    ids = submit(client, "r", 2, 5)
+    while client.generation == 1:
+        with contextlib.suppress(QuireError):
+            client.call("stats")
+    assert client.call("is_sleeping")
+    assert client.call("stats")["state"] == "weights_offloaded"
+    assert client.call("stats")["waiting"] == 2
+    assert client.call("wake_up") == []
+    assert client.call("is_paused")
+    assert client.call("stats")["steps"] == 0
+    assert client.call("resume")
+    got = collect(client, ids)
+    assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
 def test_a_start_that_fails_says_why(path: str, start: Callable, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class ScriptedEngine:
                 return self.held is not None
             case "sleep" | "wake_up":
                 self.asleep = name == "sleep"
-                return ["kv_cache"] if args == (["weights"],) else []
+                return self.asleep or (["kv_cache"] if args == (["weights"],) else [])
             case "is_sleeping":
                 return self.asleep
         return True

@@ -23,7 +23,7 @@ from quire import env
 from quire.api.later import Later
 from quire.api.metrics import engine_stats
 from quire.config.engine import EngineConfig
-from quire.engine import rest
+from quire.engine import held, rest
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
 from quire.frontend.collect import Collector
@@ -306,8 +306,9 @@ class AsyncLLM(Later):
 
         Raises:
             ValidationError: another mode.
+            Conflict: somebody resumed before all had ended.
         """
-        await rest.quiet(self.call, rest.checked_mode(mode))
+        await held.pause(self.call, mode)
         if clear_cache:
             await self.reset_prefix_cache()
 
@@ -319,9 +320,7 @@ class AsyncLLM(Later):
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """As `LLM.sleep`; requests that come meanwhile wait."""
-        rest.checked_level(level)
-        await rest.quiet(self.call, rest.checked_mode(mode), rest.SLEEP)
-        await self.call("sleep", level)
+        await held.sleep(self.call, level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`."""

@@ -20,7 +20,7 @@ from quire.api.metrics import Metric, Watch
 from quire.api.progress import Progress, progress
 from quire.config.compat import engine_config
 from quire.config.engine import EngineConfig
-from quire.engine import rest
+from quire.engine import held, rest
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, Unsupported, ValidationError
 from quire.frontend.chat import ChatOptions, conversations
@@ -361,17 +361,25 @@ class LLM(Later):
 
         Raises:
             ValidationError: no such level or mode.
+            Conflict: another thread woke it up before all had ended.
         """
         rest.checked_level(level)
         rest.checked_mode(mode)
+        call = self.client.call
         self._asleep = True  # before it is held: whoever comes later must not wait with our lock
-        self.client.call("hold", mode, rest.SLEEP)
-        if mode != "keep":
-            with self._running:  # other threads' requests end there; what was enqueued ends here
-                while self.front.live:
-                    for _ in self._turn():
-                        pass
-        self.client.call("sleep", level)
+        try:
+            with held.by_turns(call, mode, rest.SLEEP) as holder:
+                if mode != "keep":
+                    with (
+                        self._running
+                    ):  # other threads' requests end there; what was enqueued ends here
+                        while self.front.live:
+                            for _ in self._turn():
+                                pass
+                held.check_stands(call("sleep", level, holder))
+        except BaseException:
+            self._asleep = bool(call("is_sleeping"))
+            raise
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.

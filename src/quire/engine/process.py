@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from quire import env
+from quire.engine import asked
 from quire.engine.core import EngineCore
 from quire.engine.flight import Recorded, Recorder
 from quire.engine.lifeline import STOP, Speaker
@@ -135,11 +136,13 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
     from quire.engine.assemble import build_core
 
     link = Link(folder, frontends)
+    told = folder.parent / asked.FILE
     core, ready = build_core(from_wire(sys.stdin.buffer.read()))
     pulse = Pulse(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
     core.executor = Timed(core.executor, pulse)
     # A function may load a model; nobody is served meanwhile, so it must not take for ever either.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
+    core.functions = asked.kept(core.functions, told)
     core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
     if env.get("FLIGHT_RECORDER"):
         core.executor = Recorded(core.executor, Recorder(folder))
@@ -148,6 +151,7 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
+    asked.obey(core.functions, told)
     speaker.say(ready)
     pulse.send_by(speaker.say)
     try:

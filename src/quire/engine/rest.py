@@ -2,16 +2,17 @@
 
 Knows the scheduler, and that the workers can put their memory away (`worker/rest.py`). Requests that come
 meanwhile wait in line, whichever front room they come through. A `Hold` stands among the scheduler's gates only while it
-holds somebody back: an engine at work does not pay for it.
+holds somebody back: an engine at work does not pay for it. How a front room waits for it is `held.py`'s.
 
     hold -> [what runs ends, or is ended, or stands still] -> sleep -> wake_up, in parts or at once
-         `---------------------------------------------------------------> resume
+      `-> let_go                                         `-> pause -> resume
+
+What is held is somebody's, who may let go of it, until it stands: then whoever wants ends it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.engine.core import EngineCore
@@ -27,7 +28,7 @@ PARTS = ("weights", "kv_cache")
 TAGS = (*PARTS, "scheduling")
 
 PAUSE, SLEEP = "pause", "sleep"
-LOOK_EVERY_S = 0.02
+NOBODY = ""
 
 
 class Hold(Gate):
@@ -50,52 +51,83 @@ class Rest:
 
     def __init__(self, core: EngineCore):
         self.core, self.gate = core, Hold()
-        self.reasons: set[str] = set()
+        self.held: dict[str, tuple[str, int]] = {}
+        """By who holds requests back: why, and up to which arrival they go on."""
+        self.standing: set[str] = set()
+        """Why all are held back, whoever asked for it."""
         self.away: set[str] = set()
         """TAGS that must be back before work goes on."""
         self.level = -1
 
     # -- holding back ---------------------------------------------------------------------------
-    def hold(self, mode: str, reason: str = PAUSE) -> int:
+    def hold(self, mode: str, reason: str = PAUSE, holder: str = NOBODY) -> int:
         """Admit nobody from now on; how many are still to end (`left` says it again)."""
         core, scheduler = self.core, self.core.scheduler
-        until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
-        if not self.reasons:
-            self.gate.until = until
-            scheduler.gates.append(self.gate)
-        self.gate.until = min(self.gate.until, until)
-        self.reasons.add(reason)
+        self.held[holder] = reason, scheduler.arrivals if checked_mode(mode) == "wait" else 0
+        self._set_gate()
         if mode == "abort":
             core.settle()
             ended = (scheduler.abort(id) for id in list(scheduler.requests))
             core.said += [output for output in ended if output is not None]
-        return self.left()
+        return self._left()
 
-    def left(self) -> int:
-        """How many of those who may go on are not done."""
-        if not self.reasons:
-            return 0
+    def left(self, holder: str = NOBODY) -> int | None:
+        """How many of those who may go on are not done; None: it is held no more, somebody resumed."""
+        return self._left() if holder in self.held else None
+
+    def _left(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
 
+    def let_go(self, holder: str = NOBODY) -> None:
+        """Who has given up holds nobody back; others may."""
+        self.held.pop(holder, None)
+        self._set_gate()
+
+    def pause(self, holder: str = NOBODY) -> bool:
+        """What he holds is held until `resume`; False: it is held no more."""
+        return self._stand(PAUSE, holder)
+
     def resume(self, reason: str = PAUSE) -> bool:
-        """Take that reason back; whether work goes on."""
-        if reason in self.reasons:
-            self.reasons.remove(reason)
-            if not self.reasons:
-                self.core.scheduler.gates.remove(self.gate)
-        return not self.reasons
+        """Hold nobody back for that reason; whether work goes on."""
+        self.standing.discard(reason)
+        self.held = {who: held for who, held in self.held.items() if held[0] != reason}
+        self._set_gate()
+        return not self.is_paused()
 
     def is_paused(self) -> bool:
-        return bool(self.reasons)
+        return bool(self.standing or self.held)
+
+    def _stand(self, reason: str, holder: str) -> bool:
+        if self.held.pop(holder, None) is None:
+            return False
+        self.standing.add(reason)
+        self._set_gate()
+        return True
+
+    def _set_gate(self) -> None:
+        """As the strictest of them wants it."""
+        gates = self.core.scheduler.gates
+        if not self.is_paused():
+            if self.gate in gates:
+                gates.remove(self.gate)
+            return
+        untils = (until for _, until in self.held.values())
+        self.gate.until = 0 if self.standing else min(untils)
+        if self.gate not in gates:
+            gates.append(self.gate)
 
     # -- giving memory back ---------------------------------------------------------------------
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, holder: str | None = None) -> bool:
         """Give memory back, at once: whoever still runs is set back, and computed again after the end of it.
 
-        Level 0 gives nothing back, 1 the KV cache, 2 the weights as well.
+        Level 0 gives nothing back, 1 the KV cache, 2 the weights as well. False: `holder` holds nobody back any
+        more, and it does not sleep.
         """
         core, level = self.core, checked_level(level)
-        self.hold("keep", SLEEP)
+        if holder is not None and holder not in self.held:
+            return False
+        holder = holder or NOBODY
+        self.hold("keep", SLEEP, holder)
         try:
             core.settle()
             if level:
@@ -104,11 +136,12 @@ class Rest:
                     raise RuntimeError("blocks are in use though nobody runs")
                 core.executor.call("put_away", level)
         except Exception:
-            if not self.away:  # it does not sleep, so nobody will think of waking it up
-                self.resume(SLEEP)
+            self.let_go(holder)  # nobody would think of waking it up
             raise
+        self._stand(SLEEP, holder)
         self.away |= set(PARTS) if level else {"scheduling"}
         self._be(max(self.level, level))
+        return True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
         """Take parts back, or all; what is still away. With the last of them work goes on."""
@@ -124,6 +157,21 @@ class Rest:
     def is_sleeping(self) -> bool:
         return self.level >= 0
 
+    # -- beyond the process ---------------------------------------------------------------------
+    def asked(self) -> dict[str, Any]:
+        """How deep it is to rest, for `as_asked` of another process."""
+        return {"paused": PAUSE in self.standing, "level": self.level, "away": sorted(self.away)}
+
+    def as_asked(self, told: dict[str, Any]) -> None:
+        """Rest as `asked` of another process told, nobody being here yet."""
+        if told["paused"]:
+            self.standing.add(PAUSE)
+            self._set_gate()
+        if told["level"] >= 0:
+            self.sleep(told["level"])
+            if back := self.away - set(told["away"]):
+                self.wake_up(sorted(back))
+
     def _be(self, level: int) -> None:
         self.level = level
         self.core.state = STATES[
@@ -134,23 +182,11 @@ class Rest:
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """What `EngineClient.call` may ask for."""
     rest = Rest(core)
-    named = (rest.hold, rest.left, rest.resume, rest.is_paused, rest.sleep, rest.wake_up, rest.is_sleeping)  # fmt: skip
+    named = (
+        rest.hold, rest.left, rest.let_go, rest.pause, rest.resume, rest.is_paused,
+        rest.sleep, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
+    )  # fmt: skip
     return {f.__name__: f for f in named}
-
-
-async def quiet(call: Callable[..., Awaitable[Any]], mode: str, reason: str = PAUSE) -> None:
-    """Hold requests back, and return when nobody is left who may go on. `call`: an engine's functions.
-
-    Who gives up waiting has not paused anything: what was held back for that reason goes on.
-    """
-    try:
-        left = await call("hold", mode, reason)
-        while left:
-            await asyncio.sleep(LOOK_EVERY_S)
-            left = await call("left")
-    except asyncio.CancelledError:
-        await asyncio.shield(asyncio.ensure_future(call("resume", reason)))
-        raise
 
 
 # -- what callers may say ---------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__, env
-from quire.engine.rest import SLEEP, checked_level, checked_mode, checked_tags, quiet
+from quire.engine import held
+from quire.engine.rest import checked_level, checked_tags
 from quire.server.bodies import convert, json_response, read, read_object
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import own_name
@@ -95,8 +96,7 @@ async def sleep(request: Request) -> Response:
     engine = state_of(request).serving()
     asked = request.query_params.get("level", "1")
     level = checked_level(int(asked) if asked.isdecimal() else -1)
-    await quiet(engine.call, checked_mode(request.query_params.get("mode", "abort")), SLEEP)
-    await engine.call("sleep", level)
+    await held.sleep(engine.call, level, request.query_params.get("mode", "abort"))
     return json_response({"status": "sleeping", "level": level})
 
 
@@ -117,7 +117,7 @@ async def is_sleeping(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Begin no new generations: they wait. `mode`: abort what runs, wait for its end, or keep it standing still."""
     engine = state_of(request).serving()
-    await quiet(engine.call, checked_mode(request.query_params.get("mode", "abort")))
+    await held.pause(engine.call, request.query_params.get("mode", "abort"))
     if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
         await engine.call("reset_prefix_cache")
     return json_response({"status": "paused"})

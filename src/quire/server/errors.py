@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import (
+    Conflict,
     EngineDeadError,
     QueueFull,
     QuireError,
@@ -82,6 +83,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), param=error.parameter)
         case Unsupported():
             return ApiError(501, str(error))
+        case Conflict():
+            return ApiError(409, str(error))
         case QueueFull():
             return unavailable(str(error), 1)
         case EngineDeadError():

@@ -1,0 +1,51 @@
+"""What operators asked of an engine, beyond its process: one that takes another's place rests as deep as that one did.
+
+Knows a file beside the engine's folders, and the named functions of `rest.py`. What nobody was told to be done is not kept:
+who waits for a pause when the engine dies is told that it is not paused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.logging import get_logger
+
+log = get_logger(__name__)
+
+FILE = "asked"
+CHANGE = ("pause", "resume", "sleep", "wake_up")
+
+Functions = dict[str, Callable[..., Any]]
+
+
+def obey(functions: Functions, path: Path) -> None:
+    """Do what an earlier process was told."""
+    if path.exists():
+        told = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        functions["as_asked"](told)
+        if told["paused"] or told["level"] >= 0:
+            log.warning("the engine rests as the one before it was told to: %s", told)
+
+
+def kept(functions: Functions, path: Path) -> Functions:
+    """The same; those that change how deep the engine rests have it in `path` before they answer."""
+
+    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            finally:
+                new = path.with_suffix(".new")
+                new.write_bytes(msgspec.json.encode(functions["asked"]()))
+                os.replace(new, path)
+
+        return call
+
+    return functions | {name: keeping(functions[name]) for name in CHANGE}
