@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.attention.base import BACKENDS
 from quire.errors import ConfigError, NotEnoughMemory
@@ -98,3 +100,61 @@ def test_weights_travel_on_streams_of_the_card() -> None:
         for layer, one in zip(layers, want, strict=True):
             assert layer.weight.is_cuda
             torch.testing.assert_close(layer(x), one)
+
+
+class Streams:
+    """Of torch.cuda, as much as a recorder uses; a recording that fails leaves its stream current, as torch does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current, self.made = "the caller's", 0
+        for name, stand_in in {
+            "current_stream": lambda: self,
+            "set_stream": lambda stream: setattr(self, "current", "the caller's"),
+            "stream": lambda stream: contextlib.nullcontext(),
+            "Stream": lambda: self,
+            "synchronize": lambda: None,
+            "graph_pool_handle": self.pool,
+            "CUDAGraph": lambda: None,
+            "graph": self.graph,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def pool(self) -> int:
+        self.made += 1
+        return self.made
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        self.current = "the recorder's"
+        yield
+        self.current = "the caller's"
+
+
+def failing(code: int):
+    runs = []
+
+    def run() -> Tensor:
+        runs.append(1)
+        if len(runs) > cuda.WARM_UPS:
+            error = torch.AcceleratorError("CUDA error: not now\nmore")
+            error.error_code = code
+            raise error
+        return torch.zeros(1)
+
+    return run
+
+
+def test_what_cannot_be_recorded_is_not_a_lost_device(monkeypatch) -> None:
+    streams = Streams(monkeypatch)
+    recorder = cuda.CudaRecorder()
+    assert recorder.record(lambda: torch.ones(1)).output == 1
+    with pytest.raises(RuntimeError, match=r"^CUDA error: not now$") as caught:
+        recorder.record(failing(900))  # cudaErrorStreamCaptureUnsupported
+    assert not isinstance(caught.value, torch.AcceleratorError)
+    assert (streams.current, recorder.pool) == ("the caller's", 2)
+    with pytest.raises(torch.AcceleratorError):
+        recorder.record(failing(719))  # cudaErrorLaunchFailure
+    assert streams.current == "the caller's"

@@ -22,6 +22,8 @@ RESERVE = 1 << 30
 and what the allocator leaves between tensors."""
 WARM_UPS = 2
 """Runs before recording: the first compiles kernels, and none may be compiled while recording."""
+OF_RECORDING = range(900, 910)
+"""CUDA's errors that end a recording (cudaErrorStreamCaptureUnsupported and those after it) and leave the device well."""
 
 
 class CudaPlatform:
@@ -112,7 +114,24 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream()
 
     def record(self, run: Callable[[], Tensor]) -> Graph:
-        """See `Recorder`. What is queued on the caller's stream comes before, and after."""
+        """See `Recorder`. What is queued on the caller's stream comes before, and after.
+
+        Raises:
+            RuntimeError: it did something that cannot be recorded. The device is as it was.
+        """
+        before = torch.cuda.current_stream()
+        try:
+            return self._record(run)
+        except torch.AcceleratorError as error:
+            if getattr(error, "error_code", 0) not in OF_RECORDING:
+                raise
+            # Torch still counts the pool as being recorded into.
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            raise RuntimeError(str(error).partition("\n")[0]) from error
+        finally:
+            torch.cuda.set_stream(before)  # torch leaves the other if a recording does not end well
+
+    def _record(self, run: Callable[[], Tensor]) -> Graph:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(WARM_UPS):

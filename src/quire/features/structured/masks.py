@@ -157,8 +157,8 @@ class GrammarMasks(Processor):
         helds, rows_P, lengths_P = drawing
         state = self.rows
         where = (
-            torch.from_numpy(rows_P).to(state.device),
-            torch.from_numpy(lengths_P).to(state.device),
+            torch.from_numpy(rows_P).to(state.device, non_blocking=True),
+            torch.from_numpy(lengths_P).to(state.device, non_blocking=True),
         )
         tokens_P = state.token_ids_RL[where]
         event: torch.Event | None = None

@@ -56,7 +56,7 @@ def _weights(values: Tensor, top_S1: Tensor, floor_S1: Tensor) -> Tensor:
 
 
 def _of(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)[:, None]
+    return torch.from_numpy(array).to(like.device, non_blocking=True)[:, None]
 
 
 def threshold(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:

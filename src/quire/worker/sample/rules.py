@@ -24,7 +24,7 @@ NEVER = -torch.inf
 
 def only(logits_V: Tensor, tokens: list[int]) -> None:
     """Nothing but these may come, whatever min_tokens, allowed tokens or bad words say: one of them must."""
-    ids_E = torch.tensor(tokens, device=logits_V.device)
+    ids_E = _put(np.array(tokens, np.int64), logits_V)
     kept_E = logits_V[ids_E]
     kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
     logits_V.fill_(NEVER)
@@ -32,7 +32,7 @@ def only(logits_V: Tensor, tokens: list[int]) -> None:
 
 
 def _put(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
 
 
 class TokenTable(Processor):
@@ -211,9 +211,7 @@ class Penalties(Processor):
         count_PL = counts_PV.scatter_add_(1, ids_PL, is_output_PL).gather(1, ids_PL)
 
         def column(name: str) -> Tensor:
-            return torch.tensor(
-                [[getattr(p, name)] for p in params], dtype=torch.float32, device=device
-            )
+            return _put(np.array([[getattr(p, name)] for p in params], np.float32), logits_SV)
 
         at_P1 = _put(picked.at, logits_SV)[:, None]
         old_PL = logits_SV[at_P1, ids_PL]

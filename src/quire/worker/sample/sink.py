@@ -108,7 +108,7 @@ class SampleSink:
         )
         self.seeds[row] = seed_word(params.seed or 0)
         if (ids := params.logprob_token_ids) is not None:
-            self.scored[row] = 0, torch.tensor(ids, dtype=torch.int64, device=self.device)
+            self.scored[row] = 0, self.rows.tensor(np.array(ids, np.int64))
         elif params.logprobs is not None:
             self.scored[row] = params.logprobs, None
         if params.prompt_logprobs is not None:
@@ -250,7 +250,7 @@ class SampleSink:
         outcome: Outcome,
     ) -> None:
         for (best, given), members in asked.items():
-            at = torch.tensor(members, device=self.device)
+            at = self.rows.tensor(np.array(members, np.int64))
             also = None
             if given >= 0:
                 tables = (self.scored[row][1] for row in rows_S[members].tolist())

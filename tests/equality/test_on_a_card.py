@@ -1,0 +1,83 @@
+"""The engine on a device apart from the host (`card.py`): nothing is mixed up between the two, no step waits for the device,
+and the tokens are those of the plain functions on the host.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+import card
+import interpreted  # noqa: F401
+from worker.test_graphs import Recorder
+
+from quire.bench.gpu_shapes import CONFIGS, client_of, write_config
+from quire.engine.client import InlineClient
+from quire.ops.dispatch import OPS
+from quire.platforms.cpu import CpuPlatform
+from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
+
+COUNT = 4
+ASKED = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"logprobs": 3},
+    {"temperature": 0.7, "logprobs": 2, "repetition_penalty": 1.2, "presence_penalty": 0.2},
+    {"prompt_logprobs": 2},
+    {"logit_bias": {5: 3.0}},
+    {"allowed_token_ids": [4, 5, 6]},
+    {"min_tokens": 3, "stop_token_ids": [7]},
+    {"bad_word_ids": [[5, 6], [9]]},
+    {"temperature": 0.5, "logprob_token_ids": [3, 4]},
+    {"temperature": 0.5, "min_tokens": 3, "stop_token_ids": [7], "allowed_token_ids": [4, 5, 7]},
+]
+PARAMS = [
+    SamplingParams(**{"temperature": 0.0, "seed": i, "ignore_eos": True, **asked}, max_tokens=COUNT)
+    for i, asked in enumerate(ASKED)
+]
+PROMPTS = [[7 + i, *range(3, 3 + 11 * i % 40)] for i in range(len(ASKED))]
+
+
+def ask(client: InlineClient, which: list[int]) -> list[list[int]]:
+    for i in which:
+        client.submit(EngineRequest(str(i), PROMPTS[i], PARAMS[i]))
+    got: dict[str, list[int]] = {str(i): [] for i in which}
+    left = len(which)
+    while left:
+        for output in client.outputs():
+            assert output.finish != "error", output.error
+            got[output.id] += output.tokens
+            left -= output.finish is not None
+    return list(got.values())
+
+
+def test_no_step_waits_and_tokens_are_the_hosts(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(CONFIGS, "tiny", {**CONFIGS["tiny"], "num_hidden_layers": 1})
+    write_config(tmp_path, "tiny")
+    options = {
+        "dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 6,
+        "max_model_len": 128, "max_num_batched_tokens": 64, "async_scheduling": True,
+    }  # fmt: skip
+    everyone = list(range(len(ASKED)))
+    with client_of(str(tmp_path), attention_backend="torch_sdpa", **options) as client:
+        want = ask(client, everyone)
+    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    monkeypatch.setattr(CpuPlatform, "device", card.PLACE)
+    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: Recorder())
+    for op in OPS.values():
+        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+    with (
+        np.errstate(all="ignore"),
+        card.installed(monkeypatch),
+        client_of(str(tmp_path), attention_backend="triton_attn", **options) as client,
+    ):
+        ask(client, [0])  # the room for what is sent is made
+        card.waits.clear()
+        assert ask(client, everyone) == want
+        assert client.core.executor.worker.source.replays
+    assert card.waits == []
