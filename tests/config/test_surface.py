@@ -57,7 +57,7 @@ max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 lora_extra_vocab
 mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/m compilation_config={"level":3}
 optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs
-max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn stream_interval=4
+max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn
 mamba_cache_dtype=float32 guided_decoding_backend=outlines
 guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tokenizer_pool_extra_config={"a":1} renderer_num_workers=4
 safetensors_load_strategy=eager enable_mfu_metrics show_hidden_metrics_for_version=0.9

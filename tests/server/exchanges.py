@@ -116,6 +116,10 @@ ANSWERS = {
     "load-report-json": Case(TEXT, SAY, headers={"endpoint-load-metrics-format": "JSON"}),
     "health-needs-no-key": Case("/health", config={"api_key": "k"}),
     "cors": Case(CHAT, method="OPTIONS", headers={"Origin": "http://x", "Access-Control-Request-Method": "POST"}),
+    "cors-allowed": Case(CHAT, method="OPTIONS", headers={"Origin": "http://x", "Access-Control-Request-Method": "POST"}, config={"allowed_origins": ["http://x"]}),
+    "text-prompt-text": Case(TEXT, {"prompt": [97, 98], "return_prompt_text": True}),
+    "text-stream-prompt-text": Case(TEXT, SAY | stream(return_prompt_text=True)),
+    "chat-stream-interval-of-the-server": Case(CHAT, HI | stream(stream_interval=2), script=("a", "b", "c", "d"), config={"stream_interval": 3}),
 }  # fmt: skip
 
 SAID = HI | {"max_tokens": 9}
@@ -141,6 +145,9 @@ MESSAGES = {
     "messages-loading": Case(MSG, SAID, phase=Phase.LOADING),
     "messages-queue-full": Case(MSG, SAID, script=(QueueFull("64 requests wait"),)),
     "messages-dies": Case(MSG, SAID, script=(EngineDeadError("it fell"),)),
+    "messages-must-call-nothing": Case(MSG, SAID | {"tool_choice": {"type": "any"}}),
+    "messages-no-method": Case(MSG),
+    "messages-no-key": Case(MSG, SAID, config={"api_key": "k"}),
     "messages-body": Case(MSG, "{", headers={"Content-Type": "application/json"}),
 }  # fmt: skip
 
@@ -164,6 +171,8 @@ RESPONSES = {
     "responses-background": Case(RSP, {"input": "hi", "background": True}),
     "responses-format": Case(RSP, {"input": "hi", "text": {"format": {"type": "json_schema"}}}),
     "responses-tools": Case(RSP, {"input": "hi", "tools": [{"type": "function"}]}),
+    "responses-no-tools": Case(RSP, {"input": "hi", "tools": []}),
+    "responses-messages": Case(RSP, {"input": "hi", "enable_response_messages": True}),
     "responses-max": Case(RSP, {"input": "hi", "max_output_tokens": 0}),
 }  # fmt: skip
 
@@ -247,7 +256,8 @@ FIELDS: dict[str, Any] = {
     "truncate_prompt_tokens": -2, "truncation_side": "up", "prompt_logprobs": -2,
     "structured_outputs": {"json": {}, "regex": "a"}, "guided_regex": 5, "response_format": {"type": "yaml"},
     "use_beam_search": True, "repetition_detection": {"max_pattern_size": 3}, "thinking_token_budget": -2,
-    "kv_transfer_params": {}, "ec_transfer_params": {},
+    "kv_transfer_params": {}, "ec_transfer_params": {}, "watermarking": True, "mm_payload": {},
+    "routed_experts_prompt_start": 0, "return_token_offsets": True,
 }  # fmt: skip
 """Values that both endpoints refuse. What comes after a dash tells two values of one field apart."""
 

@@ -62,7 +62,7 @@ def test_each_refused_field_is_named():
         found = asyncio.run(answer(REFUSALS[f"field-{name}"])).json()["error"]
         field = name.partition("-")[0]
         assert found["code"] == 400
-        assert found["param"] == field, (name, found)
+        assert found["param"].partition(".")[0] == field, (name, found)
         assert field in found["message"]
 
 

@@ -198,3 +198,19 @@ def test_the_document_has_every_route_and_no_field_that_is_refused():
     assert CHAT in page
     assert "http" not in page.replace("http-equiv", "")  # nothing from elsewhere
     assert ask(ScriptedEngine(), "GET", "/docs", disable_fastapi_docs=True).status_code == 404
+
+
+def test_an_answer_has_the_name_that_its_client_chose():
+    """In the body, in the header, or nowhere: then the header of the answer tells which it is."""
+    for header, body, made in (
+        ({}, {"request_id": "b"}, "cmpl-b"),
+        ({"X-Request-Id": "h"}, {"request_id": "b"}, "cmpl-h"),
+        ({}, {}, None),
+    ):
+        answer = ask(
+            ScriptedEngine("x"), "POST", "/v1/completions", {"prompt": "a", **body}, header,
+            enable_request_id_headers=True,
+        )  # fmt: skip
+        told = answer.headers["x-request-id"]
+        assert answer.json()["id"] == (made or f"cmpl-{told}")
+        assert told == header.get("X-Request-Id", told)

@@ -181,6 +181,9 @@ def test_quiet_paths_are_not_in_the_access_log():
     arguments = [("1", "GET", path, "1.1", 200) for path in ("/health", "/health?x", "/v1/models")]
     records = [logging.LogRecord("x", 20, "", 1, "%s", one, None) for one in arguments]
     assert [quiet.filter(record) for record in records] == [False, False, True]
+    below = listen.Quiet("/v1/models", "/api")
+    assert [below.filter(record) for record in records] == [True, True, True]
+    assert not below.filter(logging.LogRecord("x", 20, "", 1, "%s", ("1", "GET", "/api/v1/models"), None))  # fmt: skip
 
 
 def test_the_curl_line_says_nothing_secret():

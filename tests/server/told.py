@@ -14,7 +14,7 @@ from quire.api.async_llm import AsyncLLM
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
 from quire.frontend.tokenizer import load
-from quire.protocol.output import EngineOutput, EngineStats, Ready
+from quire.protocol.output import EngineOutput, EngineStats, FinishReason, Ready
 from quire.protocol.request import EngineRequest
 from quire.server.text_engine import AsyncTextEngine
 
@@ -46,7 +46,7 @@ class ToldClient:
             last = start + self.step >= len(self.tokens)
             self.spoken.put(EngineOutput(request.id, tokens, "length" if last else None))
 
-    def abort(self, ids: list[str]) -> None:
+    def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
         self.aborted += ids
 
     def outputs(self) -> list[EngineOutput]:

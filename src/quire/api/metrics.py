@@ -70,7 +70,7 @@ class Watch:
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
         ready = client.ready
-        info = cache_info(asked.cache, ready, client.resolved.kv_dtype)
+        info = cache_info(asked.cache, ready, client.resolved)
         self.metrics.attach(self._stats, ready.max_model_len, info)
         self.interval = asked.observe.log_stats_interval
         self._log: StatsLog | None = None

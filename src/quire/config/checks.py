@@ -94,6 +94,10 @@ def _ranges(asked: EngineConfig) -> None:
         "api_server_count": (asked.server.api_server_count, 1),
         "shutdown_timeout": (asked.server.shutdown_timeout, 0),
         "max_body_bytes": (asked.server.max_body_bytes, 1),
+        "max_completions": (asked.server.max_completions, 1),
+        "stream_interval": (asked.server.stream_interval, 1),
+        "receive_timeout": (asked.server.receive_timeout, 0),
+        "sse_keep_alive_interval": (asked.server.sse_keep_alive_interval, 0),
     }
     for name, (value, least) in at_least.items():
         if value is not None and value < least:

@@ -153,7 +153,7 @@ _rows("W", "nothing is compiled, and steps are recorded when they are first want
 _rows("W", "there is one scheduler and one block manager here, and they do not have this knob", """
     use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0 multi_step_stream_outputs
     max_num_partial_prefills=1 max_long_partial_prefills=1 disable_hybrid_kv_cache_manager watermark=0,0.01
-    scheduler_reserve_full_isl max_num_active_seqs= disable_cascade_attn     stream_interval=1 hash_block_size=""")
+    scheduler_reserve_full_isl max_num_active_seqs= disable_cascade_attn     hash_block_size=""")
 _rows("W", "the engine has no such cache or state", """
     mamba_cache_dtype=auto mamba_ssm_cache_dtype=auto mamba_block_size= mamba_cache_mode=none,auto
     enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds= gdn_prefill_backend= kda_prefill_backend= replayssm_config= mamba_config=

@@ -34,8 +34,8 @@ class ServerConfig:
     """TLS: ciphers, in OpenSSL's notation."""
     enable_ssl_refresh: bool = False
     """TLS: read the files again when they change."""
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: origins."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """CORS: origins whose scripts may read answers, or `*`; unset: none but the server's own."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     """CORS: methods."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
@@ -80,6 +80,8 @@ class ServerConfig:
     """Answer with X-Request-Id."""
     enable_server_load_tracking: bool = False
     """Count running HTTP requests for /load."""
+    stream_interval: int = 1
+    """Tokens that a stream collects before it tells them; a request's own `stream_interval` may be larger."""
     sse_keep_alive_interval: float = 0
     """Seconds of silence in a stream after which a comment is sent; 0: never."""
     uvicorn_log_level: str = "warning"

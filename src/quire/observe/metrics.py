@@ -29,6 +29,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
+from quire.config.engine import Resolved
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.processes import FamilyCollector, Processes
@@ -297,13 +298,14 @@ class Metrics:
         return sum(sample.value for sample in samples if sample.name == name)
 
 
-def cache_info(cache_config: Any, ready: Ready, dtype: str) -> dict[str, Any]:
+def cache_info(cache_config: Any, ready: Ready, resolved: Resolved) -> dict[str, Any]:
     """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
     asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
     return asked | {
         "num_gpu_blocks": ready.num_blocks,
         "block_size": ready.block_size,
-        "cache_dtype": dtype,
+        "cache_dtype": resolved.kv_dtype,
+        "enable_prefix_caching": resolved.prefix_caching,
         "kv_cache_size_tokens": ready.num_tokens,
         "kv_cache_max_concurrency": round(ready.num_tokens / max(1, ready.max_model_len), 2),
     }

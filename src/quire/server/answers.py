@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from quire.server.errors import invalid
 from quire.server.generation import Delta
+from quire.server.middleware import NEW_ID
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 
@@ -24,17 +25,24 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def new_id(kind: str, request: Request, body: Sampling) -> str:
-    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else random."""
+    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else what the answer's header says."""
     header = request.headers.get("x-request-id")
     if header is not None and not _ID.fullmatch(header):
         raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
-    return f"{kind}{header or body.request_id or secrets.token_hex(16)}"
+    return (
+        f"{kind}{header or body.request_id or request.scope.get(NEW_ID) or secrets.token_hex(16)}"
+    )
 
 
 def priority(request: Request, body: Sampling) -> int:
     """The header X-Vllm-Priority, else the body's; lower goes first."""
     header = request.headers.get("x-vllm-priority", "")
     return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
+
+
+def interval(body: Sampling, state: ServerState) -> int:
+    """Tokens between two events of a stream: as the server says, or more if the request asks for that."""
+    return max(state.config.server.stream_interval, body.stream_interval or 1)
 
 
 def load_report(request: Request, state: ServerState) -> dict[str, str]:

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route, Router, get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
@@ -123,15 +123,22 @@ class App:
         try:
             await self.router(scope, receive, send)
         except HTTPException as error:
-            await http_error(error)(scope, receive, send)
+            await refusal(scope, http_error(error))(scope, receive, send)
 
 
-def http_error(error: HTTPException) -> Response:
+def refusal(scope: Scope, error: ApiError) -> Response:
+    """What is refused before an endpoint sees it, in the words of the protocol that its path speaks."""
+    if get_route_path(scope).startswith("/v1/messages"):
+        return messages.error_response(error)
+    return error_response(error)
+
+
+def http_error(error: HTTPException) -> ApiError:
     """The router's own errors: no such path, no such method."""
     phrase, headers = HTTPStatus(error.status_code).phrase, dict(error.headers or {})
     takes = next((value for name, value in headers.items() if name.lower() == "allow"), None)
     what = phrase if takes is None else f"{phrase}: this path takes {takes}"
-    return error_response(ApiError(error.status_code, what, kind=phrase, headers=headers))
+    return ApiError(error.status_code, what, kind=phrase, headers=headers)
 
 
 def build_app(state: ServerState) -> App:
@@ -162,7 +169,7 @@ def build_app(state: ServerState) -> App:
     if server.enable_request_id_headers:
         layers.append(Middleware(RequestIds))
     if tenants:
-        layers.append(Middleware(Guard, tenants=tenants))
+        layers.append(Middleware(Guard, tenants=tenants, refusal=refusal))
     routes = [Route(path, Guarded(call), methods=kinds.split()) for kinds, path, call in rows]
     app = App(routes, layers)
     app.state.quire = state

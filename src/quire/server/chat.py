@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.frontend.parsers.engine import CallDelta
 from quire.server import logprobs as shapes
-from quire.server.answers import Frames, Splicer, load_report, new_id, priority
+from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
@@ -246,7 +246,7 @@ async def generation_of(
     reader = reader_for(body, choice, params, prompt, state, engine)
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
-        priority(request, body), body.timeout, body.stream_interval or 1,
+        priority(request, body), body.timeout, interval(body, state),
         request.scope.get(TENANT), reader,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import logprobs as shapes
-from quire.server.answers import Frames, Splicer, load_report, new_id, priority
+from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.generation import Delta, Generation
@@ -42,6 +42,12 @@ class Shaper:
     def prompt_of(self, delta: Delta) -> Prompt:
         return self.generation.prompts[delta.prompt]
 
+    def text_of(self, prompt: Prompt) -> str:
+        """The prompt's own, or what its ids stand for."""
+        if prompt.text is None:
+            prompt.text = self.engine.decode(prompt.tokens)
+        return prompt.text
+
     @property
     def is_text(self) -> bool:
         """After a choice has begun, nothing but text is new until it ends."""
@@ -63,9 +69,7 @@ class Shaper:
         shown = tokens
         prompt = self.prompt_of(delta)
         if self.body.echo and first:
-            if prompt.text is None:
-                prompt.text = self.engine.decode(prompt.tokens)
-            text = prompt.text + text
+            text = self.text_of(prompt) + text
             if self.body.logprobs is not None:
                 before = self.generation.counts[delta.prompt].prompt_logprobs or []
                 shown, positions = prompt.tokens + tokens, [*before, *positions]
@@ -87,6 +91,8 @@ class Shaper:
             choice["prompt_logprobs"] = shapes.prompt(told) if asked else None
         if whole or first:
             choice["prompt_token_ids"] = prompt.tokens if ids else None
+            if self.body.return_prompt_text:
+                choice["prompt_text"] = self.text_of(prompt)
         return choice
 
     def usage(self, details: bool) -> dict[str, Any]:
@@ -130,7 +136,7 @@ async def completions(request: Request) -> Response | EventStream:
     prompts = await completion_prompts(body, engine)
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
-        priority(request, body), body.timeout, body.stream_interval or 1,
+        priority(request, body), body.timeout, interval(body, state),
         request.scope.get(TENANT),
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids

@@ -277,7 +277,7 @@ class Serving:
         if state.phase is not Phase.LOADING:
             return  # told to stop meanwhile
         ready = client.ready
-        info = cache_info(self.config.cache, ready, client.resolved.kv_dtype)
+        info = cache_info(self.config.cache, ready, client.resolved)
         state.metrics.attach(engine.stats, ready.max_model_len, info)
         state.metrics.rows.set(client.resolved.max_num_seqs)
         for name, seconds in ready.startup:

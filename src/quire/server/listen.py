@@ -112,9 +112,10 @@ def allow_files(most: int = MOST_FILES) -> None:
 class Quiet(logging.Filter):
     """Keeps some paths out of the access log."""
 
-    def __init__(self, paths: str):
+    def __init__(self, paths: str, root: str = ""):
+        """`root`: what the log has before each path."""
         super().__init__()
-        self.paths = frozenset(path.strip() for path in paths.split(",") if path.strip())
+        self.paths = frozenset(root + path.strip() for path in paths.split(",") if path.strip())
 
     def filter(self, record: logging.LogRecord) -> bool:
         args = record.args
@@ -254,7 +255,7 @@ def http_server(app: ASGIApp, server: ServerConfig) -> Server:
     )
     # The page asks for the engine's state four times a second.
     quiet = f"/ui/state,{server.disable_access_log_for_endpoints or ''}"
-    logging.getLogger("uvicorn.access").addFilter(Quiet(quiet))
+    logging.getLogger("uvicorn.access").addFilter(Quiet(quiet, server.root_path or ""))
     # uvicorn speaks through our handlers.
     ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = list(ours.handlers), False

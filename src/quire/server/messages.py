@@ -51,6 +51,11 @@ def error_body(error: Exception) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": clean(known.message)}}
 
 
+def error_response(error: Exception) -> Response:
+    known = as_api_error(error)
+    return json_response(error_body(error), known.status, known.headers)
+
+
 def failed(error: Exception) -> bytes:
     return event(error_body(error))
 
@@ -67,8 +72,7 @@ def with_its_errors(endpoint: Endpoint) -> Endpoint:
         except Exception as error:
             if isinstance(error, EngineDeadError):
                 state_of(request).phase = Phase.DEAD
-            known = as_api_error(error)
-            return json_response(error_body(error), known.status, known.headers)
+            return error_response(error)
 
     return answered
 
@@ -103,7 +107,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
         stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
         cache_salt=body.cache_salt, chat_template_kwargs=wishes | body.chat_template_kwargs,
-        tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice) if body.tools else None,
+        tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
         response_format=output.get("format"), reasoning_effort=effort_of(output.get("effort"), "output_config.effort"), vllm_xargs=body.vllm_xargs,
         kv_transfer_params=body.kv_transfer_params, thinking_token_budget=budget,

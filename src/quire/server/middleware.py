@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.http import UNKNOWN
 from quire.observe.trace import CARRIED
-from quire.server.errors import ApiError, error_response
+from quire.server.errors import ApiError
 from quire.server.state import ServerState
 from quire.server.tenants import Tenant, Tenants
 
@@ -27,6 +28,7 @@ OPEN = frozenset(
 ask. Every other path needs it, known or not."""
 
 TENANT = "quire.tenant"
+NEW_ID = "quire.request_id"
 SPAN_HEADERS = ("traceparent", "tracestate")
 CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
 
@@ -110,7 +112,7 @@ class Traced:
 
 
 class RequestIds:
-    """Answers with X-Request-Id: the client's own, or a new one, which then names the generation too."""
+    """Answers with X-Request-Id: the client's own, or a new one, which names the generation if nothing else does."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -121,8 +123,7 @@ class RequestIds:
             return
         told = Headers(scope=scope).get("x-request-id")
         if told is None:
-            name = secrets.token_hex(16)
-            scope = {**scope, "headers": [*scope["headers"], (b"x-request-id", name.encode())]}
+            name = scope[NEW_ID] = secrets.token_hex(16)
         else:
             name = told if _ID.fullmatch(told) else ""  # a bad one is refused later; never echoed
 
@@ -141,8 +142,10 @@ class Guard:
     key it was goes on in the scope, as `TENANT`.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants):
-        self.app, self.tenants = app, tenants
+    def __init__(
+        self, app: ASGIApp, tenants: Tenants, refusal: Callable[[Scope, ApiError], Response]
+    ):
+        self.app, self.tenants, self.refusal = app, tenants, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope):
@@ -158,7 +161,7 @@ class Guard:
                 "Unauthorized: this server needs an API key, as `Authorization: Bearer KEY`",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error_response(error)(scope, receive, send)
+            await self.refusal(scope, error)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         # A browser sends no key with OPTIONS, and no route of ours does anything for it.

@@ -35,6 +35,7 @@ LATER = {
     "prompt": "nothing is stored; send the text as `input`",
     "kv_transfer_params": "leave it out",
     "previous_input_messages": "send the whole conversation as `input`",
+    "enable_response_messages": "leave it out",
 }
 
 INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
@@ -84,7 +85,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
         reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
-        include_reasoning=body.include_reasoning, tools=tools_of(body.tools),
+        include_reasoning=body.include_reasoning, tools=tools_of(body.tools) or None,
         tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
         response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
     )  # fmt: skip

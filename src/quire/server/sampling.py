@@ -28,6 +28,10 @@ LATER: dict[str, str] = {
     "prompt_embeds": "a prompt given as embeddings",
     "media_io_kwargs": "media input",
     "mm_processor_kwargs": "media input",
+    "mm_payload": "media input",
+    "watermarking": "watermarking",
+    "routed_experts_prompt_start": "telling which experts a token went to",
+    "return_token_offsets": "telling where tokens stand in the text",
     "functions": "the old functions interface",
     "function_call": "the old functions interface",
 }
@@ -36,7 +40,7 @@ LATER: dict[str, str] = {
 def refuse_later(request: Sampling) -> None:
     """Raises ApiError 400 for a field whose feature is not here: never ignored, for the answer would lie."""
     for name, feature in LATER.items():
-        if getattr(request, name, None) is not None:
+        if (given := getattr(request, name, None)) is not None and given is not False:
             raise invalid(f"`{name}`: {feature} is not supported yet; leave the field out", name)
     if request.use_beam_search:
         raise invalid(

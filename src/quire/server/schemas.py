@@ -72,6 +72,10 @@ class Sampling(Struct, kw_only=True):
     thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+    watermarking: Any = None
+    routed_experts_prompt_start: int | None = None
+    return_token_offsets: bool | None = None
+    mm_payload: Any = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -175,6 +179,7 @@ class ResponsesRequest(Struct, kw_only=True):
     prompt: Any = None
     kv_transfer_params: dict[str, Any] | None = None
     previous_input_messages: list[Any] | None = None
+    enable_response_messages: bool = False
 
 
 class TokenizeRequest(Struct, kw_only=True):
