@@ -171,6 +171,8 @@ RESPONSES = {
     "responses-background": Case(RSP, {"input": "hi", "background": True}),
     "responses-format": Case(RSP, {"input": "hi", "text": {"format": {"type": "json_schema"}}}),
     "responses-tools": Case(RSP, {"input": "hi", "tools": [{"type": "function"}]}),
+    "responses-logprobs": Case(RSP, {"input": "hi", "top_logprobs": 2}, script=("é",)),
+    "responses-stream-logprobs": Case(RSP, {"input": "hi", "include": ["message.output_text.logprobs"]} | stream(), script=("a", "b")),
     "responses-no-tools": Case(RSP, {"input": "hi", "tools": []}),
     "responses-messages": Case(RSP, {"input": "hi", "enable_response_messages": True}),
     "responses-max": Case(RSP, {"input": "hi", "max_output_tokens": 0}),

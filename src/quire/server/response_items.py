@@ -113,8 +113,8 @@ def choice_of(asked: Any) -> Any:
 
 
 # -- out ------------------------------------------------------------------------------------------
-def part_of(text: str) -> JSON:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def part_of(text: str, logprobs: list[JSON]) -> JSON:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def thought_of(text: str) -> JSON:
@@ -128,13 +128,20 @@ class Items:
     id: str
     """What the ids of its items end with."""
     event: Callable[..., bytes]
+    logprobs: Callable[[Delta], list[JSON]]
+    """Of a delta's tokens."""
     done: list[JSON] = field(default_factory=list)
     _new: News | None = None
     _parts: list[str] = field(default_factory=list)
     _id: str = ""
+    _told: list[JSON] = field(default_factory=list)
+    """Log-probabilities of the text's tokens."""
+    _held: list[JSON] = field(default_factory=list)
+    """Of those whose text is still to come."""
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Events of what is new."""
+        self._held += self.logprobs(delta)
         for new in news(delta):
             if self._new is None or (new.kind, new.index) != (self._new.kind, self._new.index):
                 yield from self.close("completed")
@@ -142,6 +149,8 @@ class Items:
             if new.text:
                 self._parts.append(new.text)
                 yield self._delta(new)
+        if delta.reasoning and not delta.text:
+            self._held = []  # they were of thoughts
 
     def end(self, status: str) -> Iterator[bytes]:
         """An answer has one item at least."""
@@ -156,19 +165,19 @@ class Items:
         return {**self._place(), "item_id": self._id, "content_index": 0}
 
     def _open(self, new: News) -> Iterator[bytes]:
-        self._new, self._parts = new, []
+        self._new, self._parts, self._told = new, [], []
         kind = {"thinking": "rs", "text": "msg", "call": "fc"}[new.kind]
         again = sum(item["id"].startswith(f"{kind}_") for item in self.done)
         self._id = f"{kind}_{self.id}" + (f"_{again}" if again else "")
         yield self.event("output_item.added", **self._place(), item=self._item("in_progress", None))
         if new.kind != "call":
-            part = part_of("") if new.kind == "text" else thought_of("")
+            part = part_of("", []) if new.kind == "text" else thought_of("")
             yield self.event("content_part.added", **self._inside(), part=part)
 
     def _item(self, status: str, text: str | None) -> JSON:
         new, id_ = self._new, self._id
         if new is None or new.kind == "text":
-            content = [] if text is None else [part_of(text)]
+            content = [] if text is None else [part_of(text, self._told)]
             return {"id": id_, "type": "message", "role": "assistant", "status": status, "content": content}  # fmt: skip
         if new.kind == "thinking":
             thoughts = [] if text is None else [thought_of(text)]
@@ -180,7 +189,9 @@ class Items:
 
     def _delta(self, new: News) -> bytes:
         if new.kind == "text":
-            return self.event("output_text.delta", **self._inside(), delta=new.text, logprobs=[])
+            told, self._held = self._held, []
+            self._told += told
+            return self.event("output_text.delta", **self._inside(), delta=new.text, logprobs=told)
         if new.kind == "thinking":
             return self.event("reasoning_text.delta", **self._inside(), delta=new.text)
         place = {**self._place(), "item_id": self._id}
@@ -190,10 +201,13 @@ class Items:
         if self._new is None:
             return
         text, kind = "".join(self._parts), self._new.kind
+        if kind == "text":
+            self._told += self._held
+        self._held = []
         item = self._item(status, text)
         if kind == "text":
-            yield self.event("output_text.done", **self._inside(), text=text, logprobs=[])
-            yield self.event("content_part.done", **self._inside(), part=part_of(text))
+            yield self.event("output_text.done", **self._inside(), text=text, logprobs=self._told)
+            yield self.event("content_part.done", **self._inside(), part=part_of(text, self._told))
         elif kind == "thinking":
             yield self.event("reasoning_text.done", **self._inside(), text=text)
             yield self.event("content_part.done", **self._inside(), part=thought_of(text))

@@ -17,6 +17,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server import logprobs as shapes
 from quire.server.bodies import json_response, read
 from quire.server.chat import effort_of, generation_of
 from quire.server.constraints import of_format
@@ -37,6 +38,9 @@ LATER = {
     "previous_input_messages": "send the whole conversation as `input`",
     "enable_response_messages": "leave it out",
 }
+
+LOGPROBS = "message.output_text.logprobs"
+"""Of `include`; its other values name what only stored answers and tools of a server have."""
 
 INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
 """How it ended -> why it is not all that there would have been."""
@@ -87,8 +91,13 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
         include_reasoning=body.include_reasoning, tools=tools_of(body.tools) or None,
         tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=wants_logprobs(body), top_logprobs=body.top_logprobs,
         response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
     )  # fmt: skip
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    return LOGPROBS in body.include or bool(body.top_logprobs)
 
 
 # -- out ------------------------------------------------------------------------------------------
@@ -97,6 +106,8 @@ class Shaper:
     body: ResponsesRequest
     generation: Generation
     model: str
+    name: shapes.Name
+    """How logprobs write a token."""
     created: int = field(default_factory=lambda: int(time.time()))
     number: int = 0
     """Events so far."""
@@ -146,7 +157,16 @@ class Shaper:
         }
 
     def items(self) -> Items:
-        return Items(self.generation.id.removeprefix("resp_"), self.event)
+        return Items(self.generation.id.removeprefix("resp_"), self.event, self.logprobs)
+
+    def logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.logprobs is None or not wants_logprobs(self.body):
+            return []
+        top = self.body.top_logprobs or 0
+        found: list[dict[str, Any]] = shapes.chat(delta.tokens, delta.logprobs, top, self.name)[
+            "content"
+        ]
+        return found
 
     def ended(self, delta: Delta, output: list[dict[str, Any]]) -> dict[str, Any]:
         why = INCOMPLETE.get(delta.finish_reason or "")
@@ -192,7 +212,8 @@ async def responses(request: Request) -> Response | EventStream:
     body = await read(request, ResponsesRequest)
     model = state.check_model(body.model)
     generation = await generation_of(request, as_chat(body), engine, "resp_")
-    shaper = Shaper(body, generation, model)
+    as_ids = state.config.server.return_tokens_as_token_ids
+    shaper = Shaper(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:
         return await answer(request, generation, Teller(shaper, shaper.items()), shaper.failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
