@@ -22,8 +22,9 @@ from quire.protocol.output import EngineOutput, Ready
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
+from quire.scheduler.limits import Limits
 from quire.scheduler.request import Request
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 
 class Device(ToyDevice):

@@ -14,8 +14,9 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
 from quire.scheduler.fair import FairQueue
+from quire.scheduler.limits import Limits
 from quire.scheduler.queues import WaitingQueue
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 
 class House:

@@ -20,7 +20,8 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Reply
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import Call, EngineRequest
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.limits import Limits
+from quire.scheduler.scheduler import Scheduler
 
 Rests = Callable[["Engine"], Coroutine[object, object, None]]
 

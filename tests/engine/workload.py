@@ -23,8 +23,9 @@ from quire.protocol.params import SamplingParams
 from quire.protocol.request import Abort, EngineRequest
 from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
+from quire.scheduler.limits import Limits
 from quire.scheduler.request import NO_ROW
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 
 class OneAdapterGate(Gate):

@@ -27,7 +27,8 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import Logprobs, Ready
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, StepResult
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.limits import Limits
+from quire.scheduler.scheduler import Scheduler
 
 VOCAB = byte_level().get_vocab_size()
 MAX_LEN = 200

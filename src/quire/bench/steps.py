@@ -18,7 +18,8 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import EngineRequest
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.limits import Limits
+from quire.scheduler.scheduler import Scheduler
 
 GOALS_MS = {256: 1.0, 1024: 4.0}
 PROMPT = 64  # tokens, and up to a block more, so that some rows start a new block in every step

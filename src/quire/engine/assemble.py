@@ -46,7 +46,8 @@ from quire.protocol.output import Ready
 from quire.registry import load_plugins
 from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
-from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.limits import Limits
+from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor

@@ -33,35 +33,13 @@ from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.building import Counted, PlanBuilder, void
 from quire.scheduler.gate import Gate
+from quire.scheduler.limits import Limits
 from quire.scheduler.queues import WaitingQueue
 from quire.scheduler.request import NO_ROW, Request
 
 log = get_logger(__name__)
 
 FIRST_IN_LINE = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a step and the scheduler may hold."""
-
-    max_rows: int
-    max_step_tokens: int
-    max_length: int  # prompt plus output of one request
-    chunked: bool = True  # False: a prompt runs whole or waits
-    max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's budget
-    drafts: int = 0  # guesses a row may carry beyond its next token
-    depth: int = 1  # steps that may be in flight at once
-    run_ahead: bool = True  # False: a row's next token must be known before it is planned again
-    by_priority: bool = False
-    max_waiting: int = 0  # the most requests that may wait; 0: no limit
-    max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
-
-    @property
-    def most_ahead(self) -> int:
-        """The most tokens of one request whose KV a step or the steps in flight write."""
-        step = min(self.max_step_tokens, self.max_length)
-        return step + (self.depth - 1) * (1 + self.drafts)
 
 
 @dataclass(slots=True)
@@ -101,14 +79,12 @@ class Scheduler:
     # -- coming and going -----------------------------------------------------------------------
     def add(self, asked: EngineRequest) -> EngineOutput | None:
         """Queue a request, or say at once why it can never run (or not now)."""
-        kind: ErrorKind = "invalid"
-        if (reason := self._impossible(asked)) is None:
-            kind, reason = "overloaded", self._overloaded(asked)
-        if reason is not None:
-            self.finished["error"] += 1
-            return EngineOutput(
-                asked.id, [], "error", error=reason, error_kind=kind, client=asked.client
-            )
+        if asked.id in self.requests:
+            return self._refuse(asked, f"request id {asked.id!r} is already in use")
+        if reason := self.limits.impossible(asked, self.kv):
+            return self._refuse(asked, reason)
+        if reason := self.limits.overloaded(asked, self.waiting):
+            return self._refuse(asked, reason, "overloaded")
         self.arrivals += 1
         root = self.kv.hasher.root(asked.salt, asked.adapter)
         request = Request.of(asked, self.arrivals, root, self.limits.by_priority)
@@ -116,30 +92,9 @@ class Scheduler:
         self.waiting.add(request)
         return None
 
-    def _impossible(self, asked: EngineRequest) -> str | None:
-        prompt, most = len(asked.tokens), asked.params.max_tokens
-        if asked.id in self.requests:
-            return f"request id {asked.id!r} is already in use"
-        if not prompt or not most:
-            return "a request needs at least one prompt token and max_tokens of at least 1"
-        asks = f"the prompt has {prompt} tokens and max_tokens is {most}"
-        if prompt + most > self.limits.max_length:
-            return f"{asks}: together they exceed max_model_len={self.limits.max_length}"
-        need = self.kv.most_blocks(prompt + most + self.limits.drafts, self.limits.most_ahead)
-        if need > self.kv.pool.usable:
-            return (
-                f"{asks}: that needs {need} KV blocks of {self.kv.block_size} tokens and there are"
-                f" {self.kv.pool.usable}; lower max_tokens, or raise gpu_memory_utilization or"
-                " kv_cache_memory_bytes"
-            )
-        return None
-
-    def _overloaded(self, asked: EngineRequest) -> str | None:
-        if 0 < self.limits.max_waiting <= len(self.waiting):
-            return f"{len(self.waiting)} requests wait already (max_num_queued_reqs)"
-        if 0 < self.limits.max_waiting_tokens < self.waiting.num_tokens + len(asked.tokens):
-            return f"{self.waiting.num_tokens} prompt tokens wait already (max_num_queued_tokens)"
-        return None
+    def _refuse(self, asked: EngineRequest, why: str, kind: ErrorKind = "invalid") -> EngineOutput:
+        self.finished["error"] += 1
+        return EngineOutput(asked.id, [], "error", None, why, kind, client=asked.client)
 
     def abort(
         self, id: str, finish: FinishReason = "abort", error: str | None = None

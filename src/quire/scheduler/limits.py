@@ -1,0 +1,60 @@
+"""Limits: what a step and the scheduler may hold, and which requests that refuses at the door.
+
+Knows sizes. Does not know who runs, or who is next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.kvcache.manager import KVManager
+from quire.protocol.request import EngineRequest
+from quire.scheduler.queues import WaitingQueue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a step and the scheduler may hold."""
+
+    max_rows: int
+    max_step_tokens: int
+    max_length: int  # prompt plus output of one request
+    chunked: bool = True  # False: a prompt runs whole or waits
+    max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's budget
+    drafts: int = 0  # guesses a row may carry beyond its next token
+    depth: int = 1  # steps that may be in flight at once
+    run_ahead: bool = True  # False: a row's next token must be known before it is planned again
+    by_priority: bool = False
+    max_waiting: int = 0  # the most requests that may wait; 0: no limit
+    max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
+
+    @property
+    def most_ahead(self) -> int:
+        """The most tokens of one request whose KV a step or the steps in flight write."""
+        step = min(self.max_step_tokens, self.max_length)
+        return step + (self.depth - 1) * (1 + self.drafts)
+
+    def impossible(self, asked: EngineRequest, kv: KVManager) -> str | None:
+        """Why this request could not run if it were alone, if so."""
+        prompt, most = len(asked.tokens), asked.params.max_tokens
+        if not prompt or not most:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        asks = f"the prompt has {prompt} tokens and max_tokens is {most}"
+        if prompt + most > self.max_length:
+            return f"{asks}: together they exceed max_model_len={self.max_length}"
+        need = kv.most_blocks(prompt + most + self.drafts, self.most_ahead)
+        if need > kv.pool.usable:
+            return (
+                f"{asks}: that needs {need} KV blocks of {kv.block_size} tokens and there are"
+                f" {kv.pool.usable}; lower max_tokens, or raise gpu_memory_utilization or"
+                " kv_cache_memory_bytes"
+            )
+        return None
+
+    def overloaded(self, asked: EngineRequest, waiting: WaitingQueue) -> str | None:
+        """Why it may not wait beside those who wait, if so."""
+        if 0 < self.max_waiting <= len(waiting):
+            return f"{len(waiting)} requests wait already (max_num_queued_reqs)"
+        if 0 < self.max_waiting_tokens < waiting.num_tokens + len(asked.tokens):
+            return f"{waiting.num_tokens} prompt tokens wait already (max_num_queued_tokens)"
+        return None
