@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -60,19 +59,18 @@ def begun(tensor: torch.Tensor, step: int) -> PagesAhead:
 
 def test_pages_come_before_the_blocks_are_used():
     tensor = fresh()
-    step, batch = 40, None
+    step = 40
     hook = begun(tensor, step)
     until(tensor, step)
     assert resident(tensor, 400 * EACH, BLOCKS * EACH) < 0.1  # what nobody is near stays away
-    near: Any = batch
-    hook.before(plan(0, 1, 5), near)
+    hook.before(plan(0, 1, 5))
     assert hook.asked == step + 1  # still far ahead
-    hook.before(plan(0, 1, 300), near)
+    hook.before(plan(0, 1, 300))
     until(tensor, 340)
     assert hook.asked == 341
-    hook.before(plan(more=BLOCKS - 1), near)
+    hook.before(plan(more=BLOCKS - 1))
     until(tensor, BLOCKS)
-    hook.before(plan(more=3), near)
+    hook.before(plan(more=3))
     assert hook.asked == BLOCKS
 
 
@@ -80,7 +78,7 @@ def test_what_was_written_stays():
     tensor = fresh()
     tensor[::EACH] = 7
     hook = begun(tensor, BLOCKS)
-    hook.before(plan(more=BLOCKS - 1), None)  # type: ignore[arg-type]
+    hook.before(plan(more=BLOCKS - 1))
     until(tensor, BLOCKS)
     assert tensor[::EACH].eq(7).all()
     assert int(tensor.count_nonzero()) == BLOCKS
@@ -89,7 +87,7 @@ def test_what_was_written_stays():
 def test_without_a_cache_it_does_nothing():
     hook = PagesAhead(1, 8)
     hook.begin([])
-    hook.before(plan(0, 1), None)  # type: ignore[arg-type]
+    hook.before(plan(0, 1))
 
 
 def test_another_cache_begins_anew_and_the_old_one_is_let_go():
@@ -97,7 +95,7 @@ def test_another_cache_begins_anew_and_the_old_one_is_let_go():
     hook = begun(first, 40)
     until(first, 40)
     hook.begin([])
-    hook.before(plan(0, 1, 300), None)  # type: ignore[arg-type]
+    hook.before(plan(0, 1, 300))
     assert not hook.parts
     hook.begin([(second,)])
     until(second, 40)

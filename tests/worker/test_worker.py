@@ -6,7 +6,7 @@ import pytest
 import torch
 from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_worker
 
-from quire.batch import current_batch
+from quire.batch import Batch, current_batch
 from quire.errors import StepFailed
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, Work
@@ -40,31 +40,38 @@ class Watch(Hook):
     name = "watch"
 
     def __init__(self):
-        self.seen = []
+        self.steps = []
 
-    def before(self, plan, batch):
-        self.seen.append(batch)
+    def before(self, plan):
+        self.steps.append(plan.step)
 
     def report(self):
-        return b"seen %d" % len(self.seen)
+        return b"seen %d" % len(self.steps)
+
+
+def batches_of(worker) -> list[tuple[Batch, bool]]:
+    """The batches that its source will see, and whether layers would see the same."""
+    seen, forward = [], worker.source.forward
+    worker.source.forward = lambda batch: (
+        seen.append((batch, current_batch() is batch)),
+        forward(batch),
+    )[1]
+    return seen
 
 
 def test_the_batch_says_where_everything_is():
     worker = make_worker()
-    watch = Watch()
-    worker.hooks.append(watch)
-    seen = []
-    forward = worker.source.forward
-    worker.source.forward = lambda batch: (seen.append(current_batch() is batch), forward(batch))[1]
+    worker.hooks.append(Watch())
+    seen = batches_of(worker)
     drive = Driver(worker)
     result = drive(
         [Work(1, 6, samples=False), Work(4, 3)],
         [enter(1, list(range(10, 20)), GREEDY), enter(4, [1, 2, 3], GREEDY)],
     )
-    assert seen == [True]
     assert result.extras == {"watch": b"seen 1"}
     drive([Work(4, 1), Work(1, 4)])
-    batch = watch.seen[1]
+    assert [known for _, known in seen] == [True, True]
+    batch = seen[1][0]
     drawn = result.tokens[1][0]
     assert batch.token_ids_T.tolist() == [drawn, 16, 17, 18, 19]
     assert batch.positions_T.tolist() == [3, 6, 7, 8, 9]
@@ -87,15 +94,15 @@ def test_the_batch_says_where_everything_is():
 
 def test_blocks_are_added_as_the_plan_brings_them():
     worker = make_worker()
-    watch = Watch()
-    worker.hooks.append(watch)
+    seen = batches_of(worker)
     drive = Driver(worker)
     entered = enter(0, [1, 2, 3, 4], GREEDY)
     entered.blocks = [[7]]
     drive([Work(0, 4)], [entered])
     drive([Work(0, 1, [[9]])])
-    assert watch.seen[1].block_tables[0].tolist() == [[7, 9]]
-    assert watch.seen[1].slots[0].tolist() == [9 * BLOCK]
+    batch = seen[1][0]
+    assert batch.block_tables[0].tolist() == [[7, 9]]
+    assert batch.slots[0].tolist() == [9 * BLOCK]
 
 
 def test_nan_fails_its_row_alone():

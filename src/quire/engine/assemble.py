@@ -260,6 +260,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
         from quire.worker.sample.thinking import ThinkingBudget
+        from quire.worker.whole import whole_step
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -285,7 +286,9 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = PagesAhead(plan.num_blocks + 1, step)
     pages.begin(storages)
-    worker = Worker(platform, model, source, sink, [masks.hook, pages], rows, batcher)
+    at_once = whole_step(rows, sink) if "native" in platform.kernels else None
+    hooks = [masks.hook, pages]
+    worker = Worker(platform, model, source, sink, hooks, rows, batcher, at_once=at_once)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,

@@ -28,7 +28,7 @@ from quire.quantization.base import PANEL, Made
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Weight(ctypes.Structure):
+class ToldWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *((name, _P) for name in ("data", "scale", "sum", "zero", "order", "bias")),
         *((name, _L) for name in ("outs", "ins", "group")),
@@ -37,7 +37,7 @@ class _Weight(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *((name, _Weight) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ToldWeight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
         *((name, _L) for name in ("kind", "hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
@@ -95,13 +95,13 @@ def _norm_fits(norm: RMSNorm) -> bool:
     return not norm.plus_one and weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
 
 
-def _weight(linear: Linear) -> _Weight | None:
+def _weight(linear: Linear) -> ToldWeight | None:
     """Where its weight lies; None if the kernels do not multiply it, or it has a panel that is not full."""
     scheme, outs, ins = linear.scheme, linear.num_out, linear.num_in
     if outs % PANEL or not isinstance(scheme, Made) or scheme.weight.kernels is None:
         return None
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Weight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
+    return ToldWeight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
 
 
 class FusedLayer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.batch import Batch
     from quire.protocol.plan import StepPlan
 
 
@@ -18,10 +17,10 @@ class Hook:
 
     name = "hook"
 
-    def before(self, plan: StepPlan, batch: Batch) -> None:
-        """The batch is built; the model has not run."""
+    def before(self, plan: StepPlan) -> None:
+        """Rows are seated; the model has not run."""
 
-    def after(self, plan: StepPlan, batch: Batch) -> None:
+    def after(self, plan: StepPlan) -> None:
         """The model has run and tokens are being drawn."""
 
     def certain(self, step: int) -> dict[int, list[int]]:

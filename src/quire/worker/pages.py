@@ -16,15 +16,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
-
-if TYPE_CHECKING:
-    from quire.batch import Batch
 
 POPULATE_WRITE = 23  # of madvise, since Linux 5.14: as if each page had been written to
 SLICE = 4 << 20  # bytes at a time
@@ -62,7 +58,7 @@ class PagesAhead(Hook):
         self.ahead = min(self.step, MOST // self._each(self.parts))
         self._ask(self.ahead)
 
-    def before(self, plan: StepPlan, batch: Batch) -> None:
+    def before(self, plan: StepPlan) -> None:
         if not self.parts or self.asked >= self.num_blocks:
             return
         columns = [column for new in plan.entered for column in new.blocks]

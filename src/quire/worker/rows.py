@@ -124,6 +124,7 @@ class Rows:
         if self.ids[row] is None:
             raise RuntimeError(f"row {row} is left, but nobody sits there")
         self.ids[row] = self.params[row] = None
+        self.length[row] = 0
 
     def foretell(self, row: int, told: Told, tokens: Sequence[int]) -> None:
         """Tokens that follow what was told, and need no draw. A draw in flight at their places is the same."""

@@ -3,13 +3,16 @@
 Knows the order of a step. Does not know which features are on, nor any by name. Keep it so: a feature
 that must act here is a hook, a source or a sink.
 
-    rows that left -> rows that enter -> batch -> hooks before -> source -> sink -> hooks after
+    rows that left -> rows that enter -> hooks before -> batch -> source -> sink -> hooks after
+
+Where there is a way to do the three between the hooks at once, it is asked first.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.base import LanguageModel
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Pending(Protocol):
@@ -43,6 +49,30 @@ class Sink(Protocol):
     def finish(self, plan: StepPlan, batch: Batch, hidden_TD: Tensor) -> Pending: ...
 
 
+class AtOnce(Protocol):
+    """Batch, source and sink in one: the same tokens."""
+
+    def place(self, model: LanguageModel) -> None: ...
+    def run(self, plan: StepPlan) -> Pending | None:
+        """None: not this plan; nothing has happened."""
+        ...
+
+
+def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """What goes wrong in it fails a step, and no more."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except torch.AcceleratorError:
+            raise  # the device itself is lost
+        except Exception as error:
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
 class Worker:
     """Runs plans in the order in which they come.
 
@@ -50,6 +80,7 @@ class Worker:
         platform: the device's facts; None: the CPU, as tests use it.
         rows: state by row; `batcher` defaults to one over it.
         functions: what `call` may name, besides the worker's own.
+        at_once: a shorter way for some plans, if there is one.
     """
 
     def __init__(
@@ -62,6 +93,7 @@ class Worker:
         rows: Rows,
         batcher: Batcher | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
+        at_once: AtOnce | None = None,
     ):
         self.platform, self.source, self.sink = platform, source, sink
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or Batcher(rows)
@@ -71,6 +103,7 @@ class Worker:
             "collective_rpc": self._rpc,
             **(functions or {}),
         }
+        self.at_once = at_once
         self.place(model)
 
     def place(self, model: LanguageModel) -> None:
@@ -80,35 +113,53 @@ class Worker:
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None
         )
+        if self.at_once is not None:
+            self.at_once.place(model)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Pending:
         """Queue one step.
 
         Raises:
-            StepFailed: the forward pass failed; the rows are as the plan wants them, so others may go on.
+            StepFailed: the forward pass failed; its rows must leave, and others may go on.
             RuntimeError: the plan contradicts what came before; nothing can be trusted any more.
         """
-        self._seat(plan)
+        if plan.left or plan.entered:
+            self._seat(plan)
         if not plan.work:
-            return _Step(_Nothing(plan.step), self.hooks, self.rows, [])
+            return self._told(_Nothing(plan.step), [])
+        self._before(plan)
+        pending = None if self.at_once is None else self.at_once.run(plan)
+        step = self._by_parts(plan) if pending is None else self._told(pending, [])
+        self._after(plan)
+        return step
+
+    @torch.inference_mode()
+    def _by_parts(self, plan: StepPlan) -> Pending:
         batch = self.batcher.build(plan)
-        try:
-            for hook in self.hooks:
-                hook.before(plan, batch)
-            with running(batch):
-                hidden_TD = self.source.forward(batch)
-            pending = self.sink.finish(plan, batch, hidden_TD)
-            for hook in self.hooks:
-                hook.after(plan, batch)
-        except torch.AcceleratorError:
-            raise  # the device itself is lost
-        except Exception as error:
-            raise StepFailed(f"{type(error).__name__}: {error}") from error
+        pending = self._compute(plan, batch)
         rows = batch.rows_S.tolist()
         told = [self.rows.told[row] for row in rows]
         drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
+        return self._told(pending, drew)
+
+    def _told(self, pending: Pending, drew: list[_Drew]) -> _Step:
         return _Step(pending, self.hooks, self.rows, drew)
+
+    @_recoverable
+    def _compute(self, plan: StepPlan, batch: Batch) -> Pending:
+        with running(batch):
+            hidden_TD = self.source.forward(batch)
+        return self.sink.finish(plan, batch, hidden_TD)
+
+    @_recoverable
+    def _before(self, plan: StepPlan) -> None:
+        for hook in self.hooks:
+            hook.before(plan)
+
+    @_recoverable
+    def _after(self, plan: StepPlan) -> None:
+        for hook in self.hooks:
+            hook.after(plan)
 
     def call(self, name: str, *args: Any) -> Any:
         """A named function of this worker.
@@ -132,6 +183,7 @@ class Worker:
             raise ValueError(f"the worker has no function or method {method!r}")
         return function(*args, **(kwargs or {}))
 
+    @torch.inference_mode()
     def _seat(self, plan: StepPlan) -> None:
         for row in plan.left:
             self.rows.leave(row)
@@ -139,7 +191,7 @@ class Worker:
         for new in plan.entered:
             self.rows.enter(new)
             self.sink.enter(new)
-        if self.forget is not None and (plan.left or plan.entered):
+        if self.forget is not None:
             self.forget([*plan.left, *(new.row for new in plan.entered)])
 
 

@@ -45,7 +45,6 @@ from quire.worker.sample.processors import Picked, Processor, keep_only
 from quire.worker.sample.rules import only
 
 if TYPE_CHECKING:
-    from quire.batch import Batch
     from quire.features.structured.compile import Matcher
     from quire.protocol.plan import StepPlan
 
@@ -345,13 +344,13 @@ class GrammarHook(Hook):
     def __init__(self, masks: GrammarMasks):
         self.masks = masks
 
-    def before(self, plan: StepPlan, batch: Batch) -> None:
+    def before(self, plan: StepPlan) -> None:
         self.masks.begin_step()
         if (extra := plan.extras.get(self.name)) is not None:
             for constraint in announced(extra):
                 self.masks.compiler.ask(constraint)
 
-    def after(self, plan: StepPlan, batch: Batch) -> None:
+    def after(self, plan: StepPlan) -> None:
         self.masks.drew(plan.step)
 
     def certain(self, step: int) -> dict[int, list[int]]:

@@ -66,7 +66,9 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "sample": (_P, _L, _I, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P),
     "layer": (_P, _P, _P, _P, _I),
     "layers": (_P, _P, _L, _P, _P, _P, _F),
+    "step": (_P, _P, _P, _L, _P, _P),
 }
+GIVES: dict[str, type] = {"step": _I}  # the others give nothing
 
 
 class Kernels:
@@ -93,6 +95,7 @@ class Kernels:
     sample: Callable[..., None]
     layer: Callable[..., None]
     layers: Callable[..., None]
+    step: Callable[..., int]
 
     def __init__(self, which: isa.Isa):
         self.isa = which
@@ -102,7 +105,7 @@ class Kernels:
             raise build.Missing(f"the operating system gives no {which.name} to this process")
         for name, types in SIGNATURES.items():
             function = getattr(library, f"quire_{name}")
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, GIVES.get(name)
             setattr(self, name, function)
         self.threads = library.quire_threads
 

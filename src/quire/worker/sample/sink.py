@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.ops import choose
-from quire.protocol.plan import Entered, StepPlan
+from quire.protocol.plan import Entered, StepPlan, Work
 from quire.worker.rows import Rows
 from quire.worker.sample.draw import keys, seed_word
 from quire.worker.sample.drawing import PLAIN, Drawing
@@ -83,6 +83,9 @@ class SampleSink:
             int, int
         ] = {}  # rows that want their prompt's scores: how many of the best
         self.broken: dict[int, str] = {}  # rows that fail as soon as they run, by their parameters
+        self.particular: set[int] = (
+            set()
+        )  # rows that want more than a draw by temperature, top-k and top-p
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> None:
@@ -91,6 +94,18 @@ class SampleSink:
             self._take_in(new)
         except Exception as error:
             self.broken[new.row] = f"its parameters cannot be used: {type(error).__name__}: {error}"
+        row, tables = new.row, (self.scored, self.prompts, self.broken)
+        if (
+            new.params.min_p
+            or self.pipeline.watched
+            or any(row in table for table in tables)
+            or self.pipeline.uses[:, row].any()
+        ):
+            self.particular.add(row)
+
+    def plain(self, work: Sequence[Work]) -> bool:
+        """Whether none of these rows is particular."""
+        return not self.particular or self.particular.isdisjoint([item.row for item in work])
 
     def _take_in(self, new: Entered) -> None:
         row, params = new.row, new.params
@@ -118,6 +133,7 @@ class SampleSink:
 
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
+        self.particular.discard(row)
         for table in (self.scored, self.prompts, self.broken):
             table.pop(row, None)
 

@@ -1,0 +1,76 @@
+"""A model as the kernels are told of it, from token ids to logits: its table, its layers, its norm, its head.
+
+Knows native models whose layers are one call (`quantization/fused.py`). Does not know rows or sampling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from quire.layers.embedding import Embedding, Head
+from quire.models.base import CausalLM, Decoder
+from quire.quantization.base import Weight
+from quire.quantization.fused import AllFused, ToldWeight
+from quire.quantization.packed import Packed
+
+_P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class ToldModel(ctypes.Structure):
+    """`Model` of kernels/step.h. `alive` keeps what it points to."""
+
+    alive: tuple[Any, ...]
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("head", ToldWeight),
+        *((name, _P) for name in ("layers", "groups", "cos", "sin", "norm", "table")),
+        *((name, _L) for name in ("count", "num_groups", "positions", "pairs", "packed", "vocab")),
+        ("eps", _F),
+    ]
+
+
+def told(model: object) -> ToldModel | None:
+    """None if some part of it is not one that the kernels have, or its cache is not there yet."""
+    if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
+        return None
+    if type(model).forward is not CausalLM.forward or type(model).logits is not CausalLM.logits:
+        return None
+    decoder = model.model
+    table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
+    if table is None or head is None or not isinstance(fused, AllFused):
+        return None
+    angles = decoder.rotary.table()
+    if not fused.ready(angles, decoder.norm) or fused.told is None or fused.groups is None:
+        return None
+    cos_LP, sin_LP = (part.float().contiguous() for part in angles)
+    found = ToldModel(
+        head, ctypes.addressof(fused.told), ctypes.addressof(fused.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),
+        decoder.norm.weight.data_ptr(), table[0],
+        len(fused.layers), len(fused.firsts), *cos_LP.shape, table[1], model.vocab_size, decoder.norm.eps,
+    )  # fmt: skip
+    found.alive = model, fused.told, fused.groups, cos_LP, sin_LP
+    return found
+
+
+def _table(embedding: Embedding) -> tuple[int, bool] | None:
+    """Where it lies, and whether it is packed."""
+    if type(embedding) is not Embedding or embedding.scale is not None:
+        return None
+    weight = embedding.weight
+    if embedding.rows is not None:
+        packed = getattr(embedding.rows, "__self__", None)
+        return (packed.address, True) if isinstance(packed, Packed) else None
+    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+    return (weight.data_ptr(), False) if fits else None
+
+
+def _head(head: Head) -> ToldWeight | None:
+    weight = getattr(head.multiply, "__self__", None)
+    if type(head) is not Head or head.bias is not None or not isinstance(weight, Weight):
+        return None
+    if weight.kernels is None or weight.gated:
+        return None
+    return ToldWeight(**weight.told(), outs=weight.padded, ins=weight.ins)

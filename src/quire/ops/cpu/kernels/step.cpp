@@ -1,0 +1,133 @@
+// A whole step in one call, from the tokens that stand in rows to tokens drawn and written there: the same functions in the
+// same order as from Python, so the same bits, without the host's time between them (a third of a small model's step).
+//
+//   places     of each token: its id, its position, its slot in the cache of each group
+//   x          rows of the table; all layers and the norm behind them
+//   logits     of the rows that draw; a token for each, by that row's parameters
+#include "step.h"
+
+namespace quire {
+
+namespace {
+
+struct Places {  // of one step: T tokens, B rows, S rows that draw
+  Scratch<int64_t> ids, positions, slots, last, who, lengths64, top_k, tokens;
+  Scratch<int> starts, lengths, tables;
+  Scratch<bf16> x, hidden, logits;
+  Scratch<float> temperature, whole;
+  Scratch<double> top_p;
+  Scratch<uint32_t> seeds;
+};
+
+struct Size {
+  long tokens = 0, longest = 0;
+  bool there = true;  // all tokens that it computes
+};
+
+Size measure(const Rows& r, const Share* work, long B) {
+  Size size;
+  for (long b = 0; b < B; b++) {
+    const long end = r.computed[work[b].row] + work[b].tokens;
+    size.there &= work[b].tokens > 0 && end <= r.length[work[b].row];
+    size.tokens += work[b].tokens;
+    size.longest = std::max(size.longest, end);
+  }
+  return size;
+}
+
+// What the layers want to know of the step, by group.
+void place(const Model& m, const Rows& r, const Share* work, long B, const Size& size, Places& p, Step* steps) {
+  const long T = size.tokens, block_size = m.layers[0]->block_size, width = (size.longest + block_size - 1) / block_size;
+  int64_t *ids = p.ids.at_least(T), *positions = p.positions.at_least(T), *slots = p.slots.at_least(m.num_groups * T);
+  int *starts = p.starts.at_least(B + 1), *lengths = p.lengths.at_least(B), *tables = p.tables.at_least(m.num_groups * B * width);
+  long t = 0;
+  for (long b = 0; b < B; b++) {
+    const long row = work[b].row, start = r.computed[row], end = start + work[b].tokens;
+    starts[b] = (int)t, lengths[b] = (int)end;
+    for (long g = 0; g < m.num_groups; g++) {
+      const int32_t* blocks = r.blocks[g] + row * r.blocks_step;
+      memcpy(tables + (g * B + b) * width, blocks, width * sizeof(int32_t));
+      for (long i = start; i < end; i++) slots[g * T + t + i - start] = blocks[i / block_size] * block_size + i % block_size;
+    }
+    for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i], positions[t] = i;
+  }
+  starts[B] = (int)t;
+  for (long g = 0; g < m.num_groups; g++)
+    steps[g] = {m.cos, m.sin, positions, slots + g * T, tables + g * B * width, starts, lengths, T, B, width, m.pairs};
+}
+
+void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
+  const long hidden = m.layers[0]->hidden;
+  if (m.packed)
+    quire_unpack_rows(m.table, ids, x, T, hidden);
+  else
+    for (long t = 0; t < T; t++) memcpy(x + t * hidden, m.table + ids[t] * hidden, hidden * sizeof(bf16));
+}
+
+// Rows are moved on; how many draw, and which of the tokens each of these is.
+long advance(const Rows& r, const Share* work, long B, Places& p) {
+  int64_t *last = p.last.at_least(B), *who = p.who.at_least(B);
+  long S = 0;
+  for (long b = 0; b < B; b++) {
+    const long row = work[b].row, end = r.computed[row] + work[b].tokens;
+    const bool draws = work[b].draws && end == r.length[row];
+    r.computed[row] = end, r.length[row] = std::max<int64_t>(r.length[row], end + draws);
+    if (draws) last[S] = p.starts.data[b + 1] - 1, who[S++] = b;
+  }
+  return S;
+}
+
+void draw(const Model& m, const Rows& r, const Share* work, long S, Places& p, const bf16* x, long T, int64_t* drawn, float* whole) {
+  const long hidden = m.layers[0]->hidden, width = m.head.outs;
+  const bf16* from = x;
+  if (S < T) {
+    bf16* some = p.hidden.at_least(S * hidden);
+    for (long s = 0; s < S; s++) memcpy(some + s * hidden, x + p.last.data[s] * hidden, hidden * sizeof(bf16));
+    from = some;
+  }
+  bf16* logits = p.logits.at_least(S * width);
+  m.head.multiply(from, hidden, logits, width, S, false);
+  float *temperature = p.temperature.at_least(S), *most = p.whole.at_least(S);
+  int64_t *top_k = p.top_k.at_least(S), *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
+  double* top_p = p.top_p.at_least(S);
+  uint32_t* seeds = p.seeds.at_least(S);
+  for (long s = 0; s < S; s++) {
+    const long row = work[p.who.data[s]].row;
+    temperature[s] = r.greedy[row] ? 0.f : r.temperature[row];
+    top_k[s] = r.top_k[row], top_p[s] = r.top_p[row], seeds[s] = r.seeds[row], lengths[s] = r.computed[row];
+  }
+  quire_sample(logits, width, 1, temperature, top_k, top_p, nullptr, seeds, lengths, S, m.vocab, tokens, most);
+  for (long s = 0; s < S; s++) {
+    const long b = p.who.data[s];
+    r.tokens[work[b].row * r.tokens_step + lengths[s]] = (int32_t)tokens[s];
+    drawn[b] = tokens[s], whole[b] = most[s];
+  }
+}
+
+}  // namespace
+
+}  // namespace quire
+
+using namespace quire;
+
+// drawn and whole, by row of the step: -1 and 0 where none draws. False: a row has not the tokens; nothing has happened. All
+// tokens are within the vocabulary, and all positions within the angles.
+EXPORT int quire_step(const Model* model, const Rows* rows, const Share* work, long count, int64_t* drawn, float* whole) {
+  static thread_local Places p;  // of who calls
+  static thread_local Scratch<Step> keep;
+  static thread_local Scratch<const Step*> keep_all;
+  const Model& m = *model;
+  const Size size = measure(*rows, work, count);
+  if (!size.there) return false;
+  Step* steps = keep.at_least(m.num_groups);
+  const Step** all = keep_all.at_least(m.num_groups);
+  place(m, *rows, work, count, size, p, steps);
+  for (long g = 0; g < m.num_groups; g++) all[g] = steps + g;
+  bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
+  embed(m, p.ids.data, size.tokens, x);
+  quire_layers(m.layers, m.groups, m.count, all, x, m.norm, m.eps);
+  std::fill(drawn, drawn + count, -1);
+  std::fill(whole, whole + count, 0.f);
+  if (const long S = advance(*rows, work, count, p)) draw(m, *rows, work, S, p, x, size.tokens, drawn, whole);
+  return true;
+}

@@ -1,0 +1,36 @@
+// What step.cpp is told. quantization/whole.py has the model, worker/whole.py the rows.
+#pragma once
+#include "layer.h"
+
+namespace quire {
+
+struct Model {  // fixed once it is loaded
+  Weight head;
+  const Layer* const* layers;
+  const int64_t* groups;    // of each layer
+  const float *cos, *sin;   // of each position: [positions, pairs]
+  const bf16 *norm, *table; // the table of the vocabulary: [vocab, hidden], or packed
+  int64_t count, num_groups, positions, pairs, packed, vocab;
+  float eps;
+};
+
+struct Rows {  // what is known of each row, by its number; tokens and counts are moved on
+  int32_t* tokens;
+  int64_t *computed, *length;
+  const int32_t* const* blocks;  // by group
+  const uint8_t* greedy;
+  const float* temperature;
+  const int64_t* top_k;
+  const double* top_p;
+  const uint32_t* seeds;
+  int64_t tokens_step, blocks_step;  // from row to row
+};
+
+struct Share {  // a row's of the step
+  int64_t row, tokens, draws;
+};
+
+}  // namespace quire
+
+EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const quire::Share* work, long count, int64_t* drawn,
+                      float* whole);

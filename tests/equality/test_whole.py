@@ -1,0 +1,159 @@
+"""A step in one call draws the tokens that it draws by batch, source and sink; and leaves the rows as these do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality.engines import engine, greedy, make_checkpoint, prompts
+
+from quire.ops.cpu.library import best
+from quire.protocol.params import SamplingParams
+from quire.worker import whole
+
+pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
+
+PLAIN: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.7},
+    {"temperature": 1.3, "top_k": 7},
+]
+PARTICULAR: list[dict[str, Any]] = [
+    {"temperature": 0.9, "min_p": 0.1},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+]
+
+
+def wishes(kinds: list[dict[str, Any]], count: int) -> list[SamplingParams]:
+    dice = random.Random(3)
+    return [
+        SamplingParams(seed=number % 3, max_tokens=dice.randint(1, 30), ignore_eos=True, **kinds[number % len(kinds)])
+        for number in range(count)
+    ]  # fmt: skip
+
+
+class Counted:
+    """How many steps went in one call, and how many did not."""
+
+    def __init__(self, worker: Any):
+        self.taken, self.left, run = 0, 0, worker.at_once.run
+
+        def counting(plan: Any) -> Any:
+            pending = run(plan)
+            self.taken += pending is not None
+            self.left += pending is None
+            return pending
+
+        worker.at_once.run = counting
+
+
+def worker_of(one: Any) -> Any:
+    return one.client.core.executor.worker
+
+
+def rows_of(worker: Any) -> list[Any]:
+    rows = worker.rows
+    return [rows.token_ids_RL.tolist(), rows.computed.tolist(), *(b.tolist() for b in rows.blocks)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [("qwen3", None), ("mistral", None), ("qwen2", "int8"), ("llama", "int4")],
+)
+def test_both_ways_draw_the_same(kind: str, quantization: str | None, tmp_path: Path) -> None:
+    """Tied tables and own ones, windows (two groups of blocks), chunks, rows that come and go."""
+    path = make_checkpoint(kind, tmp_path, intermediate_size=128, head_dim=32)
+    settings = {"dtype": "bfloat16", "quantization": quantization, "max_num_batched_tokens": 50}
+    found = []
+    for at_once in (True, False):
+        with engine(path, **settings) as one:
+            worker = worker_of(one)
+            if not at_once:
+                worker.at_once = None
+            else:
+                count = Counted(worker)
+            texts = [one.tokens(prompts(17), wishes(kinds, 17)) for kinds in (PLAIN, [PLAIN[0]])]
+            found.append((texts, rows_of(worker)))
+    assert found[0] == found[1]
+    assert count.taken > 30
+    assert count.left == 0
+
+
+def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
+    kinds = [(30, wish) for wish in PLAIN] + [(3, wish) for wish in PARTICULAR]
+    params = [
+        SamplingParams(seed=2, max_tokens=count, ignore_eos=True, **wish) for count, wish in kinds
+    ]
+    asked = prompts(16), params * 2
+    found = []
+    for at_once in (True, False):
+        with engine(path, dtype="bfloat16") as one:
+            worker = worker_of(one)
+            if at_once:
+                count = Counted(worker)
+            else:
+                worker.at_once = None
+            found.append(
+                [
+                    [(out.tokens, out.logprobs, out.prompt_logprobs) for out in outs]
+                    for outs in one.run(*asked)
+                ]
+            )
+    assert found[0] == found[1]
+    assert min(count.taken, count.left) > 5
+
+
+def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles are kept of the first positions only."""
+    path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
+    with engine(path, dtype="bfloat16") as one:
+        wanted = one.tokens(prompts(2), greedy(60))
+    monkeypatch.setattr("quire.layers.rotary.KEPT", 80)
+    with engine(path, dtype="bfloat16") as one:
+        count = Counted(worker_of(one))
+        assert one.tokens(prompts(2), greedy(60)) == wanted
+        assert min(count.taken, count.left) > 5
+        before = count.left
+        one.tokens([[5]], greedy(20))
+        assert count.left == before
+
+
+def test_numbers_that_are_none_fail_their_row_alone(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, intermediate_size=128)
+    errors = []
+    for at_once in (True, False):
+        with engine(path, dtype="bfloat16") as one:
+            worker = worker_of(one)
+            worker.model.model.embed_tokens.weight[7] = torch.nan
+            worker.at_once = worker.at_once if at_once else None
+            with pytest.raises(RuntimeError, match="not a number") as why:
+                one.run([[3, 7]], greedy(4))
+            errors.append(str(why.value))
+            assert len(one.tokens([[3, 4]], greedy(4))[0]) == 4
+    assert errors[0] == errors[1]
+
+
+def test_a_model_that_is_not_known_whole_goes_in_parts(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path)  # 96 is not a whole number of panels, twice
+    with engine(path, dtype="float32") as one:
+        count = Counted(worker_of(one))
+        one.tokens(prompts(2), greedy(3))
+        assert (count.taken, count.left > 0) == (0, True)
+
+
+def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
+    from quire.protocol.plan import StepPlan, Work
+
+    path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
+    with engine(path, dtype="bfloat16") as one:
+        worker = worker_of(one)
+        assert isinstance(worker.at_once, whole.WholeStep)
+        with pytest.raises(RuntimeError, match="lacks the tokens"):
+            worker.run(StepPlan(1, [], [Work(0, 1)], []))

@@ -1,0 +1,106 @@
+// A step in one call has the bits of its parts, and moves rows on.
+#include "step.h"
+
+#include "harness.h"
+
+CHECK(step) {
+  const long hidden = 64, heads = 4, kv = 2, D = 32, inner = 96, block = 16, width = (heads + 2 * kv) * D, P = D / 2;
+  const long V = 70, padded = 96, R = 4, L = 3 * block + 1, M = 4, num_blocks = R * M + 1;
+  for (int packed : {1, 0}) {
+    Random random(7);
+    std::vector<Guarded<bf16>> memory;
+    const auto weight = [&](long outs, long filled, long ins, bool gated, const bf16* w) {
+      memory.emplace_back(outs * ins);
+      quire_pack(w, memory.back(), outs, filled, ins, gated);
+      return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
+    };
+    const auto made = [&](long outs, long ins, bool gated) {
+      const auto w = random.bf16s(outs * ins, 0.1f);
+      return weight(outs, outs, ins, gated, w);
+    };
+    const auto vector = [&](long size) { return memory.emplace_back(random.bf16s(size)).data; };
+    Guarded<bf16> keys(num_blocks * kv * block * D), values(num_blocks * kv * block * D);
+    for (long i = 0; i < num_blocks * kv * block * D; i++) keys[i] = values[i] = 0;
+    quire::Layer l{};
+    l.qkv = made(width, hidden, false), l.o = made(hidden, heads * D, false);
+    l.gate_up = made(2 * inner, hidden, true), l.down = made(hidden, inner, false);
+    l.first_norm = vector(hidden), l.second_norm = vector(hidden), l.q_norm = vector(D), l.k_norm = vector(D);
+    l.keys = keys.data, l.values = values.data;
+    l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
+    l.eps = l.head_eps = 1e-6f, l.scale = 0.2f;
+    const quire::Layer* layers[] = {&l, &l};
+    const int64_t groups[] = {0, 0};
+    const auto cos = random.floats(L * P), sin = random.floats(L * P);
+    const auto table = random.bf16s(V * hidden);
+    quire::Model m{};
+    m.head = weight(padded, V, hidden, false, table);
+    m.layers = layers, m.groups = groups, m.cos = cos, m.sin = sin, m.norm = l.first_norm;
+    m.table = packed ? (const bf16*)m.head.data : table.data;
+    m.count = 2, m.num_groups = 1, m.positions = L, m.pairs = P, m.packed = packed, m.vocab = V, m.eps = 1e-6f;
+
+    Guarded<int32_t> tokens(R * L), blocks(R * M);
+    Guarded<int64_t> computed(R), length(R), top_k(R);
+    Guarded<uint8_t> greedy(R);
+    Guarded<float> temperature(R);
+    Guarded<double> top_p(R);
+    Guarded<uint32_t> seeds(R);
+    for (long r = 0; r < R; r++) {
+      for (long i = 0; i < L; i++) tokens[r * L + i] = (int)random.below(V);
+      for (long i = 0; i < M; i++) blocks[r * M + i] = (int)(1 + i * R + r);
+      computed[r] = 0, length[r] = 20 + r, greedy[r] = r == 1, temperature[r] = 0.7f, seeds[r] = (uint32_t)r;
+      top_k[r] = r == 3 ? 5 : 0, top_p[r] = r == 2 ? 0.8 : 1;
+    }
+    const int32_t* tables[] = {blocks};
+    const quire::Rows rows{tokens, computed, length, tables, greedy, temperature, top_k, top_p, seeds, L, M};
+
+    // A whole prompt, a part of one, and one that ends here but does not draw.
+    const quire::Share first[] = {{2, 22, 1}, {0, 7, 1}, {1, 21, 0}};
+    Guarded<int64_t> drawn(3);
+    Guarded<float> whole(3);
+    const int did = quire_step(&m, &rows, first, 3, drawn, whole), yes = 1, no = 0;
+    same("step", &did, &yes, 1);
+    const int64_t drawn_by[] = {drawn[0], -1, -1}, computed_by[] = {7, 21, 22, 0}, length_by[] = {20, 21, 23, 23};
+    same("step drew", drawn.data, drawn_by, 3);
+    same("step computed", computed.data, computed_by, R);
+    same("step lengths", length.data, length_by, R);
+
+    // The same by hand, in another cache: T tokens in the order of the work.
+    const long T = 50, B = 3;
+    Guarded<bf16> other_keys(num_blocks * kv * block * D), other_values(num_blocks * kv * block * D), x(T * hidden);
+    for (long i = 0; i < num_blocks * kv * block * D; i++) other_keys[i] = other_values[i] = 0;
+    Guarded<int64_t> positions(T), slots(T);
+    Guarded<int> starts(B + 1), lengths(B), places(B * 2);
+    long t = 0;
+    for (long b = 0; b < B; b++) {
+      starts[b] = (int)t, lengths[b] = (int)first[b].tokens;
+      for (long i = 0; i < 2; i++) places[b * 2 + i] = blocks[first[b].row * M + i];
+      for (long i = 0; i < first[b].tokens; i++, t++) {
+        positions[t] = i, slots[t] = blocks[first[b].row * M + i / block] * block + i % block;
+        memcpy(x.data + t * hidden, table.data + tokens[first[b].row * L + i] * hidden, hidden * sizeof(bf16));
+      }
+    }
+    starts[B] = (int)t;
+    l.keys = other_keys.data, l.values = other_values.data;
+    const quire::Step s{cos, sin, positions, slots, places, starts, lengths, T, B, 2, P};
+    const quire::Step* steps[] = {&s};
+    quire_layers(layers, groups, 2, steps, x, m.norm, m.eps);
+    same("step's keys", keys.data, other_keys.data, keys.count);
+    same("step's values", values.data, other_values.data, values.count);
+    Guarded<bf16> logits(padded);
+    m.head.multiply(x.data + 21 * hidden, hidden, logits, padded, 1, false);
+    const int64_t position = 22;
+    Guarded<int64_t> token(1);
+    Guarded<float> most(1);
+    quire_sample(logits, padded, 1, &temperature[2], &top_k[2], &top_p[2], nullptr, &seeds[2], &position, 1, V, token, most);
+    same("step's token", drawn.data, token.data, 1);
+    same("step's highest", whole.data, most.data, 1);
+    const int32_t written = (int32_t)token[0];
+    same("step's token in its row", tokens.data + 2 * L + 22, &written, 1);
+
+    // One token more than a row has: nothing may happen.
+    const quire::Share more[] = {{2, 1, 1}, {1, 1, 1}};
+    const int did_more = quire_step(&m, &rows, more, 2, drawn, whole);
+    same("step without tokens", &did_more, &no, 1);
+    same("rows of a step that cannot be", computed.data, computed_by, R);
+  }
+}
