@@ -78,6 +78,22 @@ def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:
     assert "3 tokens and max_tokens is 58" in (refused.error or "")
 
 
+def test_running_requests_give_their_prefixes_up_when_told_to() -> None:
+    def tokens(reset: bool) -> list[int]:
+        client = make()
+        ask(client, "one", 12)
+        found = [token for output in client.outputs() for token in output.tokens]
+        if reset:
+            assert client.call("reset_prefix_cache") is False
+            assert client.call("reset_prefix_cache", True) is True
+            assert client.call("stats")["kv_usage"] == 0
+        return found + [
+            token for output in collect(client, {"one"})["one"] for token in output.tokens
+        ]
+
+    assert tokens(reset=True) == tokens(reset=False)
+
+
 def test_calls_are_answered_when_nobody_steps() -> None:
     client = make()
     assert client.call("reset_prefix_cache") is True

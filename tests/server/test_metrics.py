@@ -191,3 +191,16 @@ def test_those_who_wait_are_told_apart():
         assert f'waiting_by_reason{{engine="0",model_name="toy",reason="{reason}"}} {count}.0' in text  # fmt: skip
     line = StatsLog(lambda: EngineStats(waiting=5, deferred=2)).tick(1.0)
     assert "Waiting: 5 reqs, Deferred: 2 reqs, CPU KV" in line
+
+
+def test_sleeping_and_waking_up_are_timed():
+    state = make_state(ScriptedEngine("x"))
+    state.dev_mode = True
+    slept = "vllm:sleep_mode_operation_duration_seconds_count"
+    assert ask(None, "POST", "/sleep", state=state).status_code == 200
+    assert state.metrics.value(slept) == 1
+    assert ask(None, "POST", "/sleep?level=9", state=state).status_code == 400
+    assert ask(None, "POST", "/wake_up", state=state).status_code == 200
+    assert state.metrics.value(slept) == 2
+    assert 'operation="wake_up"' in state.metrics.render().decode()
+    assert state.metrics.value("vllm:sleep_mode_operations_in_flight") == 0

@@ -374,8 +374,9 @@ class AsyncLLM(Later):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget cached prefixes; False if some are in use by running requests, which keep theirs."""
-        return bool(await self.call("reset_prefix_cache"))
+        """Forget cached prefixes; False if some are in use by running requests, which keep theirs, unless they are
+        to be set back and computed again."""
+        return bool(await self.call("reset_prefix_cache", reset_running_requests))
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (),

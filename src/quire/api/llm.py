@@ -319,8 +319,9 @@ class LLM(Later):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget cached prefixes; False if some are in use by running requests, which keep theirs."""
-        return bool(self.client.call("reset_prefix_cache"))
+        """Forget cached prefixes; False if some are in use by running requests, which keep theirs, unless they are
+        to be set back and computed again."""
+        return bool(self.client.call("reset_prefix_cache", reset_running_requests))
 
     def collective_rpc(
         self,

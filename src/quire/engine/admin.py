@@ -17,8 +17,12 @@ from quire.scheduler.fair import FairQueue
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """By name; features add theirs in `assemble.py`."""
 
-    def reset_prefix_cache() -> bool:
-        """Forget cached prefixes that no running request uses; False if some were in use and stay."""
+    def reset_prefix_cache(running: bool = False) -> bool:
+        """Forget cached prefixes; False if some were in use and stay. `running`: requests give theirs up, and are
+        computed again."""
+        if running:
+            core.settle()
+            core.scheduler.set_back_all()
         return core.scheduler.kv.reset()
 
     def stats() -> dict[str, Any]:

@@ -7,9 +7,11 @@ registry for each instance, so that two servers in one process do not meet.
 from __future__ import annotations
 
 import dataclasses
+import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -216,6 +218,14 @@ class Metrics:
             self.throughput[kind] = made.labels(self.model_name, ENGINE)
         rows = gauge("quire:max_num_seqs", "The most requests that run at once.", "model_name", "engine")  # fmt: skip
         self.rows = rows.labels(self.model_name, ENGINE)
+        self.operations = gauge(
+            "vllm:sleep_mode_operations_in_flight", "Sleeps and wake-ups under way.",
+            "model_name", "engine", "operation", mode="livesum",
+        )  # fmt: skip
+        self.slept = Histograms(
+            "vllm:sleep_mode_operation_duration_seconds", "How long going to sleep and waking up took.",
+            ["model_name", "engine", "operation"], buckets=buckets("request_latency", 0, self.custom), registry=self.registry,
+        )  # fmt: skip
         self.startup = gauge("quire:startup_seconds", "How long each stage of start-up took.", "stage")  # fmt: skip
         gauge("quire:build_info", "1 for the version that runs.", "version").labels(__version__).set(1)  # fmt: skip
 
@@ -279,6 +289,21 @@ class Metrics:
     def failed(self, status: int) -> None:
         """A request was answered with an error."""
         self.errors.labels(self.model_name, str(status)).inc()
+
+    @contextmanager
+    def resting(self, operation: str) -> Iterator[None]:
+        """The engine is put to sleep, or woken up, meanwhile."""
+        began, under_way = (
+            time.monotonic(),
+            self.operations.labels(self.model_name, ENGINE, operation),
+        )
+        under_way.inc()
+        try:
+            yield
+        finally:
+            under_way.dec()
+            taken = time.monotonic() - began
+            self.slept.labels(self.model_name, ENGINE, operation).observe(taken)
 
     def rates(self, prompt: float, generation: float) -> None:
         """Tokens a second since the last line of statistics."""

@@ -52,8 +52,9 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached prefixes; `success` is false when running requests hold some."""
-    done = await state_of(request).serving().call("reset_prefix_cache")
+    """Forget cached prefixes; `success` is false when running requests hold some, and are not to be set back."""
+    running = request.query_params.get("reset_running_requests", "").lower() in env.TRUE
+    done = await state_of(request).serving().call("reset_prefix_cache", running)
     return json_response({"success": bool(done)})
 
 
@@ -96,7 +97,8 @@ async def sleep(request: Request) -> Response:
     engine = state_of(request).serving()
     asked = request.query_params.get("level", "1")
     level = checked_level(int(asked) if asked.isdecimal() else -1)
-    await held.sleep(engine.call, level, request.query_params.get("mode", "abort"))
+    with state_of(request).metrics.resting("sleep"):
+        await held.sleep(engine.call, level, request.query_params.get("mode", "abort"))
     return json_response({"status": "sleeping", "level": level})
 
 
@@ -104,7 +106,9 @@ async def wake_up(request: Request) -> Response:
     """Take memory back: all of it, or what `tags` say. Generations go on when all is back."""
     engine = state_of(request).serving()
     tags = request.query_params.getlist("tags")
-    away = await engine.call("wake_up", list(checked_tags(tags)))
+    wanted = list(checked_tags(tags))
+    with state_of(request).metrics.resting("wake_up"):
+        away = await engine.call("wake_up", wanted)
     return json_response({"status": "sleeping" if away else "awake", "tags": tags or None})
 
 
