@@ -83,6 +83,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "        for gate in self.gates:\n            gate.leave(request)\n",
         "",
     ),
+    "a gate is not told who gave up": (SCHEDULER, "                gate.gave_up(request)\n", "                pass\n"),
     "rows are not given back": (SCHEDULER, "        self.free_rows.append(request.row)\n", ""),
     "workers are not told which rows are free": (
         SCHEDULER, "        self.left.append(request.row)\n", "",

@@ -72,13 +72,19 @@ class LateGate(Gate):
         self.now = 0
         self.ready_at: dict[str, int] = {}
         self.entered_early: list[str] = []
+        self.prepared: set[str] = set()
 
     def ready(self, request):
+        self.prepared.add(request.id)
         return self.now >= self.ready_at.get(request.id, 0)
 
     def enter(self, request):
         if not self.ready(request):
             self.entered_early.append(request.id)
+        self.prepared.discard(request.id)
+
+    def gave_up(self, request):
+        self.prepared.discard(request.id)
 
 
 class WitnessGate(Gate):
@@ -371,6 +377,7 @@ def trial(seed: int) -> tuple[int, int]:
     assert len(s.scheduler.free_rows) == s.scheduler.limits.max_rows, "rows leaked"
     if isinstance(s.scheduler.waiting, FairQueue):
         assert not s.scheduler.waiting.here, "the queue was not told that everybody left"
+    assert not s.late.prepared, "a gate was not told who gave up"
     assert not s.late.entered_early, "a gate said not ready, and it entered"
     return s.scheduler.count.preemptions, s.device.reads
 

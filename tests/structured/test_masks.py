@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from grammar_reader import Reader
+from llguidance import LLMatcher
 
 from quire.errors import ValidationError
 from quire.features.structured.check import checked
 from quire.features.structured.compile import KEPT, THREADS, Compiler
-from quire.features.structured.gate import GrammarGate, announced
+from quire.features.structured.gate import GrammarGate, Told, obey
 from quire.features.structured.masks import GrammarMasks
 from quire.features.structured.refusal import Refused
 from quire.ops.choose import bits, num_words
@@ -88,7 +90,7 @@ def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):
         made.rows.token_ids_RL[rows, made.rows.length[rows]] = torch.tensor(
             drawn, dtype=torch.int32
         )
-        made.hook.after(StepPlan(1, [], [], []), None)  # type: ignore[arg-type]
+        made.hook.after(StepPlan(1, [], [], []))
         made.rows.length[rows] += 1
         assert allowed(made, [0, 2]) == left
     made.leave(0)
@@ -125,7 +127,7 @@ def test_an_engine_that_fails_fails_one_row(reader: Reader, when: str):
     made.held[0].matcher = Panics(when)  # type: ignore[assignment]
     rows = np.array([0, 1])
     made.rows.token_ids_RL[rows, made.rows.length[rows]] = A
-    made.hook.after(StepPlan(1, [], [], []), None)  # type: ignore[arg-type]
+    made.hook.after(StepPlan(1, [], [], []))
     made.rows.length[rows] += 1
     picked = Picked(np.arange(2), rows, made.rows.length[rows], made.rows)
     left = made.apply(torch.zeros(2, WIDTH), picked).isfinite()
@@ -184,7 +186,7 @@ def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
         assert not any(gate.ready(asked(form)) for form in forms)
         told = gate.extra(plan)
     assert told is not None
-    assert announced(told) == forms
+    assert msgspec.msgpack.decode(told, type=Told).wanted == forms
     assert gate.extra(plan) is None
     for form in forms:
         reader.compiler.ask(form).result()
@@ -222,11 +224,64 @@ def test_more_may_wait_than_grammars_are_kept(reader: Reader):
     assert gate.ready(waiting[0])
 
 
+def compiled(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
+    """What is compiled from now on."""
+    seen: list[Form] = []
+    compile = reader.compiler._compile
+
+    def seeing(form: Form) -> LLMatcher:
+        seen.append(form)
+        return compile(form)
+
+    monkeypatch.setattr(reader.compiler, "_compile", seeing)
+    return seen
+
+
+def pass_on(gate: GrammarGate, compiler: Compiler) -> None:
+    if (extra := gate.extra(StepPlan(1, [], [], []))) is not None:
+        obey(compiler, extra)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_nothing_is_compiled_for_those_who_gave_up(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+):
+    """(Who sent and aborted again and again filled the queue, and others waited behind it.)"""
+    seen = compiled(reader, monkeypatch)
+    gate = GrammarGate(reader.compiler, elsewhere=elsewhere)
+    other = Compiler(reader.compiler.vocabulary)  # the worker's, where it is elsewhere
+    forms = [Form(regex=f"[a-z]{{{n},903}}-{elsewhere}") for n in range(1, 40)]
+    with held_up(reader.compiler), held_up(other):
+        waiting = [asked(form) for form in (*forms, forms[0], forms[1])]
+        assert not any(gate.ready(request) for request in waiting)
+        pass_on(gate, other)
+        for request in waiting[1:-1]:  # two more wait for the first, and one more for the second
+            gate.gave_up(request)
+        anew = asked(forms[5])
+        assert not gate.ready(anew)
+        pass_on(gate, other)
+        left = [form.key for form in (forms[0], forms[1], forms[5])]
+        assert list(reader.compiler.waiting) == left
+        assert list(other.waiting) == (left if elsewhere else [])
+    for form in (forms[0], forms[1], forms[5]):
+        reader.compiler.ask(form).result(60)
+    assert seen == [forms[0], forms[1], forms[5]]
+
+
+def test_what_is_begun_for_one_who_gave_up_is_of_use_to_the_next(reader: Reader):
+    form, request = Form(regex="[a-z]{2,904}"), asked(Form(regex="[a-z]{2,904}"))
+    gate = GrammarGate(reader.compiler)
+    gate.ready(request)
+    begun = reader.compiler.ask(form)
+    begun.result(60)
+    gate.gave_up(request)
+    assert reader.compiler.ask(form) is begun
+
+
 def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):
         behind = reader.compiler.ask(form)
         assert not reader.compiler.ask(form, now=True).result(60).is_error()
-        assert not behind.done()
-    behind.result(60)
-    assert reader.compiler.ask(form) is not behind
+        assert behind.done()  # whoever waited for it has it too
+        assert not reader.compiler.waiting

@@ -33,6 +33,9 @@ class Gate:
     def leave(self, request: Request) -> None:
         """It gave its row back: finished, aborted or preempted."""
 
+    def gave_up(self, request: Request) -> None:
+        """It ended while it waited."""
+
     def extra(self, plan: StepPlan) -> bytes | None:
         """What rides down in plan.extras[name]."""
         return None

@@ -269,6 +269,8 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+            for gate in self.gates:
+                gate.gave_up(request)
         self.waiting.ended(request)
 
     # -- commit ---------------------------------------------------------------------------------

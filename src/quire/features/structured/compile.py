@@ -5,7 +5,7 @@ has read nothing; a request gets a copy of it, which costs microseconds. Copies 
 the limits on that: what many requests have used up must not be held against the next, so a grammar that has reached
 them is compiled anew (`forget`).
 
-What is still to be compiled is never dropped, however many ask: somebody waits for it.
+What is still to be compiled is never dropped, however many ask, while somebody waits for it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.features.structured.xgrammar import XCompiler, XMatcher
 
     Matcher = LLMatcher | XMatcher
+    _Job = tuple[StructuredOutputsParams, Future[Matcher]]
 
 KEPT = 64  # compiled grammars, least recently used go first; each may grow to some ten MB (grammar.limits)
 THREADS = 2
@@ -45,6 +46,9 @@ class Compiler:
         self._kept: OrderedDict[tuple[object, ...], Future[Matcher]] = OrderedDict()
         self._making = threading.Lock()
         self._xgrammar: XCompiler | None = None
+        self.waiting: OrderedDict[tuple[object, ...], _Job] = OrderedDict()
+        """What is not begun, by what it is known as."""
+        self._at_work = 0
         self._pool = ThreadPoolExecutor(THREADS, "grammar-compile")
         self._first = ThreadPoolExecutor(1, "grammar-now")
 
@@ -57,14 +61,44 @@ class Compiler:
         key = constraint.key
         with self._lock:
             found = self._known.get(key)
-            if found is not None and (found.done() or found.running() or not now):
-                if found.done():
-                    self._keep(key, found)
-                return found
-            pool = self._first if now else self._pool
-            found = self._known[key] = pool.submit(self._compile, constraint)
-        found.add_done_callback(partial(self._made, key))
+            if found is None:
+                found = self._known[key] = Future()
+                found.add_done_callback(partial(self._made, key))
+                self.waiting[key] = constraint, found
+                if not now and self._at_work < THREADS:
+                    self._at_work += 1
+                    self._pool.submit(self._work)
+            elif found.done():
+                self._keep(key, found)
+            if now and (job := self.waiting.pop(key, None)) is not None:
+                self._first.submit(self._make, job)
         return found
+
+    def drop(self, constraint: StructuredOutputsParams) -> None:
+        """Nobody waits for it any more: it is not compiled, unless that has begun."""
+        with self._lock:
+            if (job := self.waiting.pop(constraint.key, None)) is None:
+                return
+            del self._known[constraint.key]
+        job[1].cancel()
+
+    def _work(self) -> None:
+        """Compile what waits, until nothing does."""
+        while True:
+            with self._lock:
+                if not self.waiting:
+                    self._at_work -= 1
+                    return
+                _, job = self.waiting.popitem(last=False)
+            self._make(job)
+
+    def _make(self, job: _Job) -> None:
+        constraint, made = job
+        made.set_running_or_notify_cancel()
+        try:
+            made.set_result(self._compile(constraint))
+        except BaseException as error:  # it is told to whoever asked
+            made.set_exception(error)
 
     def _made(self, key: tuple[object, ...], made: Future[Matcher]) -> None:
         with self._lock:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import msgspec
+from msgspec import Struct
 
 from quire.features.structured.compile import Compiler
 from quire.protocol.constraint import StructuredOutputsParams
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from quire.features.structured.compile import Matcher
 
 NAME = "structured"
+
+_Key = tuple[object, ...]
 
 
 class GrammarGate(Gate):
@@ -42,8 +45,10 @@ class GrammarGate(Gate):
         elsewhere: bool = False,
     ):
         self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
-        self._announced: dict[tuple[object, ...], StructuredOutputsParams] = {}
-        self._asked: WeakSet[Request] = WeakSet()
+        self._wanted: dict[_Key, StructuredOutputsParams] = {}
+        self._dropped: dict[_Key, StructuredOutputsParams] = {}
+        self._asked: WeakKeyDictionary[Request, ref[Future[Matcher]]] = WeakKeyDictionary()
+        self._askers: WeakKeyDictionary[Future[Matcher], int] = WeakKeyDictionary()
         self._ready: WeakSet[Request] = WeakSet()
 
     def ready(self, request: Request) -> bool:
@@ -52,20 +57,33 @@ class GrammarGate(Gate):
         if (constraint := request.params.structured_outputs) is None or request in self._ready:
             return True
         if request not in self._asked:
-            self._asked.add(request)
             compiled = self.compiler.ask(constraint)
+            self._asked[request] = ref(compiled)
             if compiled.done():
                 self._ready.add(request)
                 return True
-            if self.elsewhere:
-                self._announced.setdefault(constraint.key, constraint)
+            self._askers[compiled] = others = self._askers.get(compiled, 0) + 1
+            if self.elsewhere and others == 1:
+                self._wanted[constraint.key] = constraint
             # Whoever else asked for it: the worker, which compiles a spent grammar anew, wakes nobody.
             compiled.add_done_callback(partial(self._done, ref(request)))
         return request in self._ready
 
+    def gave_up(self, request: Request) -> None:
+        """What nobody else waits for is not compiled, unless that has begun."""
+        constraint, asked = request.params.structured_outputs, self._asked.pop(request, None)
+        compiled = None if asked is None else asked()
+        if constraint is None or compiled is None or compiled.done():
+            return
+        self._askers[compiled] -= 1
+        if not self._askers[compiled]:
+            self.compiler.drop(constraint)
+            if self.elsewhere and self._wanted.pop(constraint.key, None) is None:
+                self._dropped[constraint.key] = constraint
+
     def leave(self, request: Request) -> None:
         """It may come back much later."""
-        self._asked.discard(request)
+        self._asked.pop(request, None)
         self._ready.discard(request)
 
     def _done(self, asker: ref[Request], _: Future[Matcher]) -> None:
@@ -75,12 +93,24 @@ class GrammarGate(Gate):
             self.wake()
 
     def extra(self, plan: StepPlan) -> bytes | None:
-        if not self._announced:
+        if not (self._wanted or self._dropped):
             return None
-        told, self._announced = list(self._announced.values()), {}
+        told = Told(list(self._wanted.values()), list(self._dropped.values()))
+        self._wanted, self._dropped = {}, {}
         return msgspec.msgpack.encode(told)
 
 
-def announced(extra: bytes) -> list[StructuredOutputsParams]:
-    """What `GrammarGate.extra` said."""
-    return msgspec.msgpack.decode(extra, type=list[StructuredOutputsParams])
+class Told(Struct, array_like=True):
+    """What a compiler elsewhere is to begin, after it has dropped what nobody waits for."""
+
+    wanted: list[StructuredOutputsParams]
+    dropped: list[StructuredOutputsParams]
+
+
+def obey(compiler: Compiler, extra: bytes) -> None:
+    """Do what `GrammarGate.extra` said."""
+    told = msgspec.msgpack.decode(extra, type=Told)
+    for constraint in told.dropped:
+        compiler.drop(constraint)
+    for constraint in told.wanted:
+        compiler.ask(constraint)

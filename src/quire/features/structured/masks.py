@@ -30,7 +30,7 @@ from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from quire.features.structured.compile import Compiler
-from quire.features.structured.gate import NAME, announced
+from quire.features.structured.gate import NAME, obey
 from quire.features.structured.grammar import explained
 from quire.features.structured.refusal import Refused
 from quire.features.structured.xgrammar import XMatcher
@@ -347,8 +347,7 @@ class GrammarHook(Hook):
     def before(self, plan: StepPlan) -> None:
         self.masks.begin_step()
         if (extra := plan.extras.get(self.name)) is not None:
-            for constraint in announced(extra):
-                self.masks.compiler.ask(constraint)
+            obey(self.masks.compiler, extra)
 
     def after(self, plan: StepPlan) -> None:
         self.masks.drew(plan.step)
