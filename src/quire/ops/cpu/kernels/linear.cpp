@@ -155,30 +155,47 @@ void linear(const Job<F>& job) {
 constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
 constexpr long MANY = 1L << 40;
 
+// Rows that take a few turns all meet the same 8 steps of a panel, 16 KB, while these stay in the L1 cache: filled from L2 it would
+// compete for fill buffers with the weights that come from memory. VNNI, 16 rows, 3072 inputs to 1024 outputs: 169 -> 148 us.
+// With more turns, loading and storing sums costs what it brings.
+constexpr long DEEP = 8, TURNS = 5;
+
+// Rows [first, first + rows), which take so many turns, against a panel.
+template <Kind KIND, class F>
+void meet_panel(const Job<F>& job, long first, long rows, long panel, typename F::Sum* sums) {
+  const long steps = job.steps(), turns = (rows + ROWS - 1) / ROWS, deep = turns > 1 && turns <= TURNS ? DEEP : steps;
+  const auto* w = job.w + panel * steps * STEP_OF<F>;
+  // A panel that is used once is fetched a little ahead; else what comes next while this is used.
+  const long lines = (32 + turns - 1) / turns, ahead_by = turns == 1 ? FAR : deep;
+  for (long k = 0, some; k < steps; k += some, w += some * STEP_OF<F>) {
+    some = std::min(deep, steps - k);
+    Ahead ahead{(const char*)w + ahead_by * STEP_BYTES, (int)lines};
+    for (long turn = 0; turn < turns; turn++) {
+      const long a = rows * turn / turns, count = rows * (turn + 1) / turns - a;
+      const auto* x = job.x + (first + a) * job.x_row + k * F::K;
+      auto* c = sums + (deep < steps ? a : 0) * 32;
+      if (k)
+        product_of_rows<F, true>((int)count, x, job.x_row, w, STEP_OF<F>, some, c, 32, ahead);
+      else
+        product_of_rows<F, false>((int)count, x, job.x_row, w, STEP_OF<F>, some, c, 32, ahead);
+      ahead.from += lines * LINE * some;
+      if (k + some == steps) finish_rows<KIND>(job, first + a, (int)count, panel, c);
+    }
+  }
+}
+
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
-  const long panels = job.outs / 32, steps = job.steps();
-  long block = std::max<long>(48, (640 << 10) / (steps * 64) / ROWS * ROWS);
+  const long panels = job.outs / 32;
+  long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / ROWS * ROWS);
   if (job.rows <= block * 5 / 4) block = job.rows;
 #pragma omp parallel
   {
-    alignas(64) typename F::Sum sums[ROWS * 32];
+    alignas(64) typename F::Sum sums[ROWS * TURNS * 32];
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
-    for (long m0 = 0; m0 < job.rows; m0 += block) {
-      const long rows = std::min(block, job.rows - m0), groups = (rows + ROWS - 1) / ROWS;
-      for (long panel = panels * t / team; panel < panels * (t + 1) / team; panel++) {
-        const auto* w = job.w + panel * steps * STEP_OF<F>;
-        // A panel that is used once is fetched a little ahead; else the next panel while this one is used.
-        Ahead ahead = groups == 1 ? Ahead{(const char*)w + FAR * STEP_BYTES, 32}
-                                  : Ahead{(const char*)w + steps * STEP_BYTES, (int)((32 + groups - 1) / groups)};
-        for (long g = 0; g < groups; g++) {
-          const long a = m0 + rows * g / groups, e = m0 + rows * (g + 1) / groups;
-          product_of_rows<F, false>((int)(e - a), job.x + a * job.x_row, job.x_row, w, STEP_OF<F>, steps, sums, 32, ahead);
-          ahead.from += (long)ahead.lines * LINE * steps;
-          finish_rows<KIND>(job, a, (int)(e - a), panel, sums);
-        }
-      }
-    }
+    for (long m = 0; m < job.rows; m += block)
+      for (long panel = panels * t / team; panel < panels * (t + 1) / team; panel++)
+        meet_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);
   }
 }
 
