@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from socket import socket
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +71,41 @@ def test_it_ends_though_all_threads_wait_for_the_engine(listener: socket):
         assert lived(serving) == 0
     finally:
         closed.set()
+
+
+LOADS_FOR_EVER = """
+import os, sys, threading
+from quire.config.engine import EngineConfig
+from quire.server import launch, loading
+
+def load(config):
+    print("loading", flush=True)
+    threading.Event().wait()
+
+loading.make_client = load
+config = EngineConfig.from_keywords(
+    model="none", uds=sys.argv[1], disable_frontend_multiprocessing=True, disable_log_stats=True
+)
+status = launch.serve(config)
+print("nobody waits for the thread", flush=True)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, number: signal.Signals):
+    """(It went on loading, and then it ended.)"""
+    place = tmp_path / "socket"
+    words = [sys.executable, "-c", LOADS_FOR_EVER, str(place)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline() == "loading\n"
+            assert place.exists()
+            server.send_signal(number)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+    assert not place.exists()
 
 
 def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(

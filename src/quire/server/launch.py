@@ -42,6 +42,7 @@ from quire.server.app import build_app
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.layers import own_layers
 from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
+from quire.server.loading import Loading
 from quire.server.reading import formats_of, model_formats
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
@@ -100,13 +101,16 @@ def serve(config: EngineConfig) -> int:
         gc.set_threshold(*COLLECT_AFTER)  # a step brings news to hundreds of streams at once
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            return runner.run(Serving(config, listeners[0], client, tenants, tracer=tracer).run())
+            serving = Serving(config, listeners[0], client, tenants, tracer=tracer)
+            code = runner.run(serving.run())
     finally:
         for listener in listeners:
             listener.close()
         if config.server.uds is not None:
             with suppress(OSError):
                 os.unlink(config.server.uds)
+    serving.loading.leave_behind(code)
+    return code
 
 
 def bounded(config: EngineConfig) -> EngineConfig:
@@ -161,6 +165,7 @@ class Serving:
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
         self.http = http_server(build_app(self.state), config.server)
+        self.loading = Loading()
         self.stopping, self.opened = asyncio.Event(), asyncio.Event()
         self.opened.set()  # it answers from the beginning, if only that it is loading
         self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
@@ -265,7 +270,7 @@ class Serving:
         """
         patience = float(env.get("ENGINE_READY_TIMEOUT_S"))
         if self.client is None:
-            self.client = await asyncio.to_thread(make_client, self.config)
+            self.client = await self.loading.client(self.config)
         elif isinstance(self.client, ProcessClient):
             await asyncio.to_thread(self.client.wait_ready, patience)
         client, state = self.client, self.state
