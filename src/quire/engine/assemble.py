@@ -260,6 +260,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.worker.sample.load import load_processors
         from quire.worker.sample.sink import SampleSink
         from quire.worker.sample.thinking import ThinkingBudget
+        from quire.worker.watched import Watched
         from quire.worker.whole import whole_step
         from quire.worker.worker import Worker
 
@@ -298,13 +299,13 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         stages=stages.done,
     )
     worker.functions["facts"] = lambda: msgspec.to_builtins(about)
-    worker.functions["apply_model"] = lambda function: function(worker.model)
     Rest(
         worker, storages, platform.device,
         load=lambda: build_model(resolved, platform, build_offload(resolved, platform)),
         equip=lambda model: hand_out_cache(resolved, platform, model, plan),
         begun=pages.begin,
     )  # fmt: skip
+    Watched(worker)
     return worker
 
 

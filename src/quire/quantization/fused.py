@@ -71,6 +71,16 @@ def fuse_model(model: nn.Module) -> int:
     return len(found)
 
 
+def part_model(model: nn.Module) -> int:
+    """Take it back, so that each module is called; how many layers had one."""
+    count = 0
+    for part in model.modules():
+        if isinstance(part, PreNormLayer | Layers):
+            count += isinstance(part.fused, FusedLayer)
+            part.fused = None
+    return count
+
+
 def fits(layer: PreNormLayer) -> bool:
     """Whether all of its parts are of the kinds that the kernel has."""
     attention, mlp = layer.self_attn, layer.mlp

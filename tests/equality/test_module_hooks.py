@@ -1,0 +1,113 @@
+"""Hooks on a model's modules are called, with the same tokens, or refused; and when they are gone so is what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
+
+from quire.errors import QuireError
+from quire.ops.cpu.library import best
+
+CALLED = (
+    "", "model", "model.embed_tokens", "model.layers", "model.layers.0", "model.layers.1.self_attn",
+    "model.layers.1.self_attn.qkv", "model.layers.0.mlp", "model.layers.0.mlp.down_proj", "lm_head",
+)  # fmt: skip
+PARTS_OF_CALLS = (
+    "model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm",
+    "model.layers.0.self_attn.attend", "model.layers.1.mlp.gate_up",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("qwen3")
+    path = make_checkpoint("qwen3", folder, intermediate_size=128, head_dim=32)
+    with engine(path, dtype="bfloat16") as made:
+        yield made
+
+
+def apply(one: Engine, function: Callable[[Any], Any]) -> Any:
+    (answer,) = one.client.call("collective_rpc", "apply_model", [function], {})
+    return answer
+
+
+def tokens(one: Engine) -> list[list[int]]:
+    one.client.call("reset_prefix_cache")
+    return one.tokens(prompts(3), greedy(5))
+
+
+def is_whole(one: Engine) -> bool:
+    """Whether its steps are one call of the kernels."""
+    worker = one.client.core.executor.worker  # type: ignore[attr-defined]
+    return worker.at_once is not None and worker.at_once.model is not None
+
+
+@pytest.mark.parametrize("how", ["register_forward_hook", "register_forward_pre_hook"])
+def test_each_hook_is_called_and_changes_no_token(one: Engine, how: str) -> None:
+    """(Layers that are one call of the kernels called none of them, and nobody said so.)"""
+    before, seen = tokens(one), set()
+
+    def hang(model: Any) -> list[Any]:
+        return [
+            getattr(model.get_submodule(name), how)(lambda *_, name=name: seen.add(name))
+            for name in CALLED
+        ]
+
+    handles = apply(one, hang)
+    assert tokens(one) == before
+    assert seen == set(CALLED)
+    assert not is_whole(one)
+    apply(one, lambda model: [handle.remove() for handle in handles])
+    seen.clear()
+    assert tokens(one) == before
+    assert not seen
+    assert is_whole(one) == (best() is not None)
+
+
+def test_a_hook_may_change_what_comes_out(one: Engine) -> None:
+    before = tokens(one)
+    handle = apply(
+        one, lambda model: model.lm_head.register_forward_hook(lambda module, args, out: -out)
+    )
+    assert tokens(one) != before
+    apply(one, lambda model: handle.remove())
+    assert tokens(one) == before
+
+
+def test_another_forward_is_called(one: Engine) -> None:
+    before = tokens(one)
+
+    def replace(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp.forward = lambda x_TD: 2 * type(mlp).forward(mlp, x_TD)
+
+    apply(one, replace)
+    assert tokens(one) != before
+    apply(one, lambda model: delattr(model.model.layers[0].mlp, "forward"))
+    assert tokens(one) == before
+
+
+@pytest.mark.parametrize("name", PARTS_OF_CALLS)
+def test_what_is_not_called_by_itself_takes_no_hook(one: Engine, name: str) -> None:
+    before = tokens(one)
+    with pytest.raises(QuireError, match=f"{name} .*would not be called.*self_attn"):
+        apply(one, lambda model: model.get_submodule(name).register_forward_hook(print))
+    assert not apply(one, lambda model: model.get_submodule(name)._forward_hooks)
+    assert tokens(one) == before
+    assert is_whole(one) == (best() is not None)
+
+
+def test_hooks_do_not_vanish_with_the_weights(one: Engine) -> None:
+    before = tokens(one)
+    handle = apply(one, lambda model: model.lm_head.register_forward_hook(lambda *_: None))
+    with pytest.raises(QuireError, match="level 1"):
+        one.client.call("sleep", 2)
+    one.client.call("sleep", 1)
+    one.client.call("wake_up")
+    apply(one, lambda model: handle.remove())
+    one.client.call("sleep", 2)
+    one.client.call("wake_up")
+    assert tokens(one) == before
