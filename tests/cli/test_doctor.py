@@ -246,6 +246,39 @@ def test_a_port_that_is_taken(ask):
     assert status == 0  # it may be free by then
 
 
+MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
+
+
+@pytest.mark.parametrize("config", [MAMBA, FALCON])
+def test_what_a_model_with_a_cache_of_its_own_goes_without(ask, config):
+    flags = ("--max-model-len", "8K")
+    status, text = ask(*flags, config=config)
+    assert status == 0
+    assert "one cache for each request" in text
+    assert "prefix caching  off" in text
+    status, text = ask(*flags, "--kv-cache-dtype", "int8", config=config)
+    assert status == 1
+    assert (
+        f"kv_cache_dtype=int8 for {config['architectures'][0]}, which keeps its cache itself"
+        in text
+    )
+    assert "leave kv_cache_dtype=auto" in text
+
+
+def test_what_runs_by_others_code_is_not_quantized(ask):
+    status, text = ask("--max-model-len", "8K", "--quantization", "int8", config=FALCON)
+    assert status == 1
+    assert "quantized weights of FalconForCausalLM, which runs through Transformers" in text
+
+
+def test_a_model_that_cannot_run_is_known_beforehand(ask):
+    config = {"architectures": ["BltForCausalLM"], "model_type": "blt"}
+    status, text = ask("--max-model-len", "8K", config=config)
+    assert status == 1
+    assert "it reads bytes through an encoder of its own" in text
+
+
 def test_which_models_transformers_knows():
     assert findings.known_to_transformers("gpt2")
     assert findings.known_to_transformers("gemma3_text")  # in a folder of another name

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from quire.cli.findings import Finding, findings, remote_tensors
+from quire.cli.findings import Finding, findings, own_cache, remote_tensors
 from quire.config.checks import check_wishes
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
@@ -159,6 +159,7 @@ def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
         impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
     except QuireError:
         impl, why = "none", "see below"
+    prefixes = resolved.prefix_caching and not (impl == "transformers" and own_cache(resolved))
     stored = stored_dtype(resolved.path, config)
     rows = [
         ("directory", resolved.path),
@@ -167,7 +168,7 @@ def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
         ("number format", resolved.dtype + (f", stored as {stored}" * (stored != resolved.dtype))),
         ("context", f"{resolved.max_model_len} tokens"),
         ("step", f"{resolved.max_num_batched_tokens} tokens of {resolved.max_num_seqs} requests"),
-        ("prefix caching", "on" if resolved.prefix_caching else "off"),
+        ("prefix caching", "on" if prefixes else "off"),
     ]
     if report.weights:
         where = "on the hub, not here yet" if report.remote else _files(report, resolved)

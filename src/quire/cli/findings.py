@@ -16,11 +16,19 @@ from typing import Any, Literal
 
 from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
+from quire.config.quantized import stored_quantization
 from quire.config.stored import stored_dtype
 from quire.engine.memory import ITEMSIZE, MemoryPlan, size
 from quire.errors import ModelNotFound, QuireError
 from quire.models.formats import Stored, header, weight_files
 from quire.models.registry import choose_impl
+from quire.models.transformers_rules import (
+    PER_REQUEST,
+    check_own_cache,
+    check_supported,
+    check_weights,
+    choose_mode,
+)
 from quire.platforms.facts import PlatformFacts
 
 
@@ -84,6 +92,30 @@ def _code(patient: Patient) -> Iterator[Finding]:
             "error",
             f"neither Quire nor the installed Transformers knows model_type={kind!r}: upgrade transformers",
         )
+
+
+def _generic(patient: Patient) -> Iterator[Finding]:
+    resolved = patient.resolved
+    config, name = resolved.hf_config, resolved.architecture
+    if choose_impl(name, config, resolved.asked.model.model_impl)[0] == "native":
+        return
+    check_supported(config, name)
+    check_weights(bool(resolved.quantization or stored_quantization(config)), name)
+    if reason := own_cache(resolved):
+        yield Finding(
+            "note",
+            f"it runs with one cache for each request, because {reason}: prefix caching, paging and batched decoding"
+            " are off",
+        )
+        check_own_cache(resolved.dtype, resolved.kv_dtype, name)
+
+
+def own_cache(resolved: Resolved) -> str:
+    """Why a model that runs through Transformers keeps a cache for each request, as far as its config tells; "": it does not."""
+    mode, why = choose_mode(
+        resolved.hf_config, resolved.max_model_len, resolved.max_num_batched_tokens
+    )
+    return why if mode == PER_REQUEST else ""
 
 
 def known_to_transformers(model_type: str) -> bool:
@@ -291,6 +323,7 @@ def _address(patient: Patient) -> Iterator[Finding]:
 
 LOOKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     _code,
+    _generic,
     _formats,
     _weights,
     _tokenizer,

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.engine import Resolved
-from quire.errors import NotEnoughMemory, Unsupported
+from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.models.formats import Stored, in_memory, stored
+from quire.models.transformers_rules import check_own_cache
 from quire.platforms.facts import facts
 
 GIB = 1 << 30
@@ -242,9 +243,6 @@ def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
     """
     dtype = resolved.kv_dtype
     specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]
-    if not specs and dtype != resolved.dtype:
-        raise Unsupported(
-            f"kv_cache_dtype={dtype} for {resolved.architecture}, which keeps its cache itself",
-            "leave kv_cache_dtype=auto",
-        )
+    if not specs:
+        check_own_cache(resolved.dtype, dtype, resolved.architecture)
     return specs or specs_of(resolved.hf_config, dtype)

@@ -40,6 +40,7 @@ from quire.models.frugal import let_go, separate_blocks
 from quire.models.hf import WRAPPED, TextConfig
 from quire.models.offload import Offload
 from quire.models.random_weights import random_tensors
+from quire.models.transformers_rules import check_weights
 from quire.ops.dispatch import bind
 from quire.quantization.fused import fuse_model
 from quire.quantization.registry import (
@@ -110,8 +111,7 @@ def keeps_floats(platform: Platform) -> bool:
 def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
     remedy = "serve its float16 or bfloat16 form without --quantization"
     if impl == "transformers":
-        what = f"quantized weights of {resolved.architecture}, which runs through Transformers"
-        raise Unsupported(what, remedy)
+        check_weights(True, resolved.architecture)
     if keeps_floats(platform):
         _can_be_floats(resolved, platform, remedy)
         return

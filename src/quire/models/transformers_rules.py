@@ -71,6 +71,24 @@ def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
         )
 
 
+def check_weights(quantized: bool, architecture: str) -> None:
+    """Raises Unsupported: these modules multiply by plain weights."""
+    if quantized:
+        raise Unsupported(
+            f"quantized weights of {architecture}, which runs through Transformers",
+            "serve its float16 or bfloat16 form without --quantization",
+        )
+
+
+def check_own_cache(dtype: str, kv_dtype: str, architecture: str) -> None:
+    """Of a model that is run per request. Raises Unsupported: Transformers keeps keys and values as they are."""
+    if kv_dtype != dtype:
+        raise Unsupported(
+            f"kv_cache_dtype={kv_dtype} for {architecture}, which keeps its cache itself",
+            "leave kv_cache_dtype=auto",
+        )
+
+
 def choose_mode(
     hf_config: Mapping[str, Any], max_model_len: int | None = None, step_tokens: int = 0
 ) -> tuple[Mode, str]:
