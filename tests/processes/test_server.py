@@ -117,6 +117,45 @@ def test_an_output_that_goes_in_circles_ends(server: Served):
     assert found["usage"]["completion_tokens"] == 3
 
 
+def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
+    """One beam is greedy; of several the best is at least as likely, and a chat streams what it answers whole."""
+    search = {"use_beam_search": True, "max_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    greedy = server.post(TEXT, **GREEDY | {"max_tokens": 6, "logprobs": 0})
+    one = server.post(TEXT, **search, prompt="Once")
+    assert one["choices"][0]["text"] == greedy["choices"][0]["text"]
+    four = server.post(TEXT, **search, prompt=["Once", "And"], n=4)
+    assert four["usage"]["completion_tokens"] == 2 * 4 * 6
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in four["choices"]]
+    assert sums == sorted(sums[:4], reverse=True) + sorted(sums[4:], reverse=True)
+    assert sums[0] >= sum(greedy["choices"][0]["logprobs"]["token_logprobs"])
+    assert len({choice["text"] for choice in four["choices"][:4]}) == 4
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "n": 2, "use_beam_search": True, "max_tokens": 4}  # fmt: skip
+    whole = server.post(CHAT, **chat)["choices"]
+    parts = ["", ""]
+    for event in streamed(server, CHAT, chat):
+        for choice in event["choices"]:
+            parts[choice["index"]] += choice["delta"].get("content") or ""
+    assert parts == [choice["message"]["content"] for choice in whole]
+    assert {choice["finish_reason"] for choice in whole} <= {"length", "stop"}
+    until(lambda: server.client.get("/load").json() == {"server_load": 0})
+
+
+def test_a_search_ends_with_whoever_asked_for_it(server: Served):
+    body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
+    answer = server.client.post(TEXT, json=body | {"timeout": 0.3})
+    assert answer.status_code == 408
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    found: list[Any] = []
+    ended = threading.Thread(target=lambda: found.append(server.post(TEXT, **body)))
+    before = server.metric("vllm:generation_tokens_total")
+    ended.start()
+    until(lambda: server.metric("vllm:generation_tokens_total") > before + 40)
+    server.post("/abort_requests")
+    ended.join(30)
+    assert {choice["finish_reason"] for choice in found[0]["choices"]} == {"abort"}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
     body = {"prompt": ["a"] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": stream}

@@ -247,6 +247,8 @@ REFUSALS = {
     "request-id": Case(CHAT, HI, headers={"X-Request-Id": "a b"}),
     "completions-too-many": Case(TEXT, {"prompt": ["a"] * 100, "n": 100, "temperature": 1}),
     "timeout": Case(CHAT, HI | {"timeout": 0}),
+    "beams-and-stop": Case(CHAT, HI | {"use_beam_search": True, "n": 2, "stop": "x"}),
+    "beams-streamed": Case(TEXT, SAY | stream(use_beam_search=True)),
 }  # fmt: skip
 
 FIELDS: dict[str, Any] = {
@@ -257,7 +259,7 @@ FIELDS: dict[str, Any] = {
     "logprob_token_ids": [1] * 129, "cache_salt": "a/b", "request_id": "", "stream_interval": 0,
     "truncate_prompt_tokens": -2, "truncation_side": "up", "prompt_logprobs": -2,
     "structured_outputs": {"json": {}, "regex": "a"}, "guided_regex": 5, "response_format": {"type": "yaml"},
-    "use_beam_search": True, "repetition_detection": {"max_pattern_size": 3}, "thinking_token_budget": -2,
+    "repetition_detection": {"max_pattern_size": 3}, "thinking_token_budget": -2,
     "kv_transfer_params": {}, "ec_transfer_params": {}, "watermarking": True, "mm_payload": {},
     "routed_experts_prompt_start": 0, "return_token_offsets": True,
 }  # fmt: skip

@@ -67,6 +67,7 @@ class ScriptedEngine:
     created = CREATED
     max_model_len = 64
     vocab_size = 0x110000
+    eos_token_ids = ()
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")
@@ -100,7 +101,7 @@ class ScriptedEngine:
         return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
 
     async def open(
-        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = ""
+        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", limited: bool = True
     ) -> Stream:  # fmt: skip
         self.asked.append(
             Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)

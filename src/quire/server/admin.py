@@ -82,7 +82,7 @@ async def abort_requests(request: Request) -> Response:
     if state.fronts == 1:
         ids = [name for name in state.active if not wanted or name in wanted]
         for name in ids:
-            await engine.abort(name)
+            await state.abort(name)
     else:
         here = [
             one for one in await engine.call("requests") if not wanted or own_name(one) in wanted

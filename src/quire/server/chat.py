@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.frontend.parsers.engine import CallDelta
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.beams import beams_of
 from quire.server.bodies import json_response, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
@@ -247,7 +248,7 @@ async def generation_of(
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, interval(body, state),
-        request.scope.get(TENANT), reader,
+        request.scope.get(TENANT), reader, beams_of(body, params, engine.defaults()),
     )  # fmt: skip
 
 

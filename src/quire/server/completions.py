@@ -16,8 +16,10 @@ from starlette.responses import Response
 
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.beams import beams_of
 from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
+from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
 from quire.server.middleware import TENANT
 from quire.server.prompts import completion_prompts
@@ -132,12 +134,14 @@ async def completions(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, CompletionRequest)
     model = state.check_model(body.model)
+    if body.use_beam_search and body.stream:
+        raise invalid("`stream` does not go together with `use_beam_search`", "stream")
     params = completion_params(body, engine.defaults())
     prompts = await completion_prompts(body, engine)
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, interval(body, state),
-        request.scope.get(TENANT),
+        request.scope.get(TENANT), beams=beams_of(body, params, engine.defaults()),
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids

@@ -6,7 +6,7 @@ Does not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,6 +80,8 @@ class TextEngine(Protocol):
 
     max_model_len: int
     vocab_size: int
+    eos_token_ids: Collection[int]
+    """The model's ends of text."""
     fingerprint: str
     created: int
 
@@ -103,9 +105,9 @@ class TextEngine(Protocol):
 
     async def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
-        *, priority: int = 0, tenant: str = "",
+        *, priority: int = 0, tenant: str = "", limited: bool = True,
     ) -> StreamLike:  # fmt: skip
-        """One request of `tenant`. `heard` is called when it may have something new."""
+        """One request of `tenant`. `heard` is called when it may have something new. `limited`: by max_logprobs."""
 
     async def abort(self, request_id: str) -> None: ...
 

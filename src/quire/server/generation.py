@@ -24,7 +24,8 @@ from quire.frontend.parsers.engine import CallDelta
 from quire.logging import get_logger
 from quire.observe.requests import RequestTimer
 from quire.observe.trace import Asked
-from quire.protocol.params import SamplingParams
+from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.server.beams import BeamStream
 from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
 from quire.server.errors import ApiError, invalid
 from quire.server.logprobs import Position
@@ -129,6 +130,8 @@ class Generation:
     tenant: Tenant | None = None
     reader: Reader | None = None
     """Tells thoughts and tool calls from the text."""
+    beams: BeamSearchParams | None = None
+    """Nothing is drawn: the likeliest outputs are searched for."""
     counts: list[Count] = field(init=False)
     ended: bool = False
     _running: list[Running] = field(default_factory=list)
@@ -291,18 +294,29 @@ class Generation:
         tenant = self.tenant.name if self.tenant is not None else ""
         self.state.active.add(name)
         try:
-            stream = await self.engine.open(
-                prompt, params, name, self._bell.ring, priority=self.priority, tenant=tenant
-            )
+            stream = await self._stream(prompt, params, name, tenant)
         except BaseException:
             self.state.active.discard(name)
             raise
         return Running(which, name, told, params, stream, timer)
 
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams, name: str, tenant: str
+    ) -> StreamLike:
+        asked: dict[str, Any] = {"priority": self.priority, "tenant": tenant}
+        if self.beams is None:
+            return await self.engine.open(prompt, params, name, self._bell.ring, **asked)
+        search = self.state.searches[name] = BeamStream(
+            self.engine, prompt, self.beams, name, self._bell.ring,
+            logprobs=params.logprobs is not None, **asked,
+        )  # fmt: skip
+        return search
+
     def _end(self, running: Running) -> None:
         """It has ended, or nobody wants it any more."""
         self._running.remove(running)
         self.state.active.discard(running.name)
+        self.state.searches.pop(running.name, None)
         running.stream.close()
         count, params = self.counts[running.which], running.params
         latencies = running.timer.end(

@@ -359,8 +359,7 @@ class Serving:
             await asyncio.sleep(0.02)
 
     def _abort_soon(self, name: str) -> None:
-        if self.state.engine is not None:
-            self._soon(self.state.engine.abort(name))
+        self._soon(self.state.abort(name))
 
     def _soon(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)

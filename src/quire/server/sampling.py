@@ -20,6 +20,9 @@ MAX_LABELS = 128  # logprob_token_ids
 MAX_SALT = 128  # characters
 MAX_ID = 256
 DELTA, FINAL_ONLY = 1, 2
+DRAWING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 
 LATER: dict[str, str] = {
     "kv_transfer_params": "KV transfer",
@@ -42,11 +45,6 @@ def refuse_later(request: Sampling) -> None:
     for name, feature in LATER.items():
         if (given := getattr(request, name, None)) is not None and given is not False:
             raise invalid(f"`{name}`: {feature} is not supported yet; leave the field out", name)
-    if request.use_beam_search:
-        raise invalid(
-            "`use_beam_search`: beam search over HTTP is not supported yet; use LLM.beam_search",
-            "use_beam_search",
-        )
 
 
 def check(request: Sampling) -> None:
@@ -107,15 +105,7 @@ def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
 def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams' keywords: what the request says, else the model's defaults, else left out."""
     found: dict[str, Any] = {}
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-    ):
+    for name in () if request.use_beam_search else DRAWING:
         value = getattr(request, name)
         if value is None:
             value = defaults.get(name)

@@ -66,10 +66,10 @@ class Sampling(Struct, kw_only=True):
     guided_json_object: Any = None
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
-    # Known by name; refused until their feature is here.
     use_beam_search: bool = False
     length_penalty: float = 1.0
     thinking_token_budget: int | None = None
+    # Known by name; refused until their feature is here.
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     watermarking: Any = None

@@ -15,6 +15,7 @@ from quire.errors import EngineDeadError
 from quire.frontend.parsers.model import ModelFormats
 from quire.observe.metrics import Metrics
 from quire.observe.trace import Tracer
+from quire.server.beams import BeamStream
 from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, unavailable
 from quire.server.tenants import Tenants
@@ -40,6 +41,8 @@ class ServerState:
     started: float = field(default_factory=time.time)
     active: set[str] = field(default_factory=set)
     """Generations under way, by request id."""
+    searches: dict[str, BeamStream] = field(default_factory=dict)
+    """Those of them that the engine knows by their steps only."""
     http_requests: int = 0
     """HTTP requests under way (/load)."""
     hurry: bool = False
@@ -77,6 +80,13 @@ class ServerState:
         if self.engine is None:
             raise unavailable(f"the model is not ready yet: {self.stage}", 1)
         return self.engine
+
+    async def abort(self, name: str) -> None:
+        """End a generation; its client gets what there is."""
+        if (search := self.searches.get(name)) is not None:
+            search.stop()
+        elif self.engine is not None:
+            await self.engine.abort(name)
 
     def healthy(self) -> bool:
         """Whether it answers, or will when it is asked to again (draining counts as well)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -39,6 +39,7 @@ class AsyncTextEngine:
         ready = client.ready
         self.max_model_len = ready.max_model_len
         self.vocab_size = self.front.inputs.vocab_size
+        self.eos_token_ids: Collection[int] = self.front.inputs.eos_token_ids
         self.created = int(time.time())
         self.fingerprint = fingerprint(client)
 
@@ -116,12 +117,12 @@ class AsyncTextEngine:
     # -- requests -------------------------------------------------------------------------------
     async def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
-        *, priority: int = 0, tenant: str = "",
+        *, priority: int = 0, tenant: str = "", limited: bool = True,
     ) -> Stream:  # fmt: skip
         given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
         try:
             return await self.llm.open(
-                given, params, request_id, heard, priority=priority, tenant=tenant
+                given, params, request_id, heard, priority=priority, tenant=tenant, limited=limited
             )
         except Unsupported as error:
             raise ValidationError(str(error)) from error
