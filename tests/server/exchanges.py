@@ -205,6 +205,10 @@ def refused(path: str, base: dict[str, Any], **fields: Any) -> Case:
 REFUSALS = {
     "no-route": Case("/v1/nothing"),
     "no-method": Case(CHAT),
+    "later-pooling": Case("/v1/embeddings", {"input": "x"}),
+    "later-audio": Case("/v1/audio/transcriptions", method="POST"),
+    "later-lora": Case("/v1/load_lora_adapter", {"lora_name": "x"}, config={"root_path": "/api"}),
+    "later-no-key": Case("/pooling", {"input": "x"}, config={"api_key": "k"}),
     "no-key": Case("/v1/models", config={"api_key": "k"}),
     "wrong-key": Case("/version", headers={"Authorization": "Bearer x"}, config={"api_key": "k"}),
     "wrong-scheme": Case("/version", headers={"Authorization": "Basic k"}, config={"api_key": "k"}),

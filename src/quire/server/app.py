@@ -20,7 +20,7 @@ from starlette.routing import Route, Router, get_route_path  # type: ignore[attr
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, messages, models, responses, tokens
+from quire.server import admin, docs, health, later, messages, models, responses, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
@@ -152,6 +152,7 @@ def build_app(state: ServerState) -> App:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + docs.routes(rows, bool(tenants))
+    rows = rows + [("POST", path, later.later) for path in later.ROUTES]  # these are in no document
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
     layers += own_layers(server.middleware)
     if server.allowed_origins:
