@@ -87,8 +87,18 @@ def test_alerts_say_what_to_do():
     assert len(set(names)) == len(names)
     assert all(rule["annotations"]["summary"].endswith(".") and rule["for"] for rule in rules())
     scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-    assert scrape["rule_files"] == ["alerts.yml"]
+    assert scrape["rule_files"] == ["alerts.yml", "rules.yml"]
     assert [job["job_name"] for job in scrape["scrape_configs"]] == ["quire"]
+
+
+def test_each_counter_has_its_bare_name():
+    groups = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())["groups"]
+    told = ask(None, "GET", "/metrics", state=make_state(ScriptedEngine("a"))).text
+    counters = re.findall(r"# TYPE (vllm:\w+)_total counter", told)
+    assert counters
+    assert [rule for group in groups for rule in group["rules"]] == [
+        {"record": name, "expr": f"{name}_total"} for name in counters
+    ]
 
 
 def test_flags_that_alerts_name_exist():
