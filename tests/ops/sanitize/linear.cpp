@@ -11,7 +11,7 @@ std::vector<Shape> shapes(long step) {
   std::vector<Shape> made = {{1, 32, 32, step},       {2, 64, 33, 3 * step},  {3, 64, 64, 9 * step}, {7, 96, 90, 2 * step},
                              {12, 64, 64, step},      {13, 64, 64, 2 * step}, {16, 64, 64, step},    {17, 32, 1, 2 * step},
                              {32, 128, 128, 4 * step}, {33, 64, 64, 10 * step}, {70, 64, 40, step},  {300, 64, 64, 17 * step},
-                             {523, 64, 40, 3 * step},  {515, 32, 32, 82 * step}};
+                             {523, 64, 40, 3 * step}, {514, 32, 32, step},  {515, 32, 32, 82 * step}};
   Random random(1);
   for (int i = 0; i < 12; i++) {
     const long outs = 32 * (1 + random.below(4));

@@ -4,7 +4,7 @@
 // from the L2 cache, and its bandwidth is the bound: five loads a step for six products, 0.75 of what registers reach.
 //
 // Rows lie in groups: [steps][tiles][16][64 bytes], with three tiles of 16 rows, or two where rows do not divide. Sums of a
-// block are [tiles][2][16][16].
+// block are [2][tiles * 16][16].
 #pragma once
 #include "product.h"
 
@@ -12,7 +12,7 @@
 
 namespace quire {
 
-constexpr long TILE_SUMS = 256, MOST_TILES = 3;
+constexpr long TILE_SUMS = 256, MOST_TILES = 3, PARTS = 3;  // a step has so many places for other work
 
 // How rows are cut into groups of at most 48, all nearly equal.
 struct Groups {
@@ -40,22 +40,24 @@ inline void gather(const Value* x, long x_row, long rows, long steps, int tiles,
 // a Sapphire Rapids, whatever else the core does). A store now and then keeps it awake: 32 steps, 1.51 -> 1.85 TFLOP/s a core.
 constexpr long AWAKE = 8;  // steps
 
+#define PLACE(tile) (tile % 2 * TILES + tile / 2) * TILE_SUMS
 #define LOAD(tile, from) _tile_loadd(tile, from, 64)
 #define STORE(tile, to) _tile_stored(tile, to, 64)
 #define BEGIN(tile)                       \
   if (from)                               \
-    LOAD(tile, from + tile * TILE_SUMS);  \
+    LOAD(tile, from + PLACE(tile));       \
   else                                    \
     _tile_zero(tile)
 #define MEET(sums, left, right)           \
   if constexpr (std::is_same_v<F, Bf16>)  \
     _tile_dpbf16ps(sums, left, right);    \
   else                                    \
-    _tile_dpbusd(sums, left, right)
+    _tile_dpbssd(sums, left, right)
 
 // 32 rows: a product a load, all from the L2 cache. The sums go on from those in `from`, or begin at zero if it is null.
 template <class F, class Beside>
 inline void multiply_two(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
+  constexpr int TILES = 2;
   alignas(64) char awake[64];
   BEGIN(0);
   BEGIN(1);
@@ -67,21 +69,25 @@ inline void multiply_two(const char* a, const char* b, long steps, const typenam
     LOAD(4, a);
     LOAD(6, b);
     LOAD(7, b + 1024);
+    beside.part();
     MEET(0, 4, 6);
     MEET(1, 4, 7);
+    beside.part();
     LOAD(5, a + 1024);
     MEET(2, 5, 6);
+    beside.part();
     MEET(3, 5, 7);
   }
-  STORE(0, c);
-  STORE(1, c + 1 * TILE_SUMS);
-  STORE(2, c + 2 * TILE_SUMS);
-  STORE(3, c + 3 * TILE_SUMS);
+  STORE(0, c + PLACE(0));
+  STORE(1, c + PLACE(1));
+  STORE(2, c + PLACE(2));
+  STORE(3, c + PLACE(3));
 }
 
 // 48 rows: five loads from the L2 cache for six products, and two again from the L1 cache.
 template <class F, class Beside>
 inline void multiply_three(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
+  constexpr int TILES = 3;
   alignas(64) char awake[64];
   BEGIN(0);
   BEGIN(1);
@@ -95,26 +101,30 @@ inline void multiply_three(const char* a, const char* b, long steps, const typen
     LOAD(7, b);
     LOAD(6, a);
     MEET(0, 6, 7);
+    beside.part();
     LOAD(6, a + 1024);
     MEET(2, 6, 7);
     LOAD(6, a + 2048);
     MEET(4, 6, 7);
+    beside.part();
     LOAD(7, b + 1024);
     MEET(5, 6, 7);
     LOAD(6, a + 1024);
     MEET(3, 6, 7);
+    beside.part();
     LOAD(6, a);
     MEET(1, 6, 7);
   }
-  STORE(0, c);
-  STORE(1, c + 1 * TILE_SUMS);
-  STORE(2, c + 2 * TILE_SUMS);
-  STORE(3, c + 3 * TILE_SUMS);
-  STORE(4, c + 4 * TILE_SUMS);
-  STORE(5, c + 5 * TILE_SUMS);
+  STORE(0, c + PLACE(0));
+  STORE(1, c + PLACE(1));
+  STORE(2, c + PLACE(2));
+  STORE(3, c + PLACE(3));
+  STORE(4, c + PLACE(4));
+  STORE(5, c + PLACE(5));
 }
 
 #undef BEGIN
+#undef PLACE
 #undef LOAD
 #undef STORE
 #undef MEET

@@ -22,36 +22,60 @@ struct Job {
   long steps() const { return ins / F::K; }
 };
 
-inline Floats value(const Job<Bf16>&, long, long, const float* sums, Floats bias) { return load(sums) + bias; }
-inline Floats value(const Job<Int8>& job, long row, long out, const int32_t* sums, Floats bias) {
-  const Floats exact = to_floats(load(sums) - load(job.w_sum + out));
-  return fma(exact, floats(job.x_scale[row]) * load(job.w_scale + out), bias);
-}
+// What 16 outputs have for all rows, in registers while rows are finished: loads are what tiles wait behind (decision 36).
+template <class F>
+struct Half;
+template <>
+struct Half<Bf16> {
+  Floats bias;
+  Half(const Job<Bf16>& job, long out) : bias(job.bias ? widen(job.bias + out) : floats(0.f)) {}
+  Floats value(const float* sums, const float*, long) const { return load(sums) + bias; }
+};
+template <>
+struct Half<Int8> {
+  Floats bias, scale;
+  Ints sum;
+  Half(const Job<Int8>& job, long out)
+      : bias(job.bias ? widen(job.bias + out) : floats(0.f)), scale(load(job.w_scale + out)), sum(load(job.w_sum + out)) {}
+  Floats value(const int32_t* sums, const float* x_scale, long row) const {
+    const Ints found = load(sums), exact = ZERO_BYTE ? found - sum : found;
+    return fma(to_floats(exact), floats(x_scale[row]) * scale, bias);
+  }
+};
 
-// What a row's sums become, 16 and 16: 32 values of y, or in `left` 16 of a gated one.
+// Makes a panel's sums to y, row after row.
 template <Kind KIND, class F>
-inline void values(const Job<F>& job, long row, long panel, const typename F::Sum* sums, const typename F::Sum* later,
-                   Floats& left, Floats& right) {
-  const long out = panel * (KIND == GATED ? 16 : 32), other = out + (KIND == GATED ? job.outs / 2 : 16);
-  const auto bias = [&](long at) { return job.bias ? widen(job.bias + at) : floats(0.f); };
-  left = value(job, row, out, sums, bias(out)), right = value(job, row, other, later, bias(other));
-  if (KIND == GATED) left = rounded(silu_of(rounded(left))) * rounded(right);
-}
+struct Finish {
+  using Sum = typename F::Sum;
+  Half<F> early, late;
+  const float* x_scale;
+  bf16* y;
+  long y_row;
 
-template <Kind KIND, class F>
-inline void finish(const Job<F>& job, long row, long panel, const typename F::Sum* sums, const typename F::Sum* later) {
-  Floats left, right;
-  values<KIND>(job, row, panel, sums, later, left, right);
-  bf16* y = job.y + row * job.y_row + panel * (KIND == GATED ? 16 : 32);
-  if (KIND == GATED)
-    store(y, left);
-  else
-    store(y, left, right);
-}
+  Finish(const Job<F>& job, long panel)
+      : early(job, panel * (KIND == GATED ? 16 : 32)),
+        late(job, KIND == GATED ? job.outs / 2 + panel * 16 : panel * 32 + 16),
+        x_scale(job.x_scale),
+        y(job.y + panel * (KIND == GATED ? 16 : 32)),
+        y_row(job.y_row) {}
 
-template <Kind KIND, class F>
-inline void finish_rows(const Job<F>& job, long first, int rows, long panel, const typename F::Sum* sums) {
-  for (int r = 0; r < rows; r++) finish<KIND>(job, first + r, panel, sums + r * 32, sums + r * 32 + 16);
-}
+  // What a row's sums become, 16 and 16: 32 values of y, or in `left` 16 of a gated one.
+  void values(long row, const Sum* sums, const Sum* later, Floats& left, Floats& right) const {
+    left = early.value(sums, x_scale, row), right = late.value(later, x_scale, row);
+    if (KIND == GATED) left = rounded(silu_of(rounded(left))) * rounded(right);
+  }
+  void rows(long first, long count, const Sum* sums, const Sum* later, long step) const {
+    bf16* to = y + first * y_row;
+    for (const long end = first + count; first < end; first++, sums += step, later += step, to += y_row) {
+      Floats left, right;
+      values(first, sums, later, left, right);
+      if (KIND == GATED)
+        store(to, left);
+      else
+        store(to, left, right);
+    }
+  }
+  void rows(long first, long count, const Sum* sums) const { rows(first, count, sums, sums + 16, 32); }
+};
 
 }  // namespace quire

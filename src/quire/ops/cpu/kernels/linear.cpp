@@ -3,8 +3,8 @@
 // Packed: [N / 32][steps][2 tiles] (product.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
 // the other half, and what is stored is silu(gate) * other, [M, N / 2].
 //
-// int8: each row of x is made to unsigned bytes around 128 with one scale, each row of w has its own scale and the sum of its
-// bytes: y = (sum - 128 * sum of w) * scale of x * scale of w.
+// int8: each row of x is made to bytes around ZERO_BYTE with one scale, each row of w has its own scale and the sum of its
+// bytes: y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
 #include "bytes.h"
@@ -28,8 +28,8 @@ struct Beside {
   int row, rows, each;
   void step() {
     ahead.step();
-    for (int end = std::min(row + each, rows); row < end; row++)
-      finish<KIND>(*job, first + row, panel, sums + row * 32, sums + row * 32 + 16);
+    const int end = std::min(row + each, rows);
+    if (row < end) Finish<KIND, F>(*job, panel).rows(first + row, end - row, sums + row * 32), row = end;
   }
 };
 
@@ -56,7 +56,7 @@ void few_rows(const Job<F>& job, long first, long count, long panel0, long panel
       beside.sums = sums[turn], beside.first = at, beside.panel = panel, beside.rows = rows;
     }
   }
-  if (panel0 < panel1) finish_rows<KIND>(job, beside.first, rows, beside.panel, beside.sums);
+  if (panel0 < panel1) Finish<KIND, F>(job, beside.panel).rows(beside.first, rows, beside.sums);
 }
 
 // 32 rows of x as [steps][2][16][64 bytes]; rows that are not there are zeros.
@@ -119,7 +119,7 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
     }
     if (panel0 < panel1)
       for (long m = m0; m < m1; m += 32)
-        finish_rows<KIND>(job, m, count(m), panel1 - 1, both + (panel1 - 1) % 2 * block * 32 + (m - m0) * 32);
+        Finish<KIND, F>(job, panel1 - 1).rows(m, count(m), both + (panel1 - 1) % 2 * block * 32 + (m - m0) * 32);
   }
 }
 
@@ -179,7 +179,7 @@ void meet_panel(const Job<F>& job, long first, long rows, long panel, typename F
       else
         product_of_rows<F, false>((int)count, x, job.x_row, w, STEP_OF<F>, some, c, 32, ahead);
       ahead.from += lines * LINE * some;
-      if (k + some == steps) finish_rows<KIND>(job, first + a, (int)count, panel, c);
+      if (k + some == steps) Finish<KIND, F>(job, panel).rows(first + a, count, c);
     }
   }
 }

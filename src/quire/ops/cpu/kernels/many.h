@@ -30,46 +30,56 @@ void gather(Job<F>& job, long first, long rows, const Groups& groups, long k, lo
   if (job.raw) job.x_scale = scales;
 }
 
-// What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished.
+// What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished, a few at a
+// time and not in the first step: their sums are still on the way to memory then, and everything would wait for them.
 template <Kind KIND, class F>
 struct BesideBlock {
   using Sum = typename F::Sum;
   const Job<F>& job;
-  long lines, each;             // of weights, and rows, for a step
+  long lines, each;             // of weights for a step, and rows for a part of one
   bool streams;                 // lines of y go to memory past the caches
   bf16* halves;                 // where a gated panel, half a line of y, waits for its neighbour then; its row 0 is `first`
   long first;
   const char* ahead = nullptr;  // weights that come next
   // A block is multiplied, and finished but for its rows from `next` on.
   const Sum* sums = nullptr;
-  long row = 0, rows = 0, panel = 0, next = 0;
+  long row = 0, rows = 0, late = 0, panel = 0, next = 0, wait = 0;
 
-  void begin(const Sum* of_block, long first, long count, long at_panel) {
-    sums = of_block, row = first, rows = count, panel = at_panel, next = 0;
+  void begin(const Sum* of_block, long first, long count, int tiles, long at_panel) {
+    sums = of_block, row = first, rows = count, late = tiles * TILE_SUMS, panel = at_panel, next = 0, wait = 1;
   }
   void step() {
     for (long i = 0; i < lines; i++) fetch(ahead + i * LINE);
     ahead += lines * LINE;
-    finish_to(std::min(rows, next + each));
+    wait--;
+  }
+  void part() {
+    if (wait < 0) finish_to(std::min(rows, next + each));
   }
   void finish_to(long end) {
-    for (; next < end; next++) {
-      const Sum *early = sums + next / 16 * 2 * TILE_SUMS + next % 16 * 16, *later = early + TILE_SUMS;
-      if (streams)
-        finish_streamed(row + next, early, later);
-      else
-        finish<KIND>(job, row + next, panel, early, later);
-    }
-  }
-  void finish_streamed(long r, const Sum* early, const Sum* later) {
-    Floats left, right;
-    values<KIND>(job, r, panel, early, later, left, right);
-    if (KIND == PLAIN)
-      stream(job.y + r * job.y_row + panel * 32, left, right);
-    else if (panel % 2 == 0)
-      store(halves + (r - first) * 16, left);
+    const long count = end - next;
+    if (count <= 0) return;
+    const Finish<KIND, F> finish(job, panel);
+    const Sum* from = sums + next * 16;
+    if (streams)
+      finish_streamed(finish, row + next, count, from);
     else
-      stream(job.y + r * job.y_row + panel / 2 * 32, widen(halves + (r - first) * 16), left);
+      finish.rows(row + next, count, from, from + late, 16);
+    next = end;
+  }
+  void finish_streamed(const Finish<KIND, F>& finish, long r, long count, const Sum* from) {
+    const long second = KIND == GATED ? panel % 2 : 0, beyond = late;
+    bf16 *half = halves + (r - first) * 16, *y = finish.y + r * finish.y_row - second * 16;
+    for (const long end = r + count; r < end; r++, from += 16, half += 16, y += finish.y_row) {
+      Floats left, right;
+      finish.values(r, from, from + beyond, left, right);
+      if (KIND == PLAIN)
+        stream(y, left, right);
+      else if (second)
+        stream(y, half, left);
+      else
+        store(half, left);
+    }
   }
 };
 
@@ -131,7 +141,7 @@ void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long r
   static thread_local Scratch<bf16> keep_halves;
   alignas(64) Sum sums[2][MOST_TILES * 2 * TILE_SUMS];
   const Groups groups(rows);
-  const long steps = job.steps(), each = parts_of(MOST_TILES * 16, cut.steps);
+  const long steps = job.steps(), each = parts_of(MOST_TILES * 16, std::max(1L, cut.steps - 1) * PARTS);
   const bool whole = cut.steps == steps;
   char* x = keep_x.at_least(groups.tiles * 16 * cut.steps * 64);
   Sum* kept = whole ? nullptr : keep_sums.at_least(cut.panels * groups.tiles * 2 * TILE_SUMS);
@@ -151,7 +161,7 @@ void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long r
       multiply(x + tile * 16 * deep * 64, w, deep, from, to, beside);
       beside.finish_to(beside.rows);
       if (!last) continue;
-      beside.begin(to, first + tile * 16, std::min(groups.size(g) * 16L, rows - tile * 16), panel);
+      beside.begin(to, first + tile * 16, std::min(groups.size(g) * 16L, rows - tile * 16), groups.size(g), panel);
       turn ^= 1;
     }
   };

@@ -4,7 +4,7 @@
 // of A lie side by side. Two formats, with sums of 4 bytes each:
 //
 //   Bf16   a step is 32 values of k, a word 2 of them; float sums
-//   Int8   a step is 64 values of k, a word 4 of them; A unsigned, B signed; exact integer sums
+//   Int8   a step is 64 values of k, a word 4 of them; A unsigned around ZERO_BYTE, B signed; exact integer sums
 //
 // All builds read the same packing. ROWS is how many rows of A are taken at once:
 //
@@ -22,6 +22,11 @@ namespace quire {
 
 constexpr long STEP_BYTES = 2048;  // of B
 constexpr long HALF_BYTES = 1024;  // of one tile of 16 columns
+#ifdef QUIRE_AMX
+constexpr int ZERO_BYTE = 0;  // A is signed then
+#else
+constexpr int ZERO_BYTE = 128;
+#endif
 
 struct Bf16 {
   using Value = bf16;    // of A
@@ -82,8 +87,8 @@ inline void multiply_upper() {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
   } else {
-    _tile_dpbusd(0, 4, 6);
-    _tile_dpbusd(1, 4, 7);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
   }
 }
 template <class F>
@@ -92,8 +97,8 @@ inline void multiply_lower() {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   } else {
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
   }
 }
 

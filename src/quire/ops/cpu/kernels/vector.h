@@ -379,10 +379,19 @@ inline void store(bf16* p, Floats left, Floats right) {
 
 // The same of a line that is neither to be read into the cache first nor to stay there.
 inline void stream(bf16* p, const Floats& left, const Floats& right) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow(left)), narrow(right), 1));
+#if defined(__AVX512BF16__)
+  _mm512_stream_si512((__m512i*)p, (__m512i)_mm512_cvtne2ps_pbh(right, left));
 #else
   store(p, left, right);
+#endif
+}
+inline void stream(bf16* p, const bf16* left, const Floats& right) {  // the left half is bf16 already
+#if defined(__AVX512F__)
+  const __m256i half = _mm256_load_si256((const __m256i*)left);
+  _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(_mm512_castsi256_si512(half), narrow(right), 1));
+#else
+  memcpy(p, left, 32);
+  store(p + 16, right);
 #endif
 }
 
