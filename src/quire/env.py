@@ -47,6 +47,11 @@ VARIABLES: dict[str, Variable] = {
         # Limits and switches of the server and the engine
         Variable("MAX_N_SEQUENCES", int, 128, "The largest n of a request."),
         Variable("MAX_STOP_STRINGS", int, 16, "The most stop strings of a request."),
+        Variable("MAX_COMPLETION_PROMPTS", int, 1024, "The most prompts of a request to /v1/completions."),
+        Variable("MAX_LIST_ENTRIES", int, 128, "The most stop_token_ids, bad_words (and what they are in tokens) and logprob_token_ids of a request."),
+        Variable("MAX_LOGIT_BIASES", int, 65536, "The most entries of a request's logit_bias."),
+        Variable("MAX_TOOLS", int, 1024, "The most tools of a request."),
+        Variable("MAX_SCHEMA_NESTING", int, 64, "How deep a JSON schema may be nested."),
         Variable("SERVER_DEV_MODE", bool, False, "1: development routes such as /reset_prefix_cache exist."),
         Variable("ALLOW_RUNTIME_LORA_UPDATING", bool, False, "1: adapters may be loaded over HTTP (comes with LoRA)."),
         Variable("ALLOW_LONG_MAX_MODEL_LEN", bool, False, "1: max_model_len may exceed what the model was trained for."),

@@ -214,3 +214,22 @@ def test_an_answer_has_the_name_that_its_client_chose():
         told = answer.headers["x-request-id"]
         assert answer.json()["id"] == (made or f"cmpl-{told}")
         assert told == header.get("X-Request-Id", told)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("MAX_COMPLETION_PROMPTS", {"prompt": ["a"] * 3}),
+        ("MAX_LIST_ENTRIES", {"prompt": "a", "stop_token_ids": [1, 2, 3]}),
+        ("MAX_LOGIT_BIASES", {"prompt": "a", "logit_bias": {"1": 1, "2": 1, "3": 1}}),
+        ("MAX_STOP_STRINGS", {"prompt": "a", "stop": ["x", "y", "z"]}),
+        ("MAX_N_SEQUENCES", {"prompt": "a", "n": 3, "temperature": 1}),
+    ],
+)
+def test_each_limit_is_a_setting(
+    name: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+):
+    for limit, status in (("2", 400), ("3", 200)):
+        monkeypatch.setenv(f"QUIRE_{name}", limit)
+        answer = ask(ScriptedEngine("x"), "POST", "/v1/completions", body)
+        assert answer.status_code == status, answer.text

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire import env
 from quire.config.structured import Wishes
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check import checked
@@ -27,7 +28,6 @@ from quire.protocol import values as read
 from quire.protocol.params import SamplingParams, StructuredOutputsParams, truncation
 from quire.protocol.request import EngineRequest
 
-MAX_BAD_WORDS = 128  # token sequences, so each step's look-up stays bounded
 WIDEST = (
     4  # how many times longer than its tokens' spellings a text may be before it is read at all
 )
@@ -306,9 +306,9 @@ class Inputs:
                 ids = self.tokenizer.encode(text, add_special_tokens=False)
                 if ids and ids not in found:
                     found.append(ids)
-        if len(found) > MAX_BAD_WORDS:
+        if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # each step looks them up
             raise ValidationError(
-                f"bad_words makes {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed:"
+                f"bad_words makes {len(found)} token sequences; at most {most} are allowed:"
                 " give fewer words",
                 parameter="bad_words", value=len(found),
             )  # fmt: skip

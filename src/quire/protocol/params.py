@@ -25,7 +25,6 @@ log = get_logger(__name__)
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01  # below it, logits / temperature overflows to what greedy gives anyway
-MAX_TOKEN_IDS = 128  # of logprob_token_ids
 
 
 class RequestOutputKind(IntEnum):
@@ -243,9 +242,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     def _read_vocabulary(self) -> None:
         if self.logprob_token_ids is not None:
             self.logprob_token_ids = read.token_ids("logprob_token_ids", self.logprob_token_ids)
-            if len(self.logprob_token_ids) > MAX_TOKEN_IDS:
+            if len(self.logprob_token_ids) > (most := env.get("MAX_LIST_ENTRIES")):
                 raise ValidationError(
-                    f"logprob_token_ids may have at most {MAX_TOKEN_IDS} entries, not {len(self.logprob_token_ids)}",
+                    f"logprob_token_ids may have at most {most} entries, not {len(self.logprob_token_ids)}",
                     parameter="logprob_token_ids", value=len(self.logprob_token_ids),
                 )  # fmt: skip
         if self.allowed_token_ids is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from quire import env
 from quire.server.engine import Prompt, TextEngine
 from quire.server.errors import invalid
-from quire.server.sampling import MAX_PROMPTS
 from quire.server.schemas import CompletionRequest, Sampling
 
 LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
@@ -64,10 +64,8 @@ async def completion_prompts(request: CompletionRequest, engine: TextEngine) -> 
         many = [given]
     else:
         many = given
-    if len(many) > MAX_PROMPTS:
-        raise invalid(
-            f"`prompt` has {len(many)} prompts; at most {MAX_PROMPTS} are taken", "prompt"
-        )
+    if len(many) > 1 and len(many) > (most := env.get("MAX_COMPLETION_PROMPTS")):
+        raise invalid(f"`prompt` has {len(many)} prompts; at most {most} are taken", "prompt")
     return [await one_prompt(prompt, request, engine) for prompt in many]
 
 

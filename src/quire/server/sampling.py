@@ -14,11 +14,15 @@ from quire.server.constraints import constraint
 from quire.server.errors import ApiError, invalid
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 
-MAX_PROMPTS = 1024
-MAX_BAD_WORDS = 128
-MAX_LABELS = 128  # logprob_token_ids
 MAX_SALT = 128  # characters
 MAX_ID = 256
+LISTS = {
+    "stop_token_ids": "MAX_LIST_ENTRIES",
+    "bad_words": "MAX_LIST_ENTRIES",
+    "logprob_token_ids": "MAX_LIST_ENTRIES",
+    "logit_bias": "MAX_LOGIT_BIASES",
+}
+"""Field -> the variable that says how long it may be. allowed_token_ids have the body's limit, and the vocabulary's."""
 DELTA, FINAL_ONLY = 1, 2
 DRAWING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -64,14 +68,8 @@ def check(request: Sampling) -> None:
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
     if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
         raise invalid(f"`stop` has {stops} strings; at most {most} are taken", "stop")
-    for name, most in (
-        ("stop_token_ids", MAX_LABELS),
-        ("bad_words", MAX_BAD_WORDS),
-        ("logprob_token_ids", MAX_LABELS),
-        ("logit_bias", 1 << 16),
-        ("allowed_token_ids", 1 << 20),
-    ):
-        if len(getattr(request, name) or ()) > most:
+    for name, limit in LISTS.items():
+        if (given := getattr(request, name)) and len(given) > (most := env.get(limit)):
             raise invalid(f"`{name}` is too long: at most {most} entries are taken", name)
     if request.stream and request.prompt_logprobs:
         raise invalid("`prompt_logprobs` is not available with `stream: true`", "prompt_logprobs")

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire import env
 from quire.frontend.parsers.schema import function
 from quire.server.errors import invalid
 from quire.server.schemas import ChatRequest
 
-MOST_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 
 
@@ -72,8 +72,8 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         return []
     if not tools:
         raise invalid("`tools` is empty; leave it out", "tools")
-    if len(tools) > MOST_TOOLS:
-        raise invalid(f"`tools` has {len(tools)} entries; at most {MOST_TOOLS} are taken", "tools")
+    if len(tools) > (most := env.get("MAX_TOOLS")):
+        raise invalid(f"`tools` has {len(tools)} entries; at most {most} are taken", "tools")
     seen = set()
     for at, tool in enumerate(tools):
         where = f"tools[{at}]"

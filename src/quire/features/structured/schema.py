@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire import env
 from quire.features.structured.patterns import rewritten
 from quire.features.structured.refusal import Refused
 from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
-MAX_NESTING = 64
 MAX_PROPERTIES = (
     1000  # of one object: compiling takes time by the square of it, half a second for these
 )
@@ -48,8 +48,8 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise Refused("a schema must be a JSON object")
-    if depth(schema) > MAX_NESTING:
-        raise Refused(f"it is nested more than {MAX_NESTING} deep")
+    if depth(schema) > (most := most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
     made = _Strict(constraint.disable_additional_properties).copy(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if constraint.disable_any_whitespace:
@@ -63,10 +63,15 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     return text
 
 
+def most_nested() -> int:
+    """How deep a schema may be nested."""
+    return int(env.get("MAX_SCHEMA_NESTING"))
+
+
 def depth(value: Any) -> int:
     """How deep objects and lists stand in one another; counted no further than needed."""
-    level, reached = [value], 0
-    while level and reached <= 2 * MAX_NESTING:
+    level, reached, most = [value], 0, 2 * most_nested()
+    while level and reached <= most:
         reached += 1
         inner: list[Any] = []
         for one in level:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.features.structured.refusal import Refused
-from quire.features.structured.schema import MAX_NESTING, depth
+from quire.features.structured.schema import depth, most_nested
 from quire.protocol.constraint import StructuredOutputsParams
 
 MAX_BYTES = (
@@ -95,8 +95,8 @@ def schema_of(constraint: StructuredOutputsParams) -> Any:
         schema = json.loads(str(constraint.json))
     except (ValueError, RecursionError) as error:
         raise Refused(f"it is no JSON: {error}") from error
-    if depth(schema) > MAX_NESTING:
-        raise Refused(f"it is nested more than {MAX_NESTING} deep")
+    if depth(schema) > (most := most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
     return _closed(schema) if constraint.disable_additional_properties else schema
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.features.structured.refusal import Refused
-from quire.features.structured.schema import MAX_BYTES, MAX_NESTING, depth, read_schema
+from quire.features.structured.schema import MAX_BYTES, depth, most_nested, read_schema
 from quire.protocol.constraint import StructuredOutputsParams
 
 ANY = r"(.|\n)*"
@@ -46,8 +46,8 @@ def tags_to_grammar(
             raise Refused(f"it is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise Refused("it must be a JSON object")
-    if depth(given) > 2 * MAX_NESTING:
-        raise Refused(f"it is nested more than {2 * MAX_NESTING} deep")
+    if depth(given) > (most := 2 * most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
     writer = _Writer(constraint, specials)
     if "format" in given:
         root = writer.part(given["format"], last=True)
