@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.nn.modules import module as modules
@@ -33,6 +34,7 @@ class Watched:
 
     def __init__(self, worker: Worker):
         self.worker, self.ways = worker, (worker.source, worker.at_once)
+        self.watched = False
         self._begin()
         functions = worker.functions
         self.rpc, self.put_away = functions["collective_rpc"], functions["put_away"]
@@ -43,10 +45,15 @@ class Watched:
         )
 
     def _begin(self) -> None:
-        self.model = self.worker.model
-        self.ours = found(self.model)
+        """With a model that the worker has now. It is not kept from going."""
+        worker = self.worker
+        self.known = ref(worker.model)
+        self.ours = found(worker.model)
         self.fused = 0  # layers that were, before the model was watched
-        self.watched = False
+        if self.watched:
+            self.watched = False
+            worker.source, worker.at_once = self.ways
+            worker.place(worker.model)
 
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -56,54 +63,54 @@ class Watched:
         Raises:
             Unsupported: a hook on a module that is not called by itself; it is taken away.
         """
-        if self.worker.model is not self.model:
+        model = self.worker.model
+        if model is not self.known():
             self._begin()
-        before = found(self.model)
+        before = found(model)
         try:
             return self.rpc(method, args, kwargs)
         finally:
-            self._look(before)
+            self._look(model, before)
 
     def sleep(self, level: int) -> None:
         """As the worker's `put_away`."""
-        if self.watched and level > 1 and self.worker.model is self.model:
+        if self.watched and level > 1 and self.worker.model is self.known():
             raise QuireError(
                 "hooks on the model's modules would be lost with its weights: remove them, or sleep at level 1"
             )
         self.put_away(level)
 
-    def _look(self, before: Found) -> None:
-        now = found(self.model)
+    def _look(self, model: Any, before: Found) -> None:
+        now = found(model)
         dead = {
             place: keys - before.get(place, set())
             for place, keys in now.items()
-            if not is_called(self.model.get_submodule(place[0]))
+            if not is_called(model.get_submodule(place[0]))
         }
         for (name, table), keys in dead.items():
-            kept = self.model.get_submodule(name).__dict__
+            kept = model.get_submodule(name).__dict__
             for key in keys:
                 (kept if table == FORWARD else kept[table]).pop(key)
-        now = found(self.model)
-        self._run_modules(now != self.ours)
+        self._run_modules(model, found(model) != self.ours)
         if names := sorted(name for (name, _), keys in dead.items() if keys):
             raise Unsupported(
                 f"a hook on {', '.join(names)} (it would not be called: larger calls compute it)",
                 "hang it on a layer, its self_attn or its mlp, or on the model",
             )
 
-    def _run_modules(self, watched: bool) -> None:
+    def _run_modules(self, model: Any, watched: bool) -> None:
         """Whether each step calls each module."""
         if watched is self.watched:
             return
         self.watched, worker = watched, self.worker
         if watched:
-            self.fused = part_model(self.model)
-            worker.source, worker.at_once = TokenSource(self.model), None
+            self.fused = part_model(model)
+            worker.source, worker.at_once = TokenSource(model), None
         else:
             if self.fused:
-                fuse_model(self.model)
+                fuse_model(model)
             worker.source, worker.at_once = self.ways
-        worker.place(self.model)
+        worker.place(model)
 
 
 def is_called(module: nn.Module) -> bool:
