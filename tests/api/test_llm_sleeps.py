@@ -59,6 +59,20 @@ def test_sleep_waits_for_other_threads_and_they_for_nobody(llm: LLM):
     assert "call wake_up() first" in told[-1]
 
 
+def test_the_cache_alone_is_given_back(llm: LLM):
+    (before,) = llm.generate(["a"], GREEDY, use_tqdm=False)
+    with pytest.raises(QuireError, match="paused first"):
+        llm.release_kv_cache_memory()
+    ids = llm.enqueue(["a"], GREEDY)
+    llm.sleep(level=0, mode="keep")
+    llm.release_kv_cache_memory()
+    assert llm.is_sleeping()
+    assert llm.wake_up(["kv_cache"]) is True
+    (after,) = llm.wait_for_completion(ids, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert after.num_cached_tokens == 0
+
+
 def test_sleeping_with_what_is_not_there(llm: LLM):
     for call in (lambda: llm.sleep(3), lambda: llm.sleep(mode="odd"), lambda: llm.wake_up(["odd"])):
         with pytest.raises(ValidationError):

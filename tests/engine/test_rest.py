@@ -255,9 +255,10 @@ def test_who_waits_is_told_that_it_was_taken_back(
 
 @pytest.mark.parametrize("level", [-1, 0, 1, 2])
 @pytest.mark.parametrize("back", [None, ["weights"], ["kv_cache", "scheduling"]])
+@pytest.mark.parametrize("released", [True, False])
 @pytest.mark.parametrize("paused", [True, False])
 def test_the_next_process_rests_as_deep(
-    tmp_path: Path, level: int, back: list[str] | None, paused: bool
+    tmp_path: Path, level: int, back: list[str] | None, paused: bool, released: bool
 ) -> None:
     def process() -> Engine:
         made = Engine()
@@ -274,6 +275,8 @@ def test_the_next_process_rests_as_deep(
         before.call("sleep", level)
         if back is not None:
             before.call("wake_up", back)
+    if released:
+        before.call("release_kv_cache")  # or it is told why not
     after = process()
     for name in ("is_paused", "is_sleeping", "asked"):
         assert after.call(name) == before.call(name), name
@@ -311,6 +314,37 @@ def test_what_workers_are_told(engine: Engine) -> None:
         ("put_away", 1), ("put_away", 2), ("put_away", 1),
         ("bring_back", ["kv_cache"]), ("bring_back", ["weights"]),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rests", [("pause",), ("sleep", 0)])
+def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]) -> None:
+    told: list[tuple[object, ...]] = []
+    engine.device.call = lambda *words: told.append(words) or [None]  # type: ignore[method-assign]
+    assert "paused first" in str(engine.call("release_kv_cache"))
+    engine.call("hold", "keep")
+    assert "paused first" in str(engine.call("release_kv_cache"))  # somebody still waits
+    engine.call(*rests)
+    if rests == ("sleep", 0):
+        engine.call("let_go")
+    assert engine.call("release_kv_cache") is None
+    assert not engine.core.scheduler.running
+    assert "wake_up" in str(engine.call("release_kv_cache"))
+    engine.device.memory = [None] * len(engine.device.memory)
+    assert engine.call("is_sleeping") is True
+    assert engine.core.state == "awake"  # the weights are where they were
+    assert engine.call("wake_up", ["weights", "scheduling"]) == ["kv_cache"]
+    assert engine.call("wake_up", ["kv_cache"]) == []
+    assert engine.call("is_sleeping") is False
+    assert engine.call("is_paused") is (rests == ("pause",))
+    assert told == [("put_away", 0), ("bring_back", ["kv_cache"])]
+    engine.call("resume")
+    engine.run()
+    assert engine.is_right("a", "bb", "ccc")
+
+
+def test_who_releases_the_cache_of_an_engine_at_work_is_told(engine: Engine) -> None:
+    with pytest.raises(Conflict, match="paused first"):
+        asyncio.run(held.release(asked_of(engine)))
 
 
 def test_some_are_ended_by_id(engine: Engine) -> None:

@@ -187,6 +187,7 @@ ADMIN = {
     "sleep": Case("/sleep", method="POST", dev=True),
     "sleep-level": Case("/sleep?level=3", method="POST", dev=True),
     "sleep-mode": Case("/sleep?level=2&mode=odd", method="POST", dev=True),
+    "release": Case("/release_kv_cache_memory", method="POST", dev=True),
     "wake-up": Case("/wake_up", method="POST", dev=True),
     "wake-up-part": Case("/wake_up?tags=weights", method="POST", dev=True),
     "wake-up-odd": Case("/wake_up?tags=odd", method="POST", dev=True),

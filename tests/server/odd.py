@@ -51,7 +51,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", {"prompt": "hi", "max_tokens": 4}),
     ("/invocations", {"messages": HI, "max_tokens": 4}),
 ]  # fmt: skip
-DEV = ("/reset_prefix_cache", "/collective_rpc", "/abort_requests", "/sleep", "/wake_up", "/server_info", "/is_sleeping", "/is_paused", "/pause", "/resume")  # fmt: skip
+DEV = ("/reset_prefix_cache", "/collective_rpc", "/abort_requests", "/sleep", "/release_kv_cache_memory", "/wake_up", "/server_info", "/is_sleeping", "/is_paused", "/pause", "/resume")  # fmt: skip
 OTHERS = ("/", "/health", "/health/ready", "/ping", "/version", "/load", "/metrics", "/v1/models", "/v1/models/toy", "/openapi.json",
           "/docs", "/ui/state", "/ui/words", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/nowhere", "//", "/v1/models/%00",
           "/v1/models/..%2f..%2fetc", "/v1/chat/completions/", "/%F0%9F%99%82", "/v1//models", *DEV)  # fmt: skip

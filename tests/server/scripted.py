@@ -199,6 +199,8 @@ class ScriptedEngine:
             case "sleep" | "wake_up":
                 self.asleep = name == "sleep"
                 return self.asleep or (["kv_cache"] if args == (["weights"],) else [])
+            case "release_kv_cache":
+                return None
             case "is_sleeping":
                 return self.asleep
         return True

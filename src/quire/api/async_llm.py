@@ -322,6 +322,10 @@ class AsyncLLM(Later):
         """As `LLM.sleep`; requests that come meanwhile wait."""
         await held.sleep(self.call, level, mode)
 
+    async def release_kv_cache_memory(self) -> None:
+        """As `LLM.release_kv_cache_memory`; a pause does as well as a sleep."""
+        await held.release(self.call)
+
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`."""
         return not await self.call("wake_up", list(rest.checked_tags(tags)))

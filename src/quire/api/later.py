@@ -12,7 +12,6 @@ LORA = "serve a checkpoint with the adapter merged into it"
 
 LATER: dict[str, tuple[str, str]] = {
     **{name: ("pooling", POOLING) for name in ("encode", "embed", "classify", "score", "reward")},
-    "release_kv_cache_memory": ("giving back the KV cache alone", "use sleep(level=1): on a CPU it is the same"),
     **{name: ("media input", "send text") for name in ("reset_mm_cache", "reset_encoder_cache")},
     **{
         name: ("profiling", "run the program under py-spy or torch.profiler")

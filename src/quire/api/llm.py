@@ -382,6 +382,14 @@ class LLM(Later):
             self._asleep = bool(call("is_sleeping"))
             raise
 
+    def release_kv_cache_memory(self) -> None:
+        """Give back the KV cache alone, after `sleep(level=0)` and until `wake_up(["kv_cache"])`.
+
+        Raises:
+            Conflict: the engine is at work, or has given memory back already.
+        """
+        held.check_released(self.client.call("release_kv_cache"))
+
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.
 

@@ -19,7 +19,7 @@ from quire.logging import get_logger
 log = get_logger(__name__)
 
 FILE = "asked"
-CHANGE = ("pause", "resume", "sleep", "wake_up")
+CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up")
 
 Functions = dict[str, Callable[..., Any]]
 

@@ -43,6 +43,15 @@ async def sleep(call: Ask, level: int, mode: str) -> None:
         check_stands(await call("sleep", level, holder))
 
 
+async def release(call: Ask) -> None:
+    """Give back the KV cache alone.
+
+    Raises:
+        Conflict: the engine is at work, or has given memory back already.
+    """
+    check_released(await call("release_kv_cache"))
+
+
 @asynccontextmanager
 async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
     """Hold requests back; inside, nobody is left who may go on."""
@@ -86,3 +95,9 @@ def check_stands(held: bool) -> None:
         raise Conflict(
             "somebody let the engine go on, or it was started again, before all that ran had ended: ask again"
         )
+
+
+def check_released(why_not: str | None) -> None:
+    """Raises Conflict."""
+    if why_not is not None:
+        raise Conflict(why_not)

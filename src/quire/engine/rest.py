@@ -131,10 +131,7 @@ class Rest:
         try:
             core.settle()
             if level:
-                core.scheduler.set_back_all()
-                if not core.scheduler.kv.reset():
-                    raise RuntimeError("blocks are in use though nobody runs")
-                core.executor.call("put_away", level)
+                self._put_away(level)
         except Exception:
             self.let_go(holder)  # nobody would think of waking it up
             raise
@@ -142,6 +139,27 @@ class Rest:
         self.away |= set(PARTS) if level else {"scheduling"}
         self._be(max(self.level, level))
         return True
+
+    def release_kv_cache(self) -> str | None:
+        """Give back the KV cache alone, until `wake_up`; or why it is not done."""
+        if not self.standing:
+            return "the KV cache is given back by an engine that rests: it must be paused first, or sleep at level 0"
+        if gone := sorted(self.away & set(PARTS)):
+            return f"the engine has given memory back already ({', '.join(gone)}): wake_up takes it again"
+        self.core.settle()
+        self._put_away(0)
+        self.standing.add(SLEEP)
+        self._set_gate()
+        self.away = {"kv_cache"}
+        self._be(0)
+        return None
+
+    def _put_away(self, level: int) -> None:
+        scheduler = self.core.scheduler
+        scheduler.set_back_all()
+        if not scheduler.kv.reset():
+            raise RuntimeError("blocks are in use though nobody runs")
+        self.core.executor.call("put_away", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
         """Take parts back, or all; what is still away. With the last of them work goes on."""
@@ -169,6 +187,8 @@ class Rest:
             self._set_gate()
         if told["level"] >= 0:
             self.sleep(told["level"])
+            if told["level"] == 0 and "kv_cache" in told["away"]:
+                self.release_kv_cache()
             if back := self.away - set(told["away"]):
                 self.wake_up(sorted(back))
 
@@ -184,7 +204,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     rest = Rest(core)
     named = (
         rest.hold, rest.left, rest.let_go, rest.pause, rest.resume, rest.is_paused,
-        rest.sleep, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
+        rest.sleep, rest.release_kv_cache, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
     )  # fmt: skip
     return {f.__name__: f for f in named}
 

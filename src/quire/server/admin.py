@@ -102,6 +102,12 @@ async def sleep(request: Request) -> Response:
     return json_response({"status": "sleeping", "level": level})
 
 
+async def release_kv_cache_memory(request: Request) -> Response:
+    """Give back the KV cache alone, of an engine that is paused or sleeps at level 0; until `/wake_up`."""
+    await held.release(state_of(request).serving().call)
+    return json_response({"status": "kv_cache_released"})
+
+
 async def wake_up(request: Request) -> Response:
     """Take memory back: all of it, or what `tags` say. Generations go on when all is back."""
     engine = state_of(request).serving()

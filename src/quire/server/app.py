@@ -69,6 +69,7 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/collective_rpc", admin.collective_rpc),
     ("POST", "/abort_requests", admin.abort_requests),
     ("POST", "/sleep", admin.sleep),
+    ("POST", "/release_kv_cache_memory", admin.release_kv_cache_memory),
     ("POST", "/wake_up", admin.wake_up),
     ("GET", "/is_sleeping", admin.is_sleeping),
     ("POST", "/pause", admin.pause),

@@ -61,7 +61,10 @@ class Rest:
         worker.functions.update(put_away=self.put_away, bring_back=self.bring_back)
 
     def put_away(self, level: int) -> None:
-        """Give back what the cache holds; at level 2 the weights too. No step is under way."""
+        """Give back what the cache holds; at level 2 the weights too. No step is under way.
+
+        At level 0 weights are left where they are.
+        """
         worker = self.worker
         if worker.forget is not None:
             worker.forget(list(range(worker.rows.max_rows)))
@@ -69,14 +72,15 @@ class Rest:
         for parts in self.storages:
             for part in parts:
                 give_back(part)
-        dropped = level > 1 or isinstance(worker.model, Absent) or not worker.model.movable
+        fixed = isinstance(worker.model, Absent) or not worker.model.movable
+        dropped = level > 1 or (level == 1 and fixed)
         if dropped or not self.in_place:
             self._drop_cache()
         if dropped:
             worker.place(ABSENT)
-        elif not self.in_place:
+        elif level and not self.in_place:
             self._move(torch.device("cpu"))
-        self.away |= {"weights", "kv_cache"}
+        self.away |= {"weights", "kv_cache"} if level else {"kv_cache"}
         collect()
         log.info("asleep: the KV cache is given back%s", ", and the weights" if dropped else "")
 
