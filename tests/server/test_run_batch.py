@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from scripted import ScriptedEngine, make_state
 
@@ -89,6 +90,21 @@ def test_flags(capsys: pytest.CaptureFixture[str]):
         run_batch.read(["-i", "a"])
     assert end.value.code == 2
     assert "--output-file is needed" in capsys.readouterr().err
+
+
+def test_metrics_can_be_read_meanwhile():
+    state = make_state(ScriptedEngine("ok"), port=0, host="127.0.0.1")
+
+    async def go() -> tuple[str, int]:
+        async with run_batch.telling(state) as where, httpx.AsyncClient() as client:
+            other = await client.get(where.replace("/metrics", "/health"))
+            return (await client.get(where)).text, other.status_code
+
+    text, other = asyncio.run(go())
+    assert "vllm:num_requests_running" in text
+    assert other == 404
+    job = run_batch.read(["-i", "a", "-o", "b", "--enable-metrics", "--url", "h", "--port", "7"])
+    assert (job.metrics, job.config.server.host, job.config.server.port) == (True, "h", 7)
 
 
 def test_no_such_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,17 +17,22 @@ import tempfile
 import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.config import compat, flags
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
-from quire.logging import configure
+from quire.logging import configure, get_logger
+
+if TYPE_CHECKING:
+    from quire.server.state import ServerState
+
+log = get_logger(__name__)
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 AHEAD = 512  # requests under way at once: enough to fill any batch
@@ -38,6 +43,7 @@ Answers every line of IN, an OpenAI batch file, and writes the answers to OUT in
 -i, --input-file IN     a file, or an http(s) address
 -o, --output-file OUT   a file, or an http(s) address that takes PUT
 --output-tmp-dir DIR    where answers are collected when OUT is an address
+--enable-metrics        /metrics over HTTP meanwhile, at --host and --port
 Every flag of the engine works too: see quire serve --help.
 """
 
@@ -50,6 +56,7 @@ class Job:
     source: str
     target: str
     folder: str | None = None
+    metrics: bool = False
 
 
 def read(argv: Sequence[str]) -> Job:
@@ -61,13 +68,15 @@ def read(argv: Sequence[str]) -> Job:
     parser.add_argument("-i", "--input-file", dest="input_file")
     parser.add_argument("-o", "--output-file", dest="output_file")
     parser.add_argument("--output-tmp-dir", dest="output_tmp_dir")
-    parser.add_argument(
-        "--enable-metrics", action="store_true"
-    )  # the old command's; nothing listens here
+    parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument("--url")  # older than --host
     try:
         given = flags.keywords(argv, parser)
         own = {name: given.pop(name, None) for name in ("input_file", "output_file", "output_tmp_dir")}  # fmt: skip
-        given.pop("enable_metrics", None)
+        metrics = bool(given.pop("enable_metrics", False))
+        if (url := given.pop("url", None)) is not None:
+            log.warning("--url is an old name: use host")
+            given.setdefault("host", url)
         for name in ("input_file", "output_file"):
             if not own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} is needed")
@@ -75,7 +84,7 @@ def read(argv: Sequence[str]) -> Job:
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
     config = replace(config, server=replace(config.server, api_key=None))
-    return Job(config, own["input_file"], own["output_file"], own["output_tmp_dir"])
+    return Job(config, own["input_file"], own["output_file"], own["output_tmp_dir"], metrics)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     configure("batch", job.config.observe.log_level)
     try:
         with opened(job.source) as lines, written(job) as out:
-            count, refused = asyncio.run(run(job.config, lines, out))
+            count, refused = asyncio.run(run(job.config, lines, out, job.metrics))
     except (QuireError, OSError) as why:
         print(f"quire run-batch: error: {why}", file=sys.stderr)
         return 1
@@ -124,27 +133,54 @@ def written(job: Job) -> Iterator[IO[bytes]]:
             Path(file.name).unlink(missing_ok=True)
 
 
-async def run(config: EngineConfig, lines: Iterable[bytes], out: IO[bytes]) -> tuple[int, int]:
-    """Answer all lines: how many there were, how many are errors."""
+async def run(
+    config: EngineConfig, lines: Iterable[bytes], out: IO[bytes], metrics: bool = False
+) -> tuple[int, int]:
+    """Answer all lines: how many there were, how many are errors. `metrics`: /metrics can be read meanwhile."""
     from quire.engine.assemble import make_client
-    from quire.observe.metrics import Metrics
+    from quire.observe.metrics import Metrics, cache_info
     from quire.server.app import build_app
     from quire.server.state import Phase, ServerState
     from quire.server.text_engine import AsyncTextEngine
 
-    client = await asyncio.to_thread(make_client, config, process=True)
-    try:
-        engine = await asyncio.to_thread(AsyncTextEngine.over, client, config)
-        state = ServerState(config, Metrics(config.model.model), engine, Phase.READY)
-        app = build_app(state)
-        count = refused = 0
-        async for answer in answers(app, lines):
-            out.write(msgspec.json.encode(answer) + b"\n")
-            count += 1
-            refused += answer["response"]["status_code"] != 200
-        return count, refused
-    finally:
-        await asyncio.to_thread(client.close)
+    state = ServerState(config, Metrics(config.model.model))
+    async with telling(state) if metrics else nullcontext():
+        client = await asyncio.to_thread(make_client, config, process=True)
+        try:
+            engine = await asyncio.to_thread(AsyncTextEngine.over, client, config)
+            state.engine, state.phase = engine, Phase.READY
+            info = cache_info(config.cache, client.ready, client.resolved)
+            state.metrics.attach(engine.stats, client.ready.max_model_len, info)
+            app = build_app(state)
+            count = refused = 0
+            async for answer in answers(app, lines):
+                out.write(msgspec.json.encode(answer) + b"\n")
+                count += 1
+                refused += answer["response"]["status_code"] != 200
+            return count, refused
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+@asynccontextmanager
+async def telling(state: ServerState) -> AsyncIterator[str]:
+    """/metrics can be read: where.
+
+    Raises:
+        ConfigError: one cannot listen there.
+    """
+    from quire.server.app import metrics_app
+    from quire.server.listen import address, bind, http_server
+
+    server = state.config.server
+    with bind(server) as listener:
+        http = http_server(metrics_app(state), server)
+        serving = asyncio.ensure_future(http.serve(sockets=[listener]))
+        try:
+            yield address(server, listener) + "/metrics"
+        finally:
+            http.should_exit = True
+            await serving
 
 
 async def answers(app: Any, lines: Iterable[bytes]) -> AsyncIterator[dict[str, Any]]:

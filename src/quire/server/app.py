@@ -142,6 +142,13 @@ def http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, what, kind=phrase, headers=headers)
 
 
+def metrics_app(state: ServerState) -> App:
+    """/metrics and nothing else: for a program that answers nobody."""
+    app = App([Route("/metrics", Guarded(health.metrics), methods=["GET"])], [])
+    app.state.quire = state
+    return app
+
+
 def build_app(state: ServerState) -> App:
     """The application for one server's state."""
     server = state.config.server
