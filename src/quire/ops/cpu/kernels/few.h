@@ -3,7 +3,7 @@
 // AMX takes keys as they lie, as the rows of the product, and the queries as its columns: 16 tokens of 128 are then 4 loads of
 // tiles instead of 4 transposes of 16 x 16 words. Exchanging the sides of a product changes no bit of it.
 #pragma once
-#include "attention.h"
+#include "straight.h"
 
 namespace quire {
 
@@ -125,6 +125,7 @@ constexpr int FEW = ROWS;
 inline void begin_few(const Few&, long) {}
 
 inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
+  if (straight(tokens, f.count, [&](auto way) { way.scores(f.q, tokens, t, f.scores + at); })) return;
   const long D = tokens.cache.D;
   pack_32_keys(tokens, t, f.packed, f.scales + at, f.scales + TILE + at);
   product_of_rows<Bf16, false>(f.count, f.q, D, f.packed, STEP, D / 32, f.scores + at, TILE);
@@ -132,6 +133,7 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
 
 inline void values_of_few(const Few& f, const Tokens& tokens, long start, long from, long width,
                           bool fresh, float* sums) {
+  if (straight(tokens, f.count, [&](auto way) { way.values(f.weights, tokens, start, from, width, fresh, sums); })) return;
   const long E = tokens.cache.E;
   if (fresh) memset(sums, 0, f.count * E * sizeof(float));
   for (long t = from; t < width; t += 32) {

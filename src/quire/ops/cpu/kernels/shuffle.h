@@ -6,10 +6,10 @@ namespace quire {
 
 #if defined(__AVX512F__)
 
-// 16 rows of 16 words of 4 bytes, transposed: word j of row i becomes word i of row j.
-inline void transpose_words(const void* from, long step, void* to) {
+// 16 rows of 16 words of 4 bytes, transposed: word j of row i becomes word i of row j, which `take(j, row)` is given.
+template <class Take>
+inline void each_transposed(const void* from, long step, const Take& take) {
   const char* in = (const char*)from;
-  char* out = (char*)to;
   __m512i r[16], t[16];
   for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * step);
   for (int i = 0; i < 8; i++) {
@@ -28,23 +28,30 @@ inline void transpose_words(const void* from, long step, void* to) {
     t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
     t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
   }
-  for (int i = 0; i < 4; i++) {
-    _mm512_storeu_si512(out + i * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + (i + 4) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + (i + 8) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + (i + 12) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
-  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) take(i, (Ints)_mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) take(i + 8, (Ints)_mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+}
+
+inline void transpose_words(const void* from, long step, void* to) {
+  each_transposed(from, step, [&](int i, Ints row) { store((int32_t*)((char*)to + i * 64), row); });
 }
 
 // 32 values of a and of b -> (a0, b0, a1, b1 ... a15, b15) and the same of the later 16. Null: zeros.
-inline void interleave(const bf16* a, const bf16* b, bf16* early, bf16* late) {
+inline void interleave(const bf16* a, const bf16* b, Ints& early, Ints& late) {
   alignas(64) static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                  8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i first = _mm512_load_si512(order), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
   const __m512i x = a ? _mm512_loadu_si512(a) : _mm512_setzero_si512();
   const __m512i y = b ? _mm512_loadu_si512(b) : _mm512_setzero_si512();
-  _mm512_storeu_si512(early, _mm512_permutex2var_epi16(x, first, y));
-  _mm512_storeu_si512(late, _mm512_permutex2var_epi16(x, second, y));
+  early = (Ints)_mm512_permutex2var_epi16(x, first, y);
+  late = (Ints)_mm512_permutex2var_epi16(x, second, y);
+}
+inline void interleave(const bf16* a, const bf16* b, bf16* early, bf16* late) {
+  Ints x, y;
+  interleave(a, b, x, y);
+  store((int32_t*)early, x), store((int32_t*)late, y);
 }
 
 // Lanes i and i + APART, for each i without that bit, become their sum and their difference.
