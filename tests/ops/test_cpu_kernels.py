@@ -370,3 +370,33 @@ def test_intels_bf16_instruction_comes_after_its_fma(
     assert names[0] == first
     assert sorted(names) == sorted(each.name for each in isa.ISAS if each.name != "amx")
     assert names[-2:] == ["avx2", "portable"]
+
+
+WIDE = "fma avx2 avx512f avx512dq avx512bw avx512vl"
+MACHINES = {  # as Linux tells of them, less the words that nobody asks for
+    "Zen 3": ("AuthenticAMD", "fma avx2", "avx2"),
+    "Zen 4": ("AuthenticAMD", f"{WIDE} avx512_bf16 avx512_vnni", "avx512bf16"),
+    "Zen 5": ("AuthenticAMD", f"{WIDE} avx_vnni avx512_bf16 avx512_vnni movdiri", "avx512bf16"),
+    "Skylake": ("GenuineIntel", WIDE, "avx512"),
+    "Ice Lake": ("GenuineIntel", f"{WIDE} avx512_vnni", "avx512vnni"),
+    "Cooper Lake": ("GenuineIntel", f"{WIDE} avx512_vnni avx512_bf16", "avx512vnni"),
+    "Sapphire Rapids": (
+        "GenuineIntel", f"{WIDE} avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8", "amx",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_gets_the_build_that_is_quickest_there(
+    machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vendor, flags, first = MACHINES[machine]
+    told = "".join(
+        f"processor\t: {core}\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\n" for core in (0, 1)
+    )
+    (tmp_path / "cpuinfo").write_text(told)
+    monkeypatch.setattr(isa, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(isa, "words", isa.words.__wrapped__)
+    monkeypatch.setattr(isa, "by_intel", isa.by_intel.__wrapped__)
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    assert isa.usable()[0].name == first

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 X86 = ("x86_64", "amd64")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ ISAS: tuple[Isa, ...] = _isas()
 def words() -> frozenset[str]:
     """What the CPU says that it can do, in the Linux kernel's words; empty where that cannot be read."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPUINFO.read_text().splitlines()
     except OSError:
         return frozenset()
     first = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -67,7 +68,7 @@ def of_this_architecture() -> list[Isa]:
 @functools.cache
 def by_intel() -> bool:
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        return "GenuineIntel" in CPUINFO.read_text()
     except OSError:
         return False
 
