@@ -18,7 +18,7 @@ constexpr long FAR = 16384;  // bytes ahead that weights are fetched: all of the
 struct Job4 {
   const int8_t* x;      // [M, K]
   const Word* words;    // the same as words, [M, K / 4]
-  const float *x_scale, *x_sum;  // [M, groups]
+  const float *x_scale, *x_sum;  // [groups, M]
   const uint8_t* w;
   const float* w_scale;
   const uint8_t* w_zero;
@@ -78,14 +78,12 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
 #pragma GCC unroll 2
         for (int t = 0; t < TILES; t++) sums[m][t] = meet(sums[m][t], parts[t], x[m * step]);
     }
+    const float *x_scale = job.x_scale + g * job.rows + row, *x_sum = job.x_sum + g * job.rows + row;
 #pragma GCC unroll 2
     for (int t = 0; t < TILES; t++) {
       const Outputs outputs(job, panel, g, FIRST + t);
 #pragma GCC unroll 16
-      for (int m = 0; m < N; m++) {
-        const long at = (row + m) * job.groups + g;
-        outputs.add(sums[m][t], job.x_scale[at], job.x_sum[at], total + m * 32 + (FIRST + t) * 16);
-      }
+      for (int m = 0; m < N; m++) outputs.add(sums[m][t], x_scale[m], x_sum[m], total + m * 32 + (FIRST + t) * 16);
     }
   }
 }
@@ -161,7 +159,7 @@ void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
     const auto add = [&](long g) {
       const Outputs left(job, panel, g, 0), right(job, panel, g, 1);
       for (int r = 0; r < rows; r++) {
-        const long at = r * job.groups + g;
+        const long at = g * job.rows + r;
         const int32_t* found = sums[g % 2] + r * 32;
         left.add(load(found), job.x_scale[at], job.x_sum[at], total + r * 32);
         right.add(load(found + 16), job.x_scale[at], job.x_sum[at], total + r * 32 + 16);
@@ -216,9 +214,9 @@ inline void gather(const Job4& job, long first, int deep, int8_t* to) {
 inline void add_tiles(const Job4& job, long row, long panel, long g, const int32_t* sums, float* total) {
   const float* w_scale = job.w_scale + (panel * job.groups + g) * 32;
   const Floats left = load(w_scale), right = load(w_scale + 16);
-  const long rows = std::min<long>(32, job.rows - row), step = job.groups;
-  const float* scale = job.x_scale + row * step + g;
-  for (long r = 0; r < rows; r++, sums += 32, total += 32, scale += step) {
+  const long rows = std::min<long>(32, job.rows - row);
+  const float* scale = job.x_scale + g * job.rows + row;
+  for (long r = 0; r < rows; r++, sums += 32, total += 32, scale++) {
     const Floats x_scale = floats(*scale);
     store(total, fma(to_floats(load(sums)), left * x_scale, load(total)));
     store(total + 16, fma(to_floats(load(sums + 16)), right * x_scale, load(total + 16)));
@@ -329,7 +327,7 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
       from = ordered;
     }
     for (long g = 0; g < groups; g++)
-      group_to_bytes(from + g * group, bytes + r * ins + g * group, group, scales + r * groups + g, sums + r * groups + g);
+      group_to_bytes(from + g * group, bytes + r * ins + g * group, group, scales + g * rows + r, sums + g * rows + r);
     if (WORDS_ARE_BYTES) continue;
     for (long k = 0; k < ins / 4; k++) words[r * (ins / 4) + k] = word_of(bytes + r * ins + k * 4);
   }
