@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from test_serve import bench
 from wire import END, STREAM, chunk, event, model, whole
 
-from quire.bench import serve
+from quire.bench import serve, timeline
+from quire.bench.asking import Done
+from quire.bench.http import HttpFailed
 
 
 def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
@@ -52,6 +55,35 @@ def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
     for words in ("Successful requests:                     6", "P99 ITL (ms):", "Total generated tokens:                  18"):  # fmt: skip
         assert words in printed
     assert "E2EL" not in printed
+
+
+def test_a_timeline_has_a_bar_a_request(tmp_path, capsys):
+    """A bar begins where its request was sent, and is as long as that took; its colours are those of the gaps."""
+    status, _ = bench(
+        model, "--num-prompts", "3", "--random-input-len", "4", "--plot-timeline", "--result-dir", str(tmp_path),
+        "--result-filename", "r.json", "--disable-tqdm",
+    )  # fmt: skip
+    assert status == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.timeline.html"]
+    done = [
+        Done(1, start=10.0, latency=0.1, ttft=0.06, itls=[0.01, 0.02, 0.01]),
+        Done(1, start=10.1, latency=0.4, ttft=0.1, itls=[0.06, 0.04, 0.2]),
+        Done(1, start=10.2, error="<no>"),
+    ]
+    drawn = timeline.page(done, "a & b", (25.0, 50.0))
+    found = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" .*?<title>(\w+):', drawn)
+    assert [(float(x) - timeline.LEFT, float(wide), kind) for x, _, wide, kind in found] == [
+        (0, 120, "first"), (120, 80, "fine"),
+        (200, 200, "first"), (400, 120, "late"), (520, 80, "slow"), (600, 400, "late"),
+        (400, 2, "failed"),
+    ]  # fmt: skip
+    assert len({y for _, y, _, _ in found}) == 3
+    assert "a &amp; b" in drawn
+
+
+def test_a_server_without_a_profiler_is_told_of():
+    with pytest.raises(HttpFailed, match="404 to /start_profile"):
+        bench(model, "--num-prompts", "1", "--profile", "--disable-tqdm")
 
 
 def test_failures_are_counted_and_told(capsys):

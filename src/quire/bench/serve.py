@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import env
-from quire.bench import datasets, figures
+from quire.bench import datasets, figures, timeline
 from quire.bench.asking import KINDS, Done, Kind, Prompt, ask
 from quire.bench.http import HttpFailed, Server
 from quire.bench.load import Arrivals, run
@@ -81,7 +81,11 @@ class Plan:
             if given.num_warmups > 0:
                 await self._warm(server, prompts[0], model)
             if given.profile:
-                await server.ask("POST", "/start_profile")
+                started = await server.ask("POST", "/start_profile")
+                if started.status != 200:
+                    raise HttpFailed(
+                        f"--profile: the server answers {started.status} to /start_profile"
+                    )
             done, seconds = await self._load(server, prompts, model)
             if given.profile:
                 await server.ask("POST", "/stop_profile")
@@ -89,7 +93,7 @@ class Plan:
         print(figures.printout(result, self.told, given.max_concurrency, given.request_rate))
         if wrong := figures.failures(done):
             print(wrong, file=sys.stderr)
-        if given.save_result or given.append_result or given.save_detailed:
+        if given.save_result or given.append_result or given.save_detailed or given.plot_timeline:
             self._save(result, done, prompts, model, tokenizer.name)
         return 0 if result["completed"] else 1
 
@@ -216,6 +220,11 @@ class Plan:
             given.result_dir.mkdir(parents=True, exist_ok=True)
             with path.open("a" if given.append_result else "w", encoding="utf-8") as file:
                 file.write(json.dumps(whole) + "\n")
+            if given.plot_timeline:
+                drawn = path.with_suffix(".timeline.html")
+                title = f"{len(done)} requests to {model}, {now}"
+                page = timeline.page(done, title, given.timeline_itl_thresholds)
+                drawn.write_text(page, encoding="utf-8")
         except OSError as why:
             raise QuireError(f"the result could not be written: {why}") from why
         print(f"kept in {path}")

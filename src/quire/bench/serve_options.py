@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.bench import datasets
 from quire.bench.asking import KINDS
+from quire.bench.timeline import GAPS_MS
 from quire.errors import ConfigError
 
 ABOUT = """Load a running server and say how fast it answers: any that speaks OpenAI's protocol. Status 0; 1 if no request
@@ -163,10 +164,26 @@ def _result_options(group: Any) -> None:
         action="store_true",
         help="add to the file, one object a line, instead of replacing it",
     )
+    add(
+        "--plot-timeline",
+        action="store_true",
+        help="a page with a bar a request, beside the result file",
+    )
+    add(
+        "--timeline-itl-thresholds", type=_two_numbers, default=GAPS_MS, metavar="MS,MS",
+        help="where its colours change",
+    )  # fmt: skip
     add("--result-dir", type=Path, default=Path(), metavar="FOLDER")
     add("--result-filename", metavar="NAME")
     add("--label", metavar="TEXT", help="begins the file's name; unset: the backend")
     add("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="into the file as they are")
+
+
+def _two_numbers(text: str) -> tuple[float, float]:
+    low, high = (float(number) for number in text.split(","))
+    if not 0 < low <= high:
+        raise argparse.ArgumentTypeError(f"{text}: two numbers above 0, the smaller one first")
+    return low, high
 
 
 def _object(text: str) -> dict[str, Any]:
