@@ -52,6 +52,16 @@ def test_help_of_one_section(topic):
     assert text.count("\n  --") == len(names)
 
 
+def test_sections_under_the_names_of_vllm():
+    for name, ours in help.GROUPS.items():
+        assert help.text("quire serve", name.capitalize()) == help.text("quire serve", ours)
+
+
+def test_help_of_a_short_name():
+    assert help.text("quire serve", "-tp").count("\n  --") == 1
+    assert "--tensor-parallel-size, -tp" in help.text("quire serve", "-tp")
+
+
 def test_help_of_one_word():
     text = help.text("quire serve", "--max-num")
     assert "--max-num-seqs" in text

@@ -12,6 +12,12 @@ from quire.config.old_names import OLD
 from quire.config.options import Option, options, section_help
 
 WIDTH = 100
+GROUPS = {
+    "frontend": "server",
+    "observabilityconfig": "observe",
+    "structuredoutputsconfig": "structured",
+}
+"""Sections under the names that vLLM has for them, where those are others."""
 KINDS = {"int": "N", "float": "X", "text": "TEXT", "json": "JSON", "maybe": "[TEXT]"}
 
 
@@ -23,10 +29,12 @@ def text(prog: str, topic: str = "") -> str:
     if topic.lower() in ("", "all"):
         return _everything(prog, old=bool(topic))
     wanted = topic.lower().lstrip("-").replace("-", "_")
+    wanted = GROUPS.get(wanted, wanted)
     for section in sections():
         if wanted in (section, section_help(section)[0].lower()):
             return _section(section, list(options().values()))
-    found = [option for option in options().values() if wanted in option.name]
+    found = [option for option in options().values() if topic in option.short]
+    found = found or [option for option in options().values() if wanted in option.name]
     rows = [row.name for row in OLD.values() if wanted in row.name]
     if not found and not rows:
         return f"No section or flag has {topic!r} in its name. Sections: {', '.join(sections())}.\n"
