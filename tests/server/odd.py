@@ -51,9 +51,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", {"prompt": "hi", "max_tokens": 4}),
     ("/invocations", {"messages": HI, "max_tokens": 4}),
 ]  # fmt: skip
-DEV = ("/reset_prefix_cache", "/collective_rpc", "/abort_requests", "/sleep", "/release_kv_cache_memory", "/wake_up", "/server_info", "/is_sleeping", "/is_paused", "/pause", "/resume")  # fmt: skip
+DEV = ("/reset_prefix_cache", "/collective_rpc", "/abort_requests", "/sleep", "/release_kv_cache_memory", "/wake_up", "/server_info", "/is_sleeping", "/is_paused", "/pause", "/resume", "/get_world_size")  # fmt: skip
 OTHERS = ("/", "/health", "/health/ready", "/ping", "/version", "/load", "/metrics", "/v1/models", "/v1/models/toy", "/openapi.json",
-          "/docs", "/ui/state", "/ui/words", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/nowhere", "//", "/v1/models/%00",
+          "/docs", "/redoc", "/ui/state", "/ui/words", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/nowhere", "//", "/v1/models/%00",
           "/v1/models/..%2f..%2fetc", "/v1/chat/completions/", "/%F0%9F%99%82", "/v1//models", *DEV)  # fmt: skip
 QUERIES = ("", "?since=-1", "?since=9999999999999999", "?n=x", "?n=%00", "?a=1&a=2", "?%ff=%fe", "?mode=abort", "?config_format=json")  # fmt: skip
 METHODS = ("GET", "GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")

@@ -126,6 +126,8 @@ class AsyncLLM(Later):
         made.front.logs_requests = config.observe.enable_log_requests
         return made
 
+    from_vllm_config = from_config
+
     # -- requests -------------------------------------------------------------------------------
     async def generate(
         self,

@@ -6,7 +6,7 @@ Plain data. `error_of` tells whether a request failed, and as which exception.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.errors import QueueFull, QuireError, ValidationError
 from quire.frontend.logprobs import Positions
@@ -62,6 +62,12 @@ class CompletionOutput:
     error: str | None = None
     """Why, when finish_reason is "error"."""
     error_kind: ErrorKind = "internal"
+
+    # of features that come later: programs ask for them
+    routed_experts: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

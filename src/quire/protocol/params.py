@@ -116,6 +116,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     prompt_logprob_start: Any = None
     watermarking: Any = None
     routed_experts_prompt_start: Any = None
+    trace_decode_token_ids: Any = None
     logits_processors: Any = None
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -136,6 +137,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
         "prompt_logprob_start": "use prompt_logprobs",
         "watermarking": "leave it out",
         "routed_experts_prompt_start": "leave it out",
+        "trace_decode_token_ids": "read token_ids of the outputs",
         "logits_processors": "give logits processors to the engine: LLM(logits_processors=[...])",
         "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(beam_width=...))",
         "length_penalty": "it belongs to beam search: BeamSearchParams(length_penalty=...)",

@@ -124,6 +124,11 @@ async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": bool(asleep)})
 
 
+async def get_world_size(request: Request) -> Response:
+    """On how many devices the model runs."""
+    return json_response({"world_size": 1})
+
+
 async def pause(request: Request) -> Response:
     """Begin no new generations: they wait. `mode`: abort what runs, wait for its end, or keep it standing still."""
     engine = state_of(request).serving()

@@ -75,6 +75,7 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/pause", admin.pause),
     ("POST", "/resume", admin.resume),
     ("GET", "/is_paused", admin.is_paused),
+    ("GET", "/get_world_size", admin.get_world_size),
 ]
 """They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
 
@@ -160,7 +161,8 @@ def build_app(state: ServerState) -> App:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + docs.routes(rows, bool(tenants))
-    rows = rows + [("POST", path, later.later) for path in later.ROUTES]  # these are in no document
+    # These are in no document.
+    rows = rows + [("GET POST", path, later.later) for path in later.paths(state.dev_mode)]
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
     layers += own_layers(server.middleware)
     if server.allowed_origins:

@@ -151,7 +151,7 @@ def kind_of(field: dict[str, Any]) -> str:
 
 
 def routes(rows: list[Row], keyed: bool) -> list[Row]:
-    """The two routes about all the others; the document is made when first asked for."""
+    """The routes about all the others; the document is made when first asked for."""
     made: dict[str, Any] = {}
 
     def document() -> dict[str, Any]:
@@ -167,4 +167,4 @@ def routes(rows: list[Row], keyed: bool) -> list[Row]:
         """This page."""
         return Response(page(document()), media_type="text/html")
 
-    return [("GET", "/openapi.json", openapi_json), ("GET", "/docs", docs)]
+    return [("GET", "/openapi.json", openapi_json), ("GET", "/docs", docs), ("GET", "/redoc", docs)]
