@@ -134,6 +134,7 @@ def test_clients_can_be_asked_for_a_certificate(made: Path, files: ServerConfig)
         ({"ssl_certfile": "/no/such.pem"}, "No such file"),
         ({"ssl_keyfile": __file__}, "cannot be used"),
         ({"ssl_ciphers": "NONE-SUCH"}, "No cipher"),
+        ({"ssl_cert_reqs": 9}, "ssl_cert_reqs=9: 0 clients"),
         ({"ssl_certfile": None}, "ssl_keyfile without ssl_certfile"),
     ],
 )

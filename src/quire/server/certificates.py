@@ -26,6 +26,10 @@ def check(server: ServerConfig) -> None:
             if getattr(server, name) is not None:
                 raise ConfigError(f"{name} without ssl_certfile: TLS needs the certificate too")
         return
+    if server.ssl_cert_reqs not in (0, 1, 2):
+        raise ConfigError(
+            f"ssl_cert_reqs={server.ssl_cert_reqs}: 0 clients need no certificate, 1 optional, 2 required"
+        )
     try:
         load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)
     except (OSError, ValueError) as why:
