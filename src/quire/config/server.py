@@ -81,7 +81,7 @@ class ServerConfig:
     enable_server_load_tracking: bool = False
     """Count running HTTP requests for /load."""
     stream_interval: int = 1
-    """Tokens that a stream collects before it tells them; a request's own `stream_interval` may be larger."""
+    """Tokens that a stream collects before it tells them, the first one excepted; a request's own may be more."""
     sse_keep_alive_interval: float = 0
     """Seconds of silence in a stream after which a comment is sent; 0: never."""
     uvicorn_log_level: str = "warning"

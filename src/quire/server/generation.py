@@ -126,7 +126,7 @@ class Generation:
     priority: int = 0
     timeout: float | None = None
     interval: int = 1
-    """Tokens that are collected before they are told (stream_interval)."""
+    """Tokens that are collected before they are told (stream_interval); the first one is told at once."""
     tenant: Tenant | None = None
     reader: Reader | None = None
     """Tells thoughts and tool calls from the text."""
@@ -137,6 +137,7 @@ class Generation:
     _running: list[Running] = field(default_factory=list)
     _bell: Bell = field(default_factory=Bell)
     _collected: dict[int, Delta] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
     _counted: ExitStack = field(default_factory=ExitStack)
     _until: float | None = None
 
@@ -256,9 +257,11 @@ class Generation:
             if (before := self._collected.pop(delta.index, None)) is not None:
                 before.add(delta)
                 delta = before
-            if delta.finish_reason is None and len(delta.tokens) < self.interval:
+            first = delta.index not in self._begun and bool(delta.tokens)
+            if not (first or delta.finish_reason) and len(delta.tokens) < self.interval:
                 self._collected[delta.index] = delta
             else:
+                self._begun.add(delta.index)
                 yield delta
 
     @contextmanager
