@@ -218,7 +218,7 @@ KEYWORDS = {
         "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
         "max_lora_rank": 64, "max_loras": 4, "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
         "allowed_media_domains": ["a.b"], "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
-        "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9,
+        "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9, "otlp_traces_endpoint": "http://c:4318",
     },
     "refused": {
         "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},

@@ -46,7 +46,7 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
     fields = translate(keywords, source)
     _check_environment(strict=bool(fields.get("fail_on_environ_validation")))
     if source == "keyword":
-        _refuse_server_fields(fields)
+        _check_server_fields(fields)
     known = options()
     for name, value in env.fields().items():
         if fields.get(name) is None and not (
@@ -163,7 +163,7 @@ def unknown(written: str, source: Source) -> str:
     return f"unknown {what} {spelt(name, source)}{hint}"
 
 
-def _refuse_server_fields(fields: Mapping[str, Any]) -> None:
+def _check_server_fields(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         option = options()[name]
         if (
@@ -174,6 +174,10 @@ def _refuse_server_fields(fields: Mapping[str, Any]) -> None:
             raise UnknownName(
                 f"{name} is a flag of the server only: quire serve --{name.replace('_', '-')}"
             )
+    if fields.get("otlp_traces_endpoint"):
+        logger.warning(
+            "otlp_traces_endpoint does nothing: spans are of HTTP requests, and quire serve sends them"
+        )
 
 
 def _check_environment(strict: bool) -> None:
