@@ -83,6 +83,7 @@ MIXED = [(1, 600), (7, 7), (40, 300), (1, 33), (70, 389), (1, 1), (3, 257)]
 KINDS = {
     "heads of 64": (4, 2, 64, 64, 16, 0, 0.0, False),
     "all of it": (6, 2, 96, 32, 32, 300, 20.0, True),
+    "many heads, all of it": (9, 1, 128, 192, 16, 300, 20.0, True),
 }
 
 
@@ -99,6 +100,16 @@ def test_attention_over_codes(kernels: library.Kernels, kind: str, dtype: torch.
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), (r, a, b)
 
 
+def test_bytes_lose_nothing_over_int8(kernels: library.Kernels) -> None:
+    """Where queries and weights are two bytes each (AMX), what is lost is the rounding of the output; else a little more."""
+    heads, kv, D, E, block, *rules = KINDS["heads of 64"]
+    paged = Quantized(torch.int8, MIXED, heads, kv, D, E, block)
+    got = paged.run(kernels, [(r, 0, new) for r, (new, _) in enumerate(MIXED)], *rules)
+    want = paged.definition(*rules)
+    lost, rounding = ((x.double() - want).abs().mean() for x in (got, want.bfloat16()))
+    assert lost < rounding * (1.02 if kernels.isa.name == "amx" else 2)
+
+
 LONG = [(1, 5000), (4, 2050), (1, 2048), (2, 4097), (30, 2060)]
 
 
@@ -109,8 +120,10 @@ def test_long_contexts_are_divided_and_no_bit_changes(
     kernels: library.Kernels, dtype: torch.dtype, rules: tuple[int, float, bool]
 ) -> None:
     """Alone on several threads the splits of a context are work of their own; in company on one thread they are not."""
-    shape = (LONG, 4, 2, 32, 32, 64)
-    paged = Paged(*shape) if dtype == torch.bfloat16 else Quantized(dtype, *shape)
+    if dtype == torch.bfloat16:
+        paged = Paged(LONG, 4, 2, 32, 32, 64)
+    else:
+        paged = Quantized(dtype, LONG, 4, 2, 64, 64, 64)
     torch.set_num_threads(1)
     whole = paged.run(kernels, [(r, 0, new) for r, (new, _) in enumerate(LONG)], *rules)
     near(whole, paged.definition(*rules), 0.02)

@@ -18,5 +18,8 @@ inline void load_config(const TileConfig& config) {
   _tile_loadconfig(&config);
 }
 
+// gcc does not know that loading a tile reads memory: what was just written for one must not be left for later.
+inline void written() { asm volatile("" : : : "memory"); }
+
 }  // namespace quire
 #endif

@@ -10,7 +10,7 @@
 //   scores    [queries, TILE] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
 // Keys and values are repacked for the product (tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
-// otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights.
+// otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights. Int8 is met by bytes: halves.h.
 //
 // Of a prompt of 1024 tokens, heads of 128, AMX: the products take half of the time, 25 cycles of the clock's counter where
 // TMUL needs 13, for 10 of them are the scores' way to memory; the softmax a third; packing and the rest a sixth. Tiles of 128
@@ -34,6 +34,7 @@ constexpr long NEAR_BYTES = 8 << 20;
 struct Memory {  // of one thread
   Scratch<bf16> keys, values, q, columns, weights;
   Scratch<float> scores, scales, running, merged;
+  Scratch<float> query_steps, weight_steps, ordered;  // halves.h
 };
 
 inline State state_in(float* memory, long count) {
@@ -67,17 +68,26 @@ struct Packed {
   }
   const bf16* values_until(long tile, long width) {
     const long E = tokens.cache.E;
-    for (; values < tile - first + width; values += 32)
-      pack_32_values(tokens, first + values, 0, E, m.values.data + values / TILE * TILE * E + values % TILE / 32 * STEP, PANEL);
+    for (; values < tile - first + width; values += 32) {
+      bf16* to = m.values.data + values / TILE * TILE * E;
+      if (tokens.cache.kind == HALVED)
+        pack_32_by_fours(tokens, first + values, to + values % TILE / 64 * STEP + values % 64 / 4 * 32, HALVED_PANEL);
+      else
+        pack_32_values(tokens, first + values, 0, E, to + values % TILE / 32 * STEP, PANEL);
+    }
     return m.values.data + (tile - first) * E;
   }
-  static constexpr long PANEL = TILE / 32 * STEP;
+  static constexpr long PANEL = TILE / 32 * STEP, HALVED_PANEL = TILE / 64 * STEP_BYTES;
 };
 
 void weights_of(const Call& call, const Reach& reach, Memory& m, const float* scales, long start, long end, long first, int count,
                 long width, State s) {
-  const bool plain = call.cache.kind == SHORT && !(call.softcap > 0);
-  (plain ? soften<true> : soften<false>)(call, reach, m.scores.data, m.weights.data, scales, start, end, first, count, width, s);
+  const long kind = call.cache.kind;
+  const auto way = kind == HALVED        ? soften<HalvedWeights>
+                   : kind != SHORT       ? soften<ShortWeights<true, false>>
+                   : call.softcap > 0    ? soften<ShortWeights<false, false>>
+                                         : soften<ShortWeights<false, true>>;
+  way(call, reach, m.scores.data, m.weights.data, m.weight_steps.data, scales, start, end, first, count, width, s);
 }
 
 // Queries [first, first + count) of an item against the tile from `start` on; `fresh`: the first one they meet. False: they see
@@ -86,15 +96,24 @@ bool meet(const Call& call, const Reach& reach, Memory& m, Packed& packed, long 
   const long D = call.cache.D, E = call.cache.E;
   const long end = std::min(start + TILE, packed.tokens.end), to = std::min(end, reach.position(first + count - 1) + 1);
   if (to <= start || reach.low(first) >= end) return false;
-  const long width = padded(to - start, 32);
-  const bf16* keys = packed.keys_until(start, width);
-  for (long t = 0; t < width; t += 32)
-    product_of_rows<Bf16, false>(count, m.q.data + first * D, D, keys + t * D, STEP, D / 32, m.scores.data + t, TILE);
+  const bool halved = call.cache.kind == HALVED;
+  const long width = padded(to - start, halved ? 64 : 32);
+  const bf16 *keys = packed.keys_until(start, width), *q = m.q.data + first * D;
+  if (halved)
+    scores_by_halves(q, m.query_steps.data + first, count, keys, D, width, m.scores.data);
+  else
+    for (long t = 0; t < width; t += 32)
+      product_of_rows<Bf16, false>(count, q, D, keys + t * D, STEP, D / 32, m.scores.data + t, TILE);
   weights_of(call, reach, m, packed.scales_of(start), start, end, first, count, width, s);
   const bf16* values = packed.values_until(start, width);
+  float* sums = s.sums + first * E;
+  if (halved) {
+    values_by_halves(m.weights.data, m.weight_steps.data, count, values, Packed::HALVED_PANEL, E, width, fresh, sums);
+    return true;
+  }
   const auto product = fresh ? product_of_rows<Bf16, false> : product_of_rows<Bf16, true>;
   for (long e = 0; e < E; e += 32)
-    product(count, m.weights.data, TILE, values + e / 32 * Packed::PANEL, STEP, width / 32, s.sums + first * E + e, E, {nullptr, 0});
+    product(count, m.weights.data, TILE, values + e / 32 * Packed::PANEL, STEP, width / 32, sums + e, E, {nullptr, 0});
   return true;
 }
 
@@ -135,11 +154,15 @@ State gather(const Call& call, const Item& item, Memory& m) {
     if (run.i + 8 * run.count < item.count)
       for (long d = 0; d < run.count * D; d += 32) fetch(from + 8 * call.q_step + d);
   });
-  if (call.cache.kind != INT8) return running;
-  float* x = m.scores.data;  // no scores are there yet
+  if (call.cache.kind != INT8 && call.cache.kind != HALVED) return running;
+  float *x = m.scores.data, *steps = m.query_steps.at_least(room);  // no scores are there yet
   for (long i = 0; i < item.count; i++, q += D) {
     for (long d = 0; d < D; d += 16) store(x + d, widen(q + d));
     turn(x, D);
+    if (call.cache.kind == HALVED) {
+      steps[i] = halve_query(x, D, (uint8_t*)q);
+      continue;
+    }
     for (long d = 0; d < D; d += 16) store(q + d, load(x + d));
   }
   return running;
@@ -169,14 +192,16 @@ bool streams(const Call& call) {
   return (uintptr_t)call.o % LINE == 0 && call.starts[call.rows] * call.heads * call.cache.E > 1 << 19;
 }
 
-void finish(const Call& call, const Item& item, State s) {
+void finish(const Call& call, const Item& item, State s, Memory& m) {
   const long E = call.cache.E;
-  const bool past = streams(call);
+  const bool past = streams(call), halved = call.cache.kind == HALVED;
+  float* ordered = halved ? m.ordered.at_least(E) : nullptr;
   Run::each(call, item, [&](const Run& run) {
     bf16* o = call.o + (run.token * call.heads + run.head) * E;
     for (long i = run.i; i < run.i + run.count; i++, o += E) {
       const Floats part = floats(1.f / s.total[i]);
       const float* sums = s.sums + i * E;
+      if (halved) in_order(sums, E, ordered), sums = ordered;
       for (long e = 0; e < E; e += 32) {
         const Floats left = part * load(sums + e), right = part * load(sums + e + 16);
         past ? stream(o + e, left, right) : store(o + e, left, right);
@@ -211,8 +236,9 @@ void run_split(const Call& call, const Item& item, Packed& packed, long split, S
   std::fill_n(s.top, item.count, LOWEST);
   memset(s.total, 0, item.count * sizeof(float));
   if (packed.few) {
-    const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data, (int)item.count};
-    begin_few(few, call.cache.D);
+    const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data,
+                     m.query_steps.data, m.weight_steps.data, (int)item.count};
+    begin_few(few, call.cache);
     for (long start = first; start < stop; start += TILE) meet_few(call, reach, m, packed.tokens, start, few, start == first, s);
     return;
   }
@@ -233,7 +259,7 @@ void run_whole(const Call& call, const Item& item, Packed& packed) {
   const long first = reach.first_split(), last = reach.last_split(item.count);
   if (first == last && !call.sinks) {  // merging would change nothing
     run_split(call, item, packed, first, running);
-    return finish(call, item, running);
+    return finish(call, item, running, m);
   }
   const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
   begin_merging(call, item, merged);
@@ -241,14 +267,14 @@ void run_whole(const Call& call, const Item& item, Packed& packed) {
     run_split(call, item, packed, split, running);
     merge(call, merged, running, item.count);
   }
-  finish(call, item, merged);
+  finish(call, item, merged, m);
 }
 
 // `next`: what this thread does then, or null.
 void run_item(const Call& call, const Item& item, const Item* next, Memory& m, float* found) {
   const long D = call.cache.D, E = call.cache.E;
   m.keys.at_least(32 * std::max(D, E)), m.columns.at_least(FEW * D), m.weights.at_least(ROWS * TILE);
-  m.scores.at_least(std::max(ROWS * TILE, D)), m.scales.at_least(2 * TILE);
+  m.scores.at_least(std::max(ROWS * TILE, D)), m.scales.at_least(2 * TILE), m.weight_steps.at_least(ROWS);
   const Reach reach(call, item);
   Tokens tokens = tokens_of(call, item), later = next ? tokens_of(call, *next) : tokens;
   if (next) tokens.next = &later;
@@ -329,7 +355,7 @@ void join(const Call& call, const Item& item, Memory& m, float* found) {
     merge(call, merged, state_in(found, item.count), item.count);
     found += state_size(call, item.count);
   }
-  finish(call, item, merged);
+  finish(call, item, merged, m);
 }
 
 // Items as threads take them: `stride` at a time, and when there are many each before it is done with the last, so that it
@@ -380,6 +406,7 @@ EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const void* key
                             long table_step, const int* starts, const int* lengths, const float* sinks, long rows,
                             long heads, long kv_heads, long D, long E, long block_size, long window, float scale,
                             float softcap) {
+  if (halved(kind, D, E)) kind = HALVED;
   Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
   long tokens = 0;
   for (long row = 0; row < rows; row++) tokens += lengths[row];

@@ -7,7 +7,7 @@
 
 namespace quire {
 
-enum Kind { SHORT, INT8, E4M3, E5M2 };  // attention/cpu.py has the same list
+enum Kind { SHORT, INT8, E4M3, E5M2, HALVED };  // attention/cpu.py has the same list, but for HALVED: int8, met as halves.h says
 
 struct Int8Code {
   static constexpr float TOP = 127.f;
@@ -65,7 +65,7 @@ inline void widen_32(SmallFloat<MANTISSA, BIAS>, const uint8_t* from, bf16* to) 
 }
 #endif
 
-// Calls f(code of the kind); of SHORT, f is not called.
+// Calls f(code of the kind); of SHORT and HALVED, f is not called.
 template <class F>
 inline void with_code(long kind, const F& f) {
   if (kind == INT8) f(Int8Code{});

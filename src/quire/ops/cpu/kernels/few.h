@@ -3,6 +3,7 @@
 // AMX takes keys as they lie, as the rows of the product, and the queries as its columns: 16 tokens of 128 are then 4 loads of
 // tiles instead of 4 transposes of 16 x 16 words. Exchanging the sides of a product changes no bit of it.
 #pragma once
+#include "halves.h"
 #include "straight.h"
 
 namespace quire {
@@ -14,6 +15,7 @@ struct Few {
   bf16* packed;            // room for 32 tokens
   float *scores, *scales;  // [count, TILE], [2, TILE]
   bf16* weights;           // [count, TILE]
+  const float *query_steps, *weight_steps;  // halves.h: [count]
   int count;
 };
 
@@ -21,12 +23,8 @@ struct Few {
 
 constexpr int FEW = 16;
 
-inline void begin_few(const Few& f, long D) {
-  for (long d = 0; d < D / 32; d++) transpose_words(f.q + d * 32, D * 2, f.columns + d * HALF);
-}
-
-// [16 tokens, 16] -> `count` rows of 16 tokens, TILE apart.
-inline void transpose_scores(const float* found, int count, float* scores) {
+// [16 tokens, 16] -> `count` rows of 16 tokens, `step` apart.
+inline void transpose_scores(const float* found, int count, float* scores, long step) {
   for (int i = 0; i < count; i += 4) {
     __m512 x[4];
     for (int t = 0; t < 4; t++) {
@@ -37,18 +35,113 @@ inline void transpose_scores(const float* found, int count, float* scores) {
       x[t] = _mm512_insertf32x4(x[t], _mm_loadu_ps(at + 192), 3);
     }
     const __m512d low01 = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), low23 = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
-    float* to = scores + i * TILE;
+    float* to = scores + i * step;
     _mm512_storeu_ps(to, (__m512)_mm512_unpacklo_pd(low01, low23));
-    if (i + 1 < count) _mm512_storeu_ps(to + TILE, (__m512)_mm512_unpackhi_pd(low01, low23));
+    if (i + 1 < count) _mm512_storeu_ps(to + step, (__m512)_mm512_unpackhi_pd(low01, low23));
     if (i + 2 >= count) return;
     const __m512d high01 = (__m512d)_mm512_unpackhi_ps(x[0], x[1]), high23 = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-    _mm512_storeu_ps(to + 2 * TILE, (__m512)_mm512_unpacklo_pd(high01, high23));
-    if (i + 3 < count) _mm512_storeu_ps(to + 3 * TILE, (__m512)_mm512_unpackhi_pd(high01, high23));
+    _mm512_storeu_ps(to + 2 * step, (__m512)_mm512_unpacklo_pd(high01, high23));
+    if (i + 3 < count) _mm512_storeu_ps(to + 3 * step, (__m512)_mm512_unpackhi_pd(high01, high23));
   }
+}
+
+// Rows of queries' bytes, high and low by turns, become columns: 8 queries a tile.
+inline void begin_few_halves(const Few& f, long D) {
+  const char* rows = (const char*)f.q;
+  char* to = (char*)f.columns;
+  for (int i = 0; i < f.count; i += 8)
+    for (long d = 0; d < D; d += 64, to += HALF_BYTES) transpose_words(rows + i * 2 * D + d, D, to);
+  written();
+}
+
+inline void scores_of_few_halves(const Few& f, const Tokens& tokens, long t, long at) {
+  const long D = tokens.cache.D;
+  alignas(64) int32_t found[2][16 * 16], turned[16][16];
+  const char* columns = (const char*)f.columns;
+  Near keys[2];
+  for (int i = 0; i < 2; i++) keys[i] = keys_near(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
+  for (int i = 0; i < f.count; i += 8) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (long d = 0; d < D; d += 64, columns += HALF_BYTES) {
+      _tile_loadd(6, columns, 64);
+      keys[0].ahead.some(8);
+      _tile_loadd(4, keys[0].from + d, D);
+      keys[0].ahead.some(8);
+      _tile_loadd(5, keys[1].from + d, D);
+      keys[1].ahead.some(8);
+      _tile_dpbssd(0, 4, 6);
+      keys[1].ahead.some(8);
+      _tile_dpbssd(1, 5, 6);
+    }
+    for (Near& near : keys) near.ahead.from = nullptr;
+    _tile_stored(0, found[0], 64);
+    _tile_stored(1, found[1], 64);
+    const int count = std::min(8, f.count - i);
+    for (int half = 0; half < 2; half++) {
+      transpose_scores((const float*)found[half], 2 * count, (float*)turned, 16);
+      for (int n = 0; n < count; n++)
+        store(f.scores + (i + n) * TILE + at + half * 16,
+              score_of(load(turned[2 * n]), load(turned[2 * n + 1]), f.query_steps[i + n]));
+    }
+  }
+}
+
+// The weights of two queries for 16 tokens, as rows that meet values as they lie. In a word of those are four columns of a token,
+// so a row for each of the four has zeros for the others. Four times `lines` are fetched among it.
+inline void rows_of_halves(const uint8_t* weights, int count, int32_t (*rows)[16], Fetches& ahead, long lines) {
+  for (int i = 0; i < 2; i++, weights += 2 * TILE)
+    for (int half = 0; half < 2; half++) {
+      const Ints w = i < count ? widen(weights + half * TILE) : ints(0);
+      for (int p = 0; p < 4; p++, rows++) store(rows[0], w << 8 * p);
+      ahead.some(lines);
+    }
+  written();
+}
+
+// sums [16, E] += weights [16, from..width] * values; `fresh`: instead of adding.
+inline void values_of_few_halves(const Few& f, const Tokens& tokens, long start, long from, long width, bool fresh, float* sums) {
+  const long E = tokens.cache.E;
+  alignas(64) int32_t rows[16][16], found[2][2][2][4][16];  // 128 columns, queries, halves
+  for (int i = 0; i < f.count; i += 2)
+    for (long e = 0; e < E; e += 128) {
+      const int more = e + 64 < E, count = std::min(2, f.count - i);
+      _tile_zero(0);
+      _tile_zero(1);
+      for (long t = from; t < width; t += 16) {
+        const char* values = (const char*)tokens.cache.values + tokens.slot(start + t) * E + e;
+        Fetches ahead = i + e ? Fetches{nullptr} : tokens.ahead(tokens.cache.values, start + t, E);
+        rows_of_halves((const uint8_t*)f.weights + i * 2 * TILE + t, count, rows, ahead, E / 32);
+        _tile_loadd(4, rows, 64);
+        ahead.some(E / 32);
+        _tile_loadd(6, values, E);
+        ahead.some(E / 32);
+        _tile_dpbusd(0, 4, 6);
+        ahead.some(E / 16);
+        if (!more) continue;
+        _tile_loadd(7, values + 64, E);
+        _tile_dpbusd(1, 4, 7);
+      }
+      _tile_stored(0, found[0], 64);
+      _tile_stored(1, found[1], 64);
+      for (int n = 0; n < count; n++)
+        for (int part = 0; part <= more; part++)
+          for (int p = 0; p < 4; p++)
+            add_values(sums + (i + n) * E + e + part * 64 + p * 16, load(found[part][n][0][p]), load(found[part][n][1][p]),
+                       f.weight_steps[i + n], fresh);
+    }
+}
+
+inline void begin_few(const Few& f, const Paged& cache) {
+  const long D = cache.D;
+  if (cache.kind == HALVED) return begin_few_halves(f, D);
+  for (long d = 0; d < D / 32; d++) transpose_words(f.q + d * 32, D * 2, f.columns + d * HALF);
+  written();
 }
 
 // Scores of the 32 tokens from t on, the tile's `at`-th.
 inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
+  if (tokens.cache.kind == HALVED) return scores_of_few_halves(f, tokens, t, at);
   const long D = tokens.cache.D;
   alignas(64) float found[2][16 * 16];
   alignas(64) bf16 wide[2][16 * 32];
@@ -66,6 +159,7 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
       with_code(tokens.cache.kind, [&](auto code) {
         for (int i = 0; i < 32; i++) widen_32(code, (const uint8_t*)keys[i / 16].from + i % 16 * D + d, wide[i / 16] + i % 16 * 32);
       });
+      written();
       _tile_loadd(4, wide[0], 64);
       _tile_loadd(5, wide[1], 64);
     }
@@ -74,13 +168,14 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
   }
   _tile_stored(0, found[0], 64);
   _tile_stored(1, found[1], 64);
-  transpose_scores(found[0], f.count, f.scores + at);
-  transpose_scores(found[1], f.count, f.scores + at + 16);
+  transpose_scores(found[0], f.count, f.scores + at, TILE);
+  transpose_scores(found[1], f.count, f.scores + at + 16, TILE);
 }
 
 // sums [16, E] += weights [16, from..width] * values; `fresh`: instead of adding.
 inline void values_of_few(const Few& f, const Tokens& tokens, long start, long from, long width,
                           bool fresh, float* sums) {
+  if (tokens.cache.kind == HALVED) return values_of_few_halves(f, tokens, start, from, width, fresh, sums);
   const long E = tokens.cache.E;
   for (long e = 0; e < E; e += 64) {
     const bool more = e + 32 < E;
@@ -99,6 +194,7 @@ inline void values_of_few(const Few& f, const Tokens& tokens, long start, long f
     }
     for (long t = from; t < width; t += 32) {
       pack_32_values(tokens, start + t, e, more ? 64 : 32, f.packed, STEP);
+      written();
       _tile_loadd(4, f.weights + t, TILE * 2);
       _tile_loadd(6, f.packed, 64);
       _tile_loadd(7, f.packed + HALF, 64);
@@ -122,7 +218,7 @@ inline void values_of_few(const Few& f, const Tokens& tokens, long start, long f
 
 constexpr int FEW = ROWS;
 
-inline void begin_few(const Few&, long) {}
+inline void begin_few(const Few&, const Paged&) {}
 
 inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
   if (straight(tokens, f.count, [&](auto way) { way.scores(f.q, tokens, t, f.scores + at); })) return;

@@ -1,10 +1,11 @@
 // The one inner product that everything is made of: C[rows, 32] (+)= A[rows, steps] * B.
 //
 // A step is 64 bytes of a row of A and 2 KB of B: two tiles of 16 columns, in which the words of 4 bytes that meet a word
-// of A lie side by side. Two formats, with sums of 4 bytes each:
+// of A lie side by side. Formats, with sums of 4 bytes each:
 //
-//   Bf16   a step is 32 values of k, a word 2 of them; float sums
-//   Int8   a step is 64 values of k, a word 4 of them; A unsigned around ZERO_BYTE, B signed; exact integer sums
+//   Bf16       a step is 32 values of k, a word 2 of them; float sums
+//   Int8       a step is 64 values of k, a word 4 of them; A unsigned around ZERO_BYTE, B signed; exact integer sums
+//   Unsigned   the same with A from 0 to 255; AMX alone
 //
 // All builds read the same packing. ROWS is how many rows of A are taken at once:
 //
@@ -40,6 +41,8 @@ struct Int8 {
   using Sum = int32_t;
   static constexpr long K = 64;
 };
+
+struct Unsigned : Int8 {};
 
 // Elements of B in a step and in a tile.
 template <class F>
@@ -86,6 +89,9 @@ inline void multiply_upper() {
   if constexpr (std::is_same_v<F, Bf16>) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
+  } else if constexpr (std::is_same_v<F, Unsigned>) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
   } else {
     _tile_dpbssd(0, 4, 6);
     _tile_dpbssd(1, 4, 7);
@@ -96,6 +102,9 @@ inline void multiply_lower() {
   if constexpr (std::is_same_v<F, Bf16>) {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+  } else if constexpr (std::is_same_v<F, Unsigned>) {
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
   } else {
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);

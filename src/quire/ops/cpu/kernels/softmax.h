@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "attention.h"
+#include "halves.h"
 
 namespace quire {
 
@@ -10,6 +10,7 @@ namespace quire {
 struct Seen {
   long from, to;
   bool any() const { return to > from; }
+  bool operator==(const Seen& other) const { return from == other.from && to == other.to; }
   Mask some(long t) const { return span(from - t, to - t); }  // of the 16 from t on
 };
 
@@ -47,13 +48,15 @@ inline void each_32(Seen seen, const F& f) {
 template <bool PLAIN>
 inline Floats peak(const Call& call, float* scores, Seen seen, const float* scales) {
   const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
+  const bool coded = call.cache.kind != SHORT;
+  const float softcap = call.softcap;
   Floats early = lowest, late = lowest;
   const auto score = [&](long t, bool all) {
     Floats x = load(scores + t);
     if (!PLAIN) {
       x = x * factor;
-      if (call.cache.kind != SHORT) x = x * load(scales + t);
-      if (call.softcap > 0) x = tanh_of(x) * floats(call.softcap * LOG2E);
+      if (coded) x = x * load(scales + t);
+      if (softcap > 0) x = tanh_of(x) * floats(softcap * LOG2E);
       store(scores + t, x);
     }
     return all ? x : select(seen.some(t), x, lowest);
@@ -65,31 +68,55 @@ inline Floats peak(const Call& call, float* scores, Seen seen, const float* scal
   return max(early, late);
 }
 
-inline void zero(bf16* weights, long from, long to) {  // multiples of 32
-  for (long t = from; t < to; t += 32) store(weights + t, floats(0.f), floats(0.f));
+// Of HALVED weights.
+inline float step_of(const float* value_scales, Seen seen) {
+  Floats most = floats(0.f);
+  if (!seen.any()) return 0.f;
+  each_32(seen, [&](long t, auto all) {
+    for (long n = t; n < t + 32; n += 16) {
+      const Floats some = load(value_scales + n);
+      most = max(most, all ? some : keep(seen.some(n), some));
+    }
+  });
+  return max_of(most) / WEIGHT_STEPS;
 }
 
-// Scores -> weights in bf16, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
-template <bool PLAIN>
-inline Floats weigh(const Call& call, const float* scores, bf16* weights, Seen seen, long width, const float* scales, float top) {
-  const Floats factor = floats(PLAIN ? factor_of(call) : 1.f), below = floats(-top);
-  const bool coded = !PLAIN && call.cache.kind != SHORT;
+// Weights of a query and a tile as the values' product takes them: of bf16, of codes (halves.h has another kind). PLAIN: neither
+// codes nor a softcap.
+template <bool CODED, bool IS_PLAIN>
+struct ShortWeights {
+  static constexpr bool PLAIN = IS_PLAIN, HALVED = false;
+  bf16* to;
+  const float* scales;
+  ShortWeights(bf16* row, const float* scales, float) : to(row), scales(scales + TILE) {}
+  void put(long t, Floats x, Floats y) const {
+    if (CODED)
+      store(to + t, x * load(scales + t), y * load(scales + t + 16));
+    else
+      store(to + t, x, y);
+  }
+  void zero(long from, long end) const {  // multiples of 32
+    for (long t = from; t < end; t += 32) store(to + t, floats(0.f), floats(0.f));
+  }
+};
+
+// Scores -> weights, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
+template <class W>
+inline Floats weigh(const float* scores, const W& weights, Seen seen, long width, float by, float top) {
+  const Floats factor = floats(by), below = floats(-top);
   Floats early = floats(0.f), late = floats(0.f);
   const auto weight = [&](long t, bool all) {
     const Floats x = weight_of(fma(load(scores + t), factor, below));
     return all ? x : keep(seen.some(t), x);
   };
-  zero(weights, 0, seen.from / 32 * 32);
+  weights.zero(0, seen.from / 32 * 32);
   each_32(seen, [&](long t, auto all) {
     const Floats x = weight(t, all), y = weight(t + 16, all);
     early = early + x;
     late = late + y;
-    if (coded)
-      store(weights + t, x * load(scales + TILE + t), y * load(scales + TILE + t + 16));
-    else
-      store(weights + t, x, y);
+    weights.put(t, x, y);
   });
-  zero(weights, padded(seen.to, 32), width);
+  weights.zero(padded(seen.to, 32), width);
   return early + late;
 }
 
@@ -111,10 +138,11 @@ inline void reduce(float (*lanes)[16], int count, float* found, const F& both, c
   }
 }
 
-// Scores of `count` queries -> weights: [count, TILE] each; the state moves on.
-template <bool PLAIN>
-void soften(const Call& call, const Reach& reach, float* scores, bf16* weights, const float* scales, long start, long end,
-            long first, int count, long width, State s) {
+// Scores of `count` queries -> weights: [count, TILE] each; the state moves on. steps: of HALVED weights, [count].
+template <class W>
+void soften(const Call& call, const Reach& reach, float* scores, bf16* weights, float* steps, const float* scales, long start,
+            long end, long first, int count, long width, State s) {
+  constexpr bool PLAIN = W::PLAIN;
   constexpr int MOST = (ROWS + 15) / 16 * 16;
   Seen seen[MOST];
   alignas(64) float lanes[MOST][16], top[MOST], before[MOST], shrink[MOST], total[MOST];
@@ -131,11 +159,14 @@ void soften(const Call& call, const Reach& reach, float* scores, bf16* weights, 
     top[i] = seen[i].any() ? std::max(before[i], top[i] * factor) : before[i];
   }
   for (int i = 0; i < count; i += 16) store(shrink + i, exp2_below(load(before + i) - load(top + i)));
-  for (int i = 0; i < count; i++)
+  for (int i = 0; i < count; i++) {
+    if (W::HALVED) steps[i] = i && seen[i] == seen[i - 1] ? steps[i - 1] : step_of(scales + TILE, seen[i]);
+    const W to(weights + i * TILE, scales, steps[i]);
     if (seen[i].any())
-      store(lanes[i], weigh<PLAIN>(call, scores + i * TILE, weights + i * TILE, seen[i], width, scales, top[i]));
+      store(lanes[i], weigh(scores + i * TILE, to, seen[i], width, factor, top[i]));
     else
-      zero(weights + i * TILE, 0, width), store(lanes[i], floats(0.f));
+      to.zero(0, width), store(lanes[i], floats(0.f));
+  }
   reduce(lanes, count, total, [](Floats a, Floats b) { return a + b; }, [](Floats x) { return sum_of(x); });
   for (int i = 0; i < count; i++) {
     s.total[i] = s.total[i] * shrink[i] + total[i];

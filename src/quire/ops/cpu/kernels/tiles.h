@@ -17,7 +17,7 @@ struct Paged {
   const float *key_scales, *value_scales;  // of codes
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
-  long each = 1;  // of so many lines one is fetched ahead
+  long each = 1;  // of so many lines, a power of two, one is fetched ahead
 };
 
 // What is to be fetched, some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads wait for one.
@@ -26,8 +26,8 @@ struct Fetches {
   long each = 1;
   void some(long lines) {
     if (!from) return;
-    for (long i = 0; i < lines; i += each) fetch(from + i * LINE);
-    from += lines * LINE;
+    for (long i = 0; i < lines; i++, from += LINE)
+      if (!((uintptr_t)from / LINE & (each - 1))) fetch(from);
   }
 };
 
@@ -133,6 +133,7 @@ inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scal
   for (long half = 0; half < 32; half += 16, to += HALF) {
     const Near keys = keys_near(tokens, t + half, key_scales + half, value_scales + half);
     if (kind == SHORT) pack_keys((const bf16*)keys.from, D, to, keys.ahead);
+    if (kind == HALVED) pack_keys((const bf16*)keys.from, D / 2, to, keys.ahead);  // two bytes go where a bf16 does
     with_code(kind, [&](auto code) { pack_keys(code, (const uint8_t*)keys.from, D, to, keys.ahead); });
   }
 }

@@ -1,0 +1,164 @@
+// Attention over int8 codes as they lie: nothing but bytes is multiplied, and no code becomes bf16. AMX, heads of 64, 128 ...
+//
+// What meets codes is two bytes, a high and a low one, and what they find is put together in float (decision 39):
+//
+//   query    (128 high + low) steps, signed, low from 0 to 127; 16383 steps are the largest of its numbers
+//   weight   times its value's scale: (256 high + low) steps, unsigned; 65024 are the largest value scale that the query sees in
+//            the tile
+//
+// Sums of products of bytes are exact, so few queries and many may add them up in different orders, and find the same bits.
+// The two bytes take the place of one bf16 in every buffer. Sums of values lie as [E / 64, 4, 16]: at [p, w] is column 4 w + p, for
+// so the four columns of a word come apart.
+#pragma once
+#include "attention.h"
+
+namespace quire {
+
+constexpr float QUERY_STEPS = 16383.f, WEIGHT_STEPS = 65024.f;  // a weight is up to 1.0001: below 2^16 then
+constexpr float NOTHING = 0x1p-110f;  // what is smaller counts as 0, so that no step is infinite
+
+// 32 numbers of 16 bits -> their high and low bytes; of signed ones, the low 7 bits.
+template <bool SIGNED>
+inline void store_halves(uint8_t* high, uint8_t* low, Ints a, Ints b) {
+#ifdef QUIRE_AMX
+  const __m512i early = (__m512i)a, late = (__m512i)b;
+  const __m512i all = SIGNED ? _mm512_packs_epi32(early, late) : _mm512_packus_epi32(early, late);
+  const __m512i upper = SIGNED ? _mm512_srai_epi16(all, 7) : _mm512_srli_epi16(all, 8);
+  const __m512i lower = _mm512_and_si512(all, _mm512_set1_epi16(SIGNED ? 127 : 255));
+  const __m512i bytes = SIGNED ? _mm512_packs_epi16(upper, lower) : _mm512_packus_epi16(upper, lower);
+  // Packing goes by 16 bytes: each of those has 4 numbers of a and 4 of b.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i ordered = _mm512_permutexvar_epi32(order, bytes);
+  _mm256_storeu_si256((__m256i*)high, _mm512_castsi512_si256(ordered));
+  _mm256_storeu_si256((__m256i*)low, _mm512_extracti64x4_epi64(ordered, 1));
+#else
+  constexpr int BITS = SIGNED ? 7 : 8;
+  store_bytes(high, a >> BITS), store_bytes(high + 16, b >> BITS);
+  store_bytes(low, a & ((1 << BITS) - 1)), store_bytes(low + 16, b & ((1 << BITS) - 1));
+#endif
+}
+
+// A query -> [2, D] bytes; its step.
+inline float halve_query(const float* x, long D, uint8_t* to) {
+  Floats most = floats(0.f);
+  for (long d = 0; d < D; d += 16) most = max(most, magnitude(load(x + d)));
+  const float top = max_of(most);
+  const Floats steps = floats(top > NOTHING ? QUERY_STEPS / top : 0.f);
+  for (long d = 0; d < D; d += 32)
+    store_halves<true>(to + d, to + D + d, to_ints(load(x + d) * steps), to_ints(load(x + d + 16) * steps));
+  return top / QUERY_STEPS;
+}
+
+// Weights of a query and a tile: [2, TILE] bytes.
+struct HalvedWeights {
+  static constexpr bool PLAIN = false, HALVED = true;
+  uint8_t* to;
+  const float* scales;  // of values
+  Floats steps;         // how many make 1
+
+  HalvedWeights(bf16* row, const float* scales, float step)
+      : to((uint8_t*)row), scales(scales + TILE), steps(floats(step > NOTHING ? 1 / step : 0.f)) {}
+  void put(long t, Floats x, Floats y) const {
+    const Floats early = load(scales + t) * steps, late = load(scales + t + 16) * steps;
+    store_halves<false>(to + t, to + TILE + t, to_ints(x * early), to_ints(y * late));
+  }
+  void zero(long from, long end) const {
+    if (from < end) memset(to + from, 0, end - from), memset(to + TILE + from, 0, end - from);
+  }
+};
+
+inline Floats put_together(Ints high, Ints low, float base) { return fma(to_floats(high), floats(base), to_floats(low)); }
+
+inline Floats score_of(Ints high, Ints low, float step) { return put_together(high, low, 128.f) * floats(step); }
+
+inline void add_values(float* sums, Ints high, Ints low, float step, bool fresh) {
+  const Floats found = put_together(high, low, 256.f);
+  store(sums, fresh ? found * floats(step) : fma(found, floats(step), load(sums)));
+}
+
+#ifdef QUIRE_AMX
+
+inline bool halved(long kind, long D, long E) { return kind == INT8 && D % 64 == 0 && E % 64 == 0; }
+
+// Values t..t+31 -> half a step of each of [E / 32] panels of 32 columns: a line has four tokens.
+inline void pack_32_by_fours(const Tokens& tokens, long t, bf16* values, long panel_step) {
+  const long E = tokens.cache.E;
+  uint8_t* to = (uint8_t*)values;
+  for (long half = 0; half < 2; half++, t += 16) {
+    const uint8_t* from = (const uint8_t*)tokens.cache.values + tokens.slot(t) * E;
+    Fetches ahead = tokens.ahead(tokens.cache.values, t, E);
+    for (long four = 0; four < 4; four++, to += LINE, ahead.some(E / 16))
+      for (long e = 0; e < E; e += 64) {
+        const auto token = [&](long i) { return load((const int32_t*)(from + (four * 4 + i) * E + e)); };
+        const Ints a = token(0), b = token(1), c = token(2), d = token(3);
+        const auto store_two = [](uint8_t* at, Ints ac, Ints bd) {  // bytes of words that hold two columns of two tokens
+          store((int32_t*)at, (ac & 0x00ff00ff) | (bd & 0x00ff00ff) << 8);
+          store((int32_t*)(at + HALF_BYTES), (logical_right(ac, 8) & 0x00ff00ff) | (bd & (int32_t)0xff00ff00));
+        };
+        const auto upper = [](Ints low, Ints high) { return logical_right(low, 16) | (high & (int32_t)0xffff0000); };
+        uint8_t* panel = to + e / 32 * panel_step;
+        store_two(panel, (a & 0xffff) | c << 16, (b & 0xffff) | d << 16);
+        store_two(panel + panel_step, upper(a, c), upper(b, d));
+      }
+  }
+}
+
+// Of `count` queries; keys: bytes in panels of 32 tokens, as far apart as those of bf16.
+inline void scores_by_halves(const bf16* queries, const float* query_steps, int count, const bf16* keys, long D, long width,
+                             float* scores) {
+  alignas(64) int32_t high[ROWS * 32], low[ROWS * 32];
+  const uint8_t* q = (const uint8_t*)queries;
+  for (long t = 0; t < width; t += 32, keys += 32 * D) {
+    product_of_rows<Int8, false>(count, q, 2 * D, (const int8_t*)keys, STEP_BYTES, D / 64, high, 32);
+    product_of_rows<Int8, false>(count, q + D, 2 * D, (const int8_t*)keys, STEP_BYTES, D / 64, low, 32);
+    for (int i = 0; i < count; i++)
+      for (long n = 0; n < 32; n += 16)
+        store(scores + i * TILE + t + n, score_of(load(high + i * 32 + n), load(low + i * 32 + n), query_steps[i]));
+  }
+}
+
+// values: as pack_32_by_fours has them; sums: [count, E].
+inline void values_by_halves(const bf16* weights, const float* steps, int count, const bf16* values, long panel_step, long E,
+                             long width, bool fresh, float* sums) {
+  alignas(64) int32_t high[ROWS * 32], low[ROWS * 32];
+  const uint8_t* w = (const uint8_t*)weights;
+  const int8_t* panel = (const int8_t*)values;
+  for (long e = 0; e < E; e += 32, panel += panel_step) {
+    product_of_rows<Unsigned, false>(count, w, 2 * TILE, panel, STEP_BYTES, width / 64, high, 32);
+    product_of_rows<Unsigned, false>(count, w + TILE, 2 * TILE, panel, STEP_BYTES, width / 64, low, 32);
+    for (int i = 0; i < count; i++)
+      for (long n = 0; n < 32; n += 16)
+        add_values(sums + i * E + e + n, load(high + i * 32 + n), load(low + i * 32 + n), steps[i], fresh);
+  }
+}
+
+// Sums as columns lie: of each 64, [4, 16] -> [16, 4].
+inline void in_order(const float* sums, long E, float* to) {
+  using D = __m512d;
+  for (long e = 0; e < E; e += 64, sums += 64) {
+    const __m512 p0 = load(sums), p1 = load(sums + 16), p2 = load(sums + 32), p3 = load(sums + 48);
+    const D low01 = (D)_mm512_unpacklo_ps(p0, p1), low23 = (D)_mm512_unpacklo_ps(p2, p3);
+    const D high01 = (D)_mm512_unpackhi_ps(p0, p1), high23 = (D)_mm512_unpackhi_ps(p2, p3);
+    // Words 0, 4, 8 and 12, those behind them ...
+    const D w0 = _mm512_unpacklo_pd(low01, low23), w1 = _mm512_unpackhi_pd(low01, low23);
+    const D w2 = _mm512_unpacklo_pd(high01, high23), w3 = _mm512_unpackhi_pd(high01, high23);
+    const D early01 = _mm512_shuffle_f64x2(w0, w1, 0x44), early23 = _mm512_shuffle_f64x2(w2, w3, 0x44);
+    const D late01 = _mm512_shuffle_f64x2(w0, w1, 0xee), late23 = _mm512_shuffle_f64x2(w2, w3, 0xee);
+    store(to + e, (Floats)_mm512_shuffle_f64x2(early01, early23, 0x88));
+    store(to + e + 16, (Floats)_mm512_shuffle_f64x2(early01, early23, 0xdd));
+    store(to + e + 32, (Floats)_mm512_shuffle_f64x2(late01, late23, 0x88));
+    store(to + e + 48, (Floats)_mm512_shuffle_f64x2(late01, late23, 0xdd));
+  }
+}
+
+#else
+
+inline bool halved(long, long, long) { return false; }
+inline void pack_32_by_fours(const Tokens&, long, bf16*, long) {}
+inline void scores_by_halves(const bf16*, const float*, int, const bf16*, long, long, float*) {}
+inline void values_by_halves(const bf16*, const float*, int, const bf16*, long, long, long, bool, float*) {}
+inline void in_order(const float*, long, float*) {}
+
+#endif
+
+}  // namespace quire
