@@ -121,7 +121,8 @@ class Plan:
             "longest": self.longest,
         }
         if 0 < self.alike <= few:  # as in every step of plain decoding: nothing to make a list of
-            return Step(**parts, short_W2=None, num_short=self.rows, long_W2=None)
+            alike = self.alike
+            return Step(**parts, short_W2=None, num_short=self.rows, long_W2=None, most=alike)
         counts = self.query_lens or self.starts_B1.diff().tolist()
         short = [(row, 0) for row in range(self.rows) if counts[row] <= few]
         # The longest first: what starts last should not be what takes longest.
@@ -136,4 +137,5 @@ class Plan:
             short_W2=table[: len(short)],
             num_short=len(short),
             long_W2=table[len(short) :] if long else None,
+            most=max((counts[row] for row, _ in short), default=0),
         )

@@ -2,7 +2,9 @@
 
     python tests/ops/triton/on_paper.py 90
 
-Knows the launches of a Llama-like model. Nothing runs: the driver is a stand-in that names the target.
+Knows the launches of a Llama-like model. Nothing runs: the driver is a stand-in that names the target. What steps differ in
+from one to the next (tokens, rows, lengths) is changed in the end, and must not have anything compiled anew, which would
+hold up a server for seconds: `anew` names what is.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ def report(what: str, name: str, kernel: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def launch_rows() -> None:
-    x, w = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+def launch_rows(tokens: int = 4) -> None:
+    x, w = torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
     rows.rms_norm(x, w, 1e-6)
-    rows.rms_norm(torch.zeros(4, 8, 128, dtype=BF16), w[:128], 1e-6, True)
+    rows.rms_norm(torch.zeros(tokens, 8, 128, dtype=BF16), w[:128], 1e-6, True)
     rows.add_rms_norm(x, x.clone(), w, 1e-6)
-    angle = torch.zeros(4, 64)
-    rows.rotate(torch.zeros(4, 8, 128, dtype=BF16), angle, angle)
-    rows.rotate(torch.zeros(4, 8, 96, dtype=BF16), angle[:, :16], angle[:, :16], True)
+    angle = torch.zeros(tokens, 64)
+    rows.rotate(torch.zeros(tokens, 8, 128, dtype=BF16), angle, angle)
+    rows.rotate(torch.zeros(tokens, 8, 96, dtype=BF16), angle[:, :16], angle[:, :16], True)
     rows.silu_and_mul(x)
     rows.gelu_and_mul(x)
     rows.gelu_and_mul(x, True)
@@ -99,15 +101,48 @@ def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> 
     attention.attend(q, tuple(parts), step, scores, sizes, torch.zeros(4, 32), splits=1)
 
 
-def launch_sampling() -> None:
-    logits, keys = torch.zeros(4, 151_936), torch.zeros(2, 4, dtype=torch.int32)
-    longs, doubles = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
-    tokens = torch.zeros(4, 100, dtype=torch.int32)
+def launch_sampling(rows: int = 4) -> None:
+    logits, keys = torch.zeros(rows, 151_936), torch.zeros(2, rows, dtype=torch.int32)
+    longs, doubles = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
+    tokens = torch.zeros(rows, 100, dtype=torch.int32)
     sampling.draw(logits, keys)
     sampling.draw(logits, keys, sampling.threshold(logits, longs, doubles, doubles))
     sampling.rank(logits.bfloat16(), longs, True)
     sampling.noise_words(keys, 1000)
-    sampling.penalize(logits, longs, longs, longs, longs, torch.zeros(3, 4), tokens, 50)
+    sampling.penalize(logits, longs, longs, longs, longs, torch.zeros(3, rows), tokens, 50)
+
+
+def launch_other_steps() -> None:
+    """Of kernels that were compiled: one token, sixteen, odd numbers; tables and lists of other lengths."""
+    for tokens in (1, 2, 16):
+        launch_rows(tokens)
+        launch_products(0, tokens)
+        launch_products(128, tokens)
+        launch_sampling(tokens + 1)
+    launch_steps(((1, 1, 16), (3, 7, 8192), (16, 16, 40000)), (2, 5))
+
+
+def launch_steps(steps: tuple[tuple[int, ...], ...], splits: tuple[int, ...]) -> None:
+    """Attention of (rows, width of the table, longest context), as every row, and by lists of work."""
+    parts = (torch.zeros(9, 8, 16, 128, dtype=BF16),) * 2
+    sizes = attention.sizes_for(4, 128, 2)
+    for count, width, longest in steps:
+        ints, work = (
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.zeros(7, 2, dtype=torch.int32),
+        )
+        table, q = (
+            torch.zeros(count, width, dtype=torch.int32),
+            torch.zeros(count, 32, 128, dtype=BF16),
+        )
+        for short, few, long in (
+            (None, count, None),
+            (work[:3], 3, work[3:]),
+            (work[:4], 4, work[4:]),
+        ):
+            step = attention.Step(table, ints, ints[:count], count, short, few, long, longest, 1)
+            for many in (1, *splits):
+                attention.attend(q, parts, step, attention.Scores(0.1), sizes, splits=many)
 
 
 def launch_batch() -> None:
@@ -117,14 +152,15 @@ def launch_batch() -> None:
     batch.scatter(table, ints[:4], ints[:4], ints, ints, 7)
 
 
-def launch_products(wide: int) -> None:
+def launch_products(wide: int, few: int = 1) -> None:
     """Of the 8B shape: sums that are cut into parts, sums that are not, and many tokens."""
-    for tokens, outs, ins in (
-        (1, 4096, 4096),
-        (32, 28672, 4096),
-        (64, 4096, 4096),
-        (8192, 4096, 14336),
-    ):
+    shapes = (
+        (few, 4096, 4096),
+        (16 + few, 28672, 4096),
+        (48 + few, 4096, 4096),
+        (8191 + few, 4096, 14336),
+    )
+    for tokens, outs, ins in shapes:
         x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
         weight = torch.zeros(outs, ins, dtype=float8.CODES, device="meta")
         scale = torch.zeros((outs // wide, ins // wide) if wide else (outs,), device="meta")
@@ -141,6 +177,7 @@ def launch_products(wide: int) -> None:
 LAUNCHES = {
     "rows": launch_rows,
     "attention bfloat16": lambda: launch_attention(BF16, BF16),
+    "attention bfloat16 in steps": lambda: launch_steps(((4, 9, 8000),), (3,)),
     "attention bfloat16 of 256": lambda: launch_attention(BF16, BF16, 256),
     "attention float16 of 64": lambda: launch_attention(torch.float16, torch.float16, 64),
     "attention fp8": lambda: launch_attention(BF16, torch.float8_e4m3fn),
@@ -156,17 +193,23 @@ LAUNCHES = {
 def main(capability: int) -> None:
     driver.set_active(Target(capability))
     rows.runs_on = lambda x: True
-    run, what = jit.JITFunction.run, ""
+    run, what, seen = jit.JITFunction.run, "", set[str]()
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps(report(what, self.fn.__name__, kernel)), flush=True)
+        if kernel.hash not in seen:
+            said = report(what, self.fn.__name__, kernel) if what else {"anew": self.fn.__name__}
+            print(json.dumps(said), flush=True)
+        seen.add(kernel.hash)
         return kernel
 
     jit.JITFunction.run = compiled
     for what, launch in LAUNCHES.items():
         if not (capability < 89 and "fp8" in what):
             launch()
+    what = ""
+    if capability >= 89:
+        launch_other_steps()
 
 
 if __name__ == "__main__":

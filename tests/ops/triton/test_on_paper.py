@@ -28,6 +28,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for line in found if "anew" in line] == []
     kernels = {line["kernel"] for line in found}
     written = {
         line.split("(")[0].removeprefix("def ")

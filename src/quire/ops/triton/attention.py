@@ -38,6 +38,7 @@ LOWEST = tl.constexpr(
 LOG2E = 1.4426950408889634
 PROGRAMS = 512  # as many keep a large card busy; with fewer, rows are split
 MOST_PARTS = 256 << 20  # bytes of partial results
+AHEAD = tl.constexpr(4)  # segments that are under way from memory while others are folded
 
 
 class Sizes(NamedTuple):
@@ -148,16 +149,19 @@ def segment_of(
     return m, z, o
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width", "num_segments", "lines", "splits"],
+    do_not_specialize_on_alignment=["work_ptr"],
+)
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, sums_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     work_ptr, table_ptr, starts_ptr, lengths_ptr, factor, scale, softcap,
-    stride_qt, stride_qh, table_width, stride_block, num_segments,
+    stride_qt, stride_qh, table_width, stride_block, num_segments, lines, splits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     M: tl.constexpr, S: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, SCALED: tl.constexpr,
-    EVERY_ROW: tl.constexpr, SPLITS: tl.constexpr,
+    EVERY_ROW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = M // G
     item = tl.program_id(0)
@@ -190,30 +194,41 @@ def attend_kernel(
     e = tl.arange(0, BLOCK_E)
     here = table_ptr + row.to(tl.int64) * table_width
     begin = low // SEGMENT + tl.program_id(2)
-    for segment in range(begin, last // SEGMENT + 1, SPLITS):
+    for segment in range(begin, last // SEGMENT + 1, splits):
         first = tl.maximum(segment * SEGMENT, low // S * S)
         end = tl.minimum(segment * SEGMENT + SEGMENT - 1, last)
         m, z, o = segment_of(
             q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, here, position, low, first, end, factor, scale, softcap,
             stride_block, BLOCK_SIZE, kv_head, D, E, BLOCK_D, BLOCK_E, BLOCK_SIZE, M, S, WINDOW, CAPPED, SCALED,
         )  # fmt: skip
-        if SPLITS > 1:
-            part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * M
-            tl.store(parts_ptr + (part + r)[:, None] * BLOCK_E + e[None, :], o)
-            tl.store(sums_ptr + 2 * part + r, m)
-            tl.store(sums_ptr + 2 * part + M + r, z)
+        if SHARED:
+            part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * lines
+            tl.store(parts_ptr + (part + r)[:, None] * BLOCK_E + e[None, :], o, mask=live[:, None])
+            tl.store(sums_ptr + 2 * part + r, m, mask=live)
+            tl.store(sums_ptr + 2 * part + lines + r, z, mask=live)
         else:
             top, total, acc = fold(top, total, acc, m, z, o)
-    if SPLITS == 1:
+    if not SHARED:
         finish(
             out_ptr, lse_ptr, top, total, acc, start + new, head, live, H, E, BLOCK_E, HAS_LSE,
         )  # fmt: skip
 
 
 @triton.jit
+def part_of(parts_ptr, sums_ptr, line, lines, there, r, e, BLOCK_E: tl.constexpr):
+    """What a program wrote of a segment: (m, z, o) of `segment_of`."""
+    o = tl.load(parts_ptr + line[:, None] * BLOCK_E + e[None, :], mask=there[:, None], other=0.0)
+    m = tl.load(sums_ptr + 2 * line - r, mask=there, other=LOWEST)
+    z = tl.load(sums_ptr + 2 * line - r + lines, mask=there, other=0.0)
+    return m, z, o
+
+
+@triton.jit(
+    do_not_specialize=["num_segments", "lines"], do_not_specialize_on_alignment=["work_ptr"]
+)
 def merge_kernel(
     parts_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, work_ptr, starts_ptr, lengths_ptr,
-    num_segments,
+    num_segments, lines,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     EVERY_ROW: tl.constexpr,
@@ -232,18 +247,25 @@ def merge_kernel(
     e = tl.arange(0, BLOCK_E)
     new = r // G
     head = kv_head * G + r % G
-    live = (new < count) & (r < M // G * G)
+    live = (new < count) & (r < lines)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - count - WINDOW + 1, 0)
     top, total = start_of_fold(sinks_ptr, head, H, M, HAS_SINKS)
     acc = tl.zeros([M, BLOCK_E], tl.float32)
-    for segment in range(low // SEGMENT, (length - 1) // SEGMENT + 1):
-        part = ((item * (H // G) + kv_head).to(tl.int64) * num_segments + segment) * M
-        o = tl.load(parts_ptr + (part + r)[:, None] * BLOCK_E + e[None, :])
-        m = tl.load(sums_ptr + 2 * part + r)
-        z = tl.load(sums_ptr + 2 * part + M + r)
-        top, total, acc = fold(top, total, acc, m, z, o)
+    base = (item * (H // G) + kv_head).to(tl.int64) * num_segments
+    last = (length - 1) // SEGMENT
+    for at in range(low // SEGMENT, last + 1, AHEAD):
+        # All are asked for before the first is folded. What lies beyond the last changes nothing.
+        line = (base + at) * lines + r
+        m0, z0, o0 = part_of(parts_ptr, sums_ptr, line, lines, live, r, e, BLOCK_E)
+        m1, z1, o1 = part_of(parts_ptr, sums_ptr, line + lines, lines, live & (at < last), r, e, BLOCK_E)  # fmt: skip
+        m2, z2, o2 = part_of(parts_ptr, sums_ptr, line + 2 * lines, lines, live & (at + 1 < last), r, e, BLOCK_E)  # fmt: skip
+        m3, z3, o3 = part_of(parts_ptr, sums_ptr, line + 3 * lines, lines, live & (at + 2 < last), r, e, BLOCK_E)  # fmt: skip
+        top, total, acc = fold(top, total, acc, m0, z0, o0)
+        top, total, acc = fold(top, total, acc, m1, z1, o1)
+        top, total, acc = fold(top, total, acc, m2, z2, o2)
+        top, total, acc = fold(top, total, acc, m3, z3, o3)
     finish(
         out_ptr, lse_ptr, top, total, acc, start + new, head, live, H, E, BLOCK_E, HAS_LSE,
     )  # fmt: skip
@@ -264,6 +286,7 @@ class Step:
     num_short: int
     long_W2: Tensor | None  # int32 (row, first of its new tokens); None: there are none
     longest: int  # context of a short row, or more
+    most: int = 0  # new tokens of a short row, or more; 0: as many as fit
 
 
 class Scores(NamedTuple):
@@ -325,32 +348,36 @@ class _Call:
         step, sizes = self.step, self.sizes
         segments = -(-step.longest // sizes.segment)
         programs = step.num_short * self.num_kv_heads
+        each: int = self.shared["G"]
+        lines = (step.most or sizes.short // each) * each  # of a program's M, that anybody reads
         if splits is None:
-            size = programs * segments * sizes.short * (self.shared["BLOCK_E"] + 2) * 4
+            size = programs * segments * lines * (self.shared["BLOCK_E"] + 2) * 4
             splits = 1 if size > MOST_PARTS else min(segments, max(1, PROGRAMS // programs))
         parts = sums = None
         if splits > 1:
-            lines = programs * segments * sizes.short
-            parts = self.q.new_empty((lines, self.shared["BLOCK_E"]), dtype=torch.float32)
-            sums = self.q.new_empty((2 * lines,), dtype=torch.float32)
-        self._launch(step.short_W2, step.num_short, sizes.short, splits, parts, sums, segments)
+            count = programs * segments * lines
+            parts = self.q.new_empty((count, self.shared["BLOCK_E"]), dtype=torch.float32)
+            sums = self.q.new_empty((2 * count,), dtype=torch.float32)
+        self._launch(step.short_W2, step.num_short, sizes.short, splits, (parts, sums, segments, lines))  # fmt: skip
         if splits > 1:
             merge_kernel[(step.num_short, self.num_kv_heads)](
                 parts, sums, self.out, self.lse, self.scores.sinks_H,
-                step.short_W2, step.starts_B1, step.lengths_B, segments,
-                M=sizes.short, EVERY_ROW=step.short_W2 is None, **self.shared, **EXACT,
+                step.short_W2, step.starts_B1, step.lengths_B, segments, lines,
+                M=pow2(lines), EVERY_ROW=step.short_W2 is None, **self.shared, **EXACT,
             )  # fmt: skip
 
     def long(self) -> None:
         work = self.step.long_W2
         if work is not None:
-            self._launch(work, len(work), self.sizes.long, 1, None, None, 0)
+            self._launch(work, len(work), self.sizes.long, 1, (None, None, 0, 0))
 
     def _launch(
         self, work: Tensor | None, items: int, rows: int, splits: int,
-        parts: Tensor | None, sums: Tensor | None, segments: int,
+        partly: tuple[Tensor | None, Tensor | None, int, int],
     ) -> None:  # fmt: skip
+        """`partly`: where programs that share a row write, segments of a row, and lines of each."""
         step, scores = self.step, self.scores
+        parts, sums, segments, lines = partly
         keys, values, *scales = self.cache
         k_scales, v_scales = scales or (None, None)
         # Softcap's tanh takes twice the score over the cap, in base 2.
@@ -360,10 +387,10 @@ class _Call:
             self.q, keys, values, self.out, self.lse, parts, sums, scores.sinks_H,
             k_scales, v_scales, work, step.table_BN, step.starts_B1, step.lengths_B,
             scores.scale * LOG2E, scale, scores.softcap, self.q.stride(0), self.q.stride(1),
-            step.table_BN.stride(0), self.num_kv_heads * keys.shape[2], segments,
+            step.table_BN.stride(0), self.num_kv_heads * keys.shape[2], segments, lines, splits,
             D=keys.shape[3], BLOCK_D=pow2(keys.shape[3], 16), BLOCK_SIZE=keys.shape[2],
             M=rows, S=self.sizes.tile, SCALED=k_scales is not None, CAPPED=bool(scores.softcap), EVERY_ROW=work is None,
-            SPLITS=splits, **self.shared, **EXACT, **options,
+            SHARED=splits > 1, **self.shared, **EXACT, **options,
         )  # fmt: skip
 
 

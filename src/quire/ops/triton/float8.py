@@ -166,7 +166,7 @@ def finished(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def product_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, ins, groups, each,
     GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
@@ -206,7 +206,7 @@ def product_kernel(
     tl.store(out_ptr + line[:, None] * outs + o[None, :], acc.to(out_ptr.dtype.element_ty), mask=known)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def fold_kernel(
     sums_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, parts,
     GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, OUT: tl.constexpr,

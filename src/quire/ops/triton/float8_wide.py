@@ -21,7 +21,7 @@ from quire.ops.triton.launch import INTERPRETED
 TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the registers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def wide_kernel(
     x_tiles, w_tiles, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, ins, groups,
     GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr,

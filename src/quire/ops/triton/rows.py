@@ -38,7 +38,7 @@ def normed(x, w, size, eps, HAS_WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x_ptr, w_ptr, out_ptr, rows, heads, size, stride_t, stride_h, eps,
     HAS_WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
@@ -55,7 +55,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * size + col[None, :], out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, w_ptr, rows, size, eps, PLUS_ONE: tl.constexpr, R: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def add_rms_norm_kernel(
     tl.store(x_ptr + at, normed(total, w, size, eps, True, PLUS_ONE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, size, pairs, stride_t, stride_h,
     INTERLEAVED: tl.constexpr, R: tl.constexpr, P: tl.constexpr, REST: tl.constexpr,

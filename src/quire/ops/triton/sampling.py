@@ -72,7 +72,7 @@ def gumbel(a, b, token):
     return noise
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
     row = tl.program_id(0)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -81,7 +81,7 @@ def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
     tl.store(out_ptr + row.to(tl.int64) * vocab + col, words(a, b, col), mask=col < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def draw_kernel(
     x_ptr, a_ptr, b_ptr, floor_ptr, best_ptr, id_ptr, vocab, stride, chunks,
     LIMITED: tl.constexpr, COLS: tl.constexpr,
@@ -242,7 +242,7 @@ def count_kernel(
     tl.atomic_or(at, 1 << 30, mask=known & (is_output == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["repetition_ptr", "frequency_ptr", "presence_ptr"])
 def penalize_kernel(
     x_ptr, counts_ptr, at_ptr, repetition_ptr, frequency_ptr, presence_ptr, vocab, stride, COLS: tl.constexpr
 ):  # fmt: skip
