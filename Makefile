@@ -77,10 +77,11 @@ bench: install
 bench-peers: install .cache/peers/.installed
 	$(BIN)/python -m quire.bench peers $(ARGS)
 
-# With the Python that has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3
+# With the Python that has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3; again: what is still to do;
+# SECTIONS="steps serving": these, once more
 GPU_PYTHON ?= $(BIN)/python
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m quire.bench gpu $(ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) -m quire.bench gpu $(if $(SECTIONS),--only $(SECTIONS)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

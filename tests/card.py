@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -185,4 +186,73 @@ def installed(monkeypatch: Any) -> Iterator[None]:
     waits.clear()
     queued.clear()
     with Mode():
+        yield
+
+
+class Stream:
+    """Everything is done at once."""
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+
+class Timed(Event):
+    """Of torch.cuda."""
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class Again:
+    """A recorded step that runs again: from the same memory, into the same memory."""
+
+    def __init__(self, run: Callable[[], Tensor]):
+        self.run, self.output = run, run()
+
+    def replay(self) -> None:
+        self.output.copy_(self.run())
+
+
+class Graph:
+    """What is recorded was run; it is not run again."""
+
+    def replay(self) -> None:
+        pass
+
+
+@contextmanager
+def chosen(monkeypatch: Any) -> Iterator[None]:
+    """Inside, QUIRE_DEVICE=cuda is this card, of 64 GiB."""
+    from quire.platforms import cuda, facts
+
+    stream, size = Stream(), 64 << 30
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "init": lambda: None,
+        "mem_get_info": lambda device: (size, size),
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+        "get_device_properties": lambda device: SimpleNamespace(
+            name="A card", total_memory=size, multi_processor_count=2
+        ),
+        "current_stream": lambda *args: stream,
+        "set_stream": lambda stream: None,
+        "stream": lambda stream: nullcontext(),
+        "Stream": lambda *args: stream,
+        "Event": lambda **kwargs: Timed(),
+        "graph": lambda *args, **kwargs: nullcontext(),
+        "graph_pool_handle": lambda: 0,
+        "CUDAGraph": Graph,
+        "synchronize": lambda *args: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(facts, "cuda_device", lambda: facts.CudaDevice("A card", size, (9, 0)))
+    monkeypatch.setattr(facts, "cuda_missing", lambda: "")
+    monkeypatch.setattr(cuda.CudaRecorder, "record", lambda self, run: Again(run))
+    with installed(monkeypatch):
         yield

@@ -52,6 +52,39 @@ def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_the_next_call_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+    """What fits is done, in order; what was done well is kept; what failed, or is named, is done again."""
+    ran, failing = list[str](), ["kernels"]
+
+    def section(name: str, run: gpu.Run, path: Path) -> dict[str, Any]:
+        ran.append(name)
+        if name in failing:
+            failing.remove(name)
+            return {"failed": "lost"}
+        return {"flops": 3.0} if name == "machine" else {"rate": run.ceilings["fp8 flops"]}
+
+    def call(*more: str) -> list[str]:
+        ran.clear()
+        gpu.main(["--device", "cpu", "--inside", "--out", str(tmp_path), *more])
+        return list(ran)
+
+    monkeypatch.setattr(gpu, "section", section)
+    sizes = {"machine": 10, "kernels": 60, "engine": 300, "steps": 50}
+    monkeypatch.setattr(gpu, "SECTIONS", {name: ("", "", most) for name, most in sizes.items()})
+    assert call("--seconds", "100") == ["machine", "kernels", "steps"]
+    assert "see kernels; still to do: engine" in capsys.readouterr().out
+    assert call("--seconds", "400") == ["kernels", "engine"]
+    assert call("--seconds", "400", "--only", "steps") == ["steps"]
+    assert call() == []
+    found = json.loads(next(tmp_path.glob("*-gpu.json")).read_text())
+    assert found == {
+        "machine": {"flops": 3.0}, "kernels": {"rate": 6.0}, "steps": {"rate": 6.0}, "engine": {"rate": 6.0},
+    }  # fmt: skip
+    assert "all well" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call("--only", "step")
+
+
 def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> None:
     def broken(run, found) -> None:
         raise RuntimeError("no such instruction")

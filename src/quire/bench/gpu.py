@@ -1,8 +1,9 @@
-"""One call on a machine with a GPU: check everything, then time it. `make bench-gpu`, at most ten minutes.
+"""On a machine with a GPU: check everything, then time it. `make bench-gpu`, at most ten minutes; the next call goes on.
 
 Knows the order of the sections and what is left of the time. Each section is a process: one that fails, hangs or loses the
-device takes nobody with it, and what it found until then is kept. What is known is on disk after each figure. Nothing
-here has run on a card yet.
+device takes nobody with it, and what it found until then is kept. What is known is on disk after each figure. A section
+begins where its time still fits the call; what the result file already has is not done again, unless it is named or
+failed. So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
 
     machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16 and fp8 products
     kernels     every kernel against its definition (`gpu_checks.py`)
@@ -30,28 +31,27 @@ from typing import Any
 from quire import env
 
 SECTIONS = {
-    "machine": ("gpu", "machine", 60),
-    "kernels": ("gpu_checks", "kernels", 150),
+    "machine": ("gpu", "machine", 50),
+    "kernels": ("gpu_checks", "kernels", 130),
     "engine": ("gpu_checks", "engine", 100),
-    "steps": ("gpu_serving", "steps", 120),
+    "steps": ("gpu_serving", "steps", 150),
     "serving": ("gpu_serving", "serving", 90),
-    "steps-fp8": ("gpu_serving", "steps_fp8", 90),
-    "figures": ("gpu_figures", "kernels", 70),
-    "products": ("gpu_figures", "products", 70),
-    "peer-transformers": ("gpu_peers", "transformers", 45),
-    "peer-loop": ("gpu_peers", "loop", 45),
+    "steps-fp8": ("gpu_serving", "steps_fp8", 140),
+    "figures": ("gpu_figures", "kernels", 110),
+    "products": ("gpu_figures", "products", 90),
+    "peer-loop": ("gpu_peers", "loop", 60),
+    "peer-transformers": ("gpu_peers", "transformers", 60),
     "peer-vllm": ("gpu_peers", "vllm", 150),
 }
 """Name -> module, function, seconds that it may take; the most wanted first."""
 GRACE = 5.0  # seconds that a section has to end by itself
-LEAST = 15.0  # seconds that are worth beginning a section with
 
 
 class Found(dict[str, Any]):
-    """What a section finds: written down whenever it finds something."""
+    """What a section finds: written down whenever it finds something. `known`: what the file has stays in it."""
 
-    def __init__(self, path: Path):
-        super().__init__()
+    def __init__(self, path: Path, known: bool = False):
+        super().__init__(json.loads(path.read_text(encoding="utf-8")) if known else {})
         self.path = path
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -84,7 +84,7 @@ def machine(run: Run, found: Found) -> None:
     import torch
     import triton
 
-    from quire.bench.gpu_figures import timed
+    from quire.bench.gpu_timing import timed
 
     found["python"] = platform.python_version()
     found["torch"], found["triton"] = torch.__version__, triton.__version__
@@ -172,7 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--small", action="store_true", help="tiny shapes: to try the sections out")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", nargs="*", help="names of sections; unset: all")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=SECTIONS,
+        help="names of sections, done again; unset: all that are not well yet",
+    )
     parser.add_argument("--inside", action="store_true", help="all sections in this process")
     for name in ("--section", "--file", "--ceilings", "--began"):  # of a section's own process
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -186,19 +191,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / f"{time.strftime('%Y-%m-%d')}-gpu.json"
-    whole = Found(path)
-    for name in SECTIONS:
-        if asked.only and name not in asked.only:
+    whole = Found(path, path.is_file())
+    wanted = [name for name in SECTIONS if _wanted(name, whole, asked.only)]
+    for name in wanted:
+        if run.left < SECTIONS[name][2] and name != wanted[0]:
+            print(f"== {name}: no time left in this call", flush=True)
             continue
+        if name != "machine":
+            run.ceilings = ceilings_of(whole.get("machine", {}))
         piece = path.with_suffix(f".{name}.part")
-        if run.left < LEAST:
-            whole[name] = {"skipped": "no time left"}
-            continue
         whole[name] = section(name, run, piece) if asked.inside else apart(name, run, piece, asked)
         piece.unlink(missing_ok=True)
-        if name == "machine":
-            run.ceilings = ceilings_of(whole[name])
         print(f"== {name}\n{json.dumps(whole[name], indent=1, default=str)}", flush=True)
-    bad = [name for name, part in whole.items() if "failed" in part or part.get("wrong")]
-    print(f"{path}: {'all well' if not bad else 'see ' + ', '.join(bad)}")
+    missing = [name for name in SECTIONS if name not in whole]
+    bad = [name for name, part in whole.items() if not _well(part)]
+    told = f"see {', '.join(bad)}" if bad else "all well"
+    print(f"{path}: {told}" + (f"; still to do: {', '.join(missing)}" if missing else ""))
     return 1 if bad else 0
+
+
+def _well(part: dict[str, Any]) -> bool:
+    return "failed" not in part and not part.get("wrong")
+
+
+def _wanted(name: str, whole: dict[str, Any], only: Sequence[str] | None) -> bool:
+    if only:
+        return name in only
+    return name not in whole or not _well(whole[name])

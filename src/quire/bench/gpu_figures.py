@@ -6,9 +6,6 @@ whether anything is right (`gpu_checks.py`).
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.bench.gpu_shapes import filled_cache
+from quire.bench.gpu_timing import cold
 
 if TYPE_CHECKING:
     from quire.bench.gpu import Found, Run
-
-
-def timed(run: Run, call: Callable[[], Any], least: int = 10) -> float:
-    """Median seconds of a call on the device, after a warm-up."""
-    if run.device != "cuda":
-        call()
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    for _ in range(3):
-        call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(least + 1)]
-    for mark in marks:
-        mark.record()
-        if mark is not marks[-1]:
-            call()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
 
 
 def line(
@@ -54,14 +34,47 @@ def line(
 def kernels(run: Run, found: Found) -> None:
     """Attention at the 8B shape, and the kernels that only move bytes."""
     dtype = torch.float32 if run.small else torch.bfloat16
-    for rows, length in (
-        ((2, 40),) if run.small else ((1, 1024), (1, 32768), (64, 2048), (256, 1024))
-    ):
+    steps = ((2, 40),) if run.small else ((1, 1024), (1, 32768), (64, 2048), (256, 1024))
+    for rows, length in steps:
         found[f"decode of {rows} rows of {length}"] = _attention(run, [length] * rows, 1, dtype)
     for new in (24,) if run.small else (2048, 8192):
         found[f"prefill of {new}"] = _attention(run, [new], new, dtype)
     for name, made in _movers(run, dtype).items():
         found[name] = made
+    for rows, length in steps:
+        if run.left > 20:
+            name = f"sizes for {rows} rows of {length}"
+            found[name] = _other_sizes(run, [length] * rows, dtype)
+
+
+OTHERS: tuple[dict[str, int], ...] = (
+    {}, {"segment": 256}, {"segment": 128}, {"segment": 1024}, {"stages": 3}, {"stages": 4}, {"tile": 32, "stages": 3},
+    {"tile": 128}, {"tile": 128, "warps": 8}, {"segment": 256, "stages": 3},
+)  # fmt: skip
+"""What may be better for single tokens than the table's sizes, which come first."""
+
+
+def _other_sizes(run: Run, lengths: list[int], dtype: torch.dtype) -> dict[str, float]:
+    """Microseconds of single tokens by the kernel's sizes."""
+    from quire.ops.triton.attention import Scores, attend, sizes_for
+
+    heads, kv_heads = (4, 2) if run.small else (32, 8)
+    cache, step, q = filled_cache(lengths, 1, dtype, run.device, heads, kv_heads)
+    found: dict[str, float] = {}
+    for other in OTHERS[:2] if run.small else OTHERS:
+        if run.left < 10:
+            break
+        sizes = sizes_for(heads // kv_heads, 128, dtype.itemsize)._replace(**other)
+        name = ", ".join(f"{what} {value}" for what, value in other.items()) or "as they are"
+
+        def call(sizes: Any = sizes) -> Any:
+            return attend(q, cache, step, Scores(0.09), sizes)
+
+        try:
+            found[name] = round(cold(run, call) * 1e6, 1)
+        except Exception as error:
+            found[f"{name}: {type(error).__name__}"] = 0.0
+    return found
 
 
 def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -75,7 +88,7 @@ def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> di
         work = [(row, at) for row in range(len(lengths)) for at in range(0, new, tokens_each)]
         step.long_W2 = torch.tensor(work, dtype=torch.int32, device=run.device)
         step.num_short = 0
-    seconds = timed(run, lambda: attend(q, cache, step, Scores(0.09), sizes))
+    seconds = cold(run, lambda: attend(q, cache, step, Scores(0.09), sizes))
     num_bytes = sum(lengths) * 2 * kv_heads * 128 * dtype.itemsize + 2 * q.numel() * dtype.itemsize
     pairs = sum(new * (n - new) + new * (new + 1) / 2 for n in lengths)
     return line(run, seconds, num_bytes, 4 * pairs * heads * 128)
@@ -102,7 +115,7 @@ def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
         "threshold of top-k and top-p": (lambda: sampling.threshold(logits, ks, ps, none), 4 * logits.numel()),
         "the same by a sort": (lambda: logits.sort(dim=-1), 4 * logits.numel()),
     }  # fmt: skip
-    return {name: line(run, timed(run, call), cost) for name, (call, cost) in calls.items()}
+    return {name: line(run, cold(run, call), cost) for name, (call, cost) in calls.items()}
 
 
 # ------------------------------------------------------------------------------------ 8-bit floats
@@ -124,7 +137,7 @@ def products(run: Run, found: Found) -> None:
             for name, call in _ways(x, weight, wide).items():
                 say = f"{tokens} x {ins} x {outs} {name}"
                 try:
-                    seconds = timed(run, call)
+                    seconds = cold(run, call)
                     more = weight.numel() if name == "bf16" else 0
                     kind = "flops" if name == "bf16" else "fp8 flops"
                     found[say] = line(run, seconds, cost + more, 2.0 * tokens * outs * ins, kind)
@@ -191,7 +204,7 @@ def _tiles(run: Run, outs: int, ins: int, dtype: torch.dtype, kernel: Any) -> di
 
             name = f"{tile.outputs} x {tile.inputs}, {parts} parts"
             try:
-                found[name] = round(timed(run, call) * 1e6, 1)
+                found[name] = round(cold(run, call) * 1e6, 1)
             except Exception as error:
                 found[f"{name}: {type(error).__name__}"] = 0.0
     return found

@@ -138,7 +138,7 @@ def filled_cache(
     )
     step = Step(
         batch.block_tables[0], batch.query_start_B1, batch.lengths_B, len(lengths), None,
-        len(lengths), None, max(lengths),
+        len(lengths), None, max(lengths), new,
     )  # fmt: skip
     q_THD = torch.randn(new * len(lengths), heads, 128, device=device).to(dtype)
     return (keys, values), step, q_THD

@@ -48,6 +48,8 @@ class Sizes(NamedTuple):
     long: int  # M of the others
     tile: int  # keys
     segment: int  # keys: a multiple of tile
+    stages: int = 2  # tiles under way; no bits depend on this
+    warps: int = 0  # 0: by the other sizes
 
 
 def sizes_for(heads_each: int, head_dim: int, itemsize: int) -> Sizes:
@@ -382,7 +384,8 @@ class _Call:
         k_scales, v_scales = scales or (None, None)
         # Softcap's tanh takes twice the score over the cap, in base 2.
         scale = 2 * LOG2E * scores.scale / scores.softcap if scores.softcap else 0.0
-        options = {} if INTERPRETED else {"num_warps": _warps(rows, keys.shape[3]), "num_stages": 2}
+        warps = self.sizes.warps or _warps(rows, keys.shape[3])
+        options = {} if INTERPRETED else {"num_warps": warps, "num_stages": self.sizes.stages}
         attend_kernel[(items, self.num_kv_heads, splits)](
             self.q, keys, values, self.out, self.lse, parts, sums, scores.sinks_H,
             k_scales, v_scales, work, step.table_BN, step.starts_B1, step.lengths_B,
