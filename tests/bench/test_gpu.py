@@ -112,6 +112,13 @@ def test_8_bit_floats_are_checked(tmp_path: Path) -> None:
     assert len(found["distances"]) == 6
 
 
+def test_weights_of_few_bits_are_checked(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"wrong": [], "distances": {}}
+    gpu_checks.few_bits(gpu.Run("cpu", 100, True), found)
+    assert found["wrong"] == []
+    assert len(found["distances"]) == 3
+
+
 def test_a_section_that_hangs_is_stopped_and_what_it_found_is_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip
     """In a process of its own, which here is one that notes a figure and sleeps."""
     script = tmp_path / "child.py"

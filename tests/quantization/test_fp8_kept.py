@@ -139,20 +139,11 @@ def test_an_engine_gives_the_tokens_of_the_definition(
             assert one.tokens(asked, greedy(4)) == got
 
 
-@pytest.mark.parametrize("name", ["gptq", "ct int8"])
-def test_what_is_not_served_there(name: str, plain: Path, tmp_path: Path) -> None:
-    form = next(form for form in FORMS if form.name == name)
-    stored, _, _ = quantized(plain, tmp_path, form)
-    with pytest.raises(Unsupported, match=f"{form.config['quant_method']} weights on cpu.*fp8 is"):
-        build(stored)
-
-
 def test_cards_without_instructions_for_it(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unsupported, match="int8 weights on cpu"):
-        build(plain, quantization="int8")
     monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: dtype != "float8_e4m3")
     with pytest.raises(Unsupported, match=r"8-bit floats on .*compute capability 8\.9"):
         build(plain, quantization="fp8")
+    assert made_weights(build(plain, quantization="int4"))
 
 
 def test_dummy_weights(plain: Path, tmp_path: Path) -> None:

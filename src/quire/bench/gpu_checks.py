@@ -45,6 +45,7 @@ def kernels(run: Run, found: Found) -> None:
         "rows": rows,
         "attention": attention,
         "float8": float8,
+        "few bits": few_bits,
         "bits": bits,
         "sampling": sampling,
     }.items():
@@ -171,6 +172,25 @@ def float8(run: Run, found: dict[str, Any]) -> None:
                 y = float8_wide.product(got, pair, None, dtype, wide)
                 _note(found, f"the same by descriptors, by {wide}", y, exact, BOUNDS[dtype])
     found["bits"]["torch's scaled product is used"] = torch_can(torch.device(run.device))
+
+
+def few_bits(run: Run, found: dict[str, Any]) -> None:
+    """Weights of 4 and 8 bits, by the kernel of few tokens, of more, and by the library."""
+    from quire.quantization.few_bits import FewBitsWeight
+
+    torch.manual_seed(8)
+    dtype = list(formats(run))[-1]
+    counts, outs, ins = ((3,), 48, 160) if run.small else ((1, 40, 300, 600), 1536, 2048)
+    weight = torch.randn(outs, ins, device=run.device)
+    for name, made in {
+        "4": FewBitsWeight.int4(weight, False),
+        "4 in groups of 32": FewBitsWeight.int4(weight, False, group=32),
+        "8": FewBitsWeight.int8(weight, False),
+    }.items():
+        for tokens in counts:
+            x = torch.randn(tokens, ins, device=run.device).to(dtype)
+            y, want = made.multiply(x), made.plainly(x, None)
+            _note(found, f"{name} bits by {tokens} tokens", y, want, BOUNDS[dtype])
 
 
 def bits(run: Run, found: dict[str, Any]) -> None:

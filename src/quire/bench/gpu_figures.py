@@ -123,8 +123,12 @@ def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))  # outputs, inputs, of the 8B shape
 
 
+MORE = {"bf16": 1.0, "8 bits": 0.0, "4 bits": 5 / 128 - 0.5}
+"""Bytes of a weight, beyond the one of 8-bit floats, where activations are bf16."""
+
+
 def products(run: Run, found: Found) -> None:
-    """Products of 8-bit floats by who makes them, beside bf16; then other tiles for few tokens than the table's."""
+    """Products of 8-bit floats by who makes them, beside bf16 and weights of few bits; then other tiles for few tokens than the table's."""
     from quire.ops.triton import float8
 
     wide, counts = (32, (2, 33)) if run.small else (128, (1, 16, 64, 512, 8192))
@@ -138,8 +142,8 @@ def products(run: Run, found: Found) -> None:
                 say = f"{tokens} x {ins} x {outs} {name}"
                 try:
                     seconds = cold(run, call)
-                    more = weight.numel() if name == "bf16" else 0
-                    kind = "flops" if name == "bf16" else "fp8 flops"
+                    more = MORE.get(name, 0.0) * weight.numel()
+                    kind = "flops" if name in MORE else "fp8 flops"
                     found[say] = line(run, seconds, cost + more, 2.0 * tokens * outs * ins, kind)
                 except Exception as error:
                     found[say] = f"{type(error).__name__}: {error}"[:300]
@@ -154,11 +158,13 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     from torch.nn import functional as F
 
     from quire.ops.triton import float8, float8_wide
+    from quire.quantization.few_bits import FewBitsWeight
     from quire.quantization.fp8_weight import quantize, scaled_product
 
     rows, (codes, scale) = quantize(weight), quantize(weight, wide)
     blocks, dtype = (codes, scale[::wide].contiguous()), x.dtype
     plain = weight.to(dtype)
+    four, eight = FewBitsWeight.int4(plain, False), FewBitsWeight.int8(plain, False)
 
     def by_torch_in_blocks() -> Any:
         made, scales = float8.codes(x, wide)
@@ -170,6 +176,8 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
 
     return {
         "bf16": lambda: x @ plain.T,
+        "4 bits": lambda: four.multiply(x),
+        "8 bits": lambda: eight.multiply(x),
         "by row, ours": lambda: float8.product(float8.codes(x), rows, None, dtype),
         "by row, descriptors": lambda: float8_wide.product(float8.codes(x), rows, None, dtype),
         "by block, descriptors": lambda: float8_wide.product(

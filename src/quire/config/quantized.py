@@ -21,8 +21,14 @@ ONLINE = {
 }
 """Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
 
-FLOATS = "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is"
-"""What `fp8` is where a device multiplies them."""
+APART = {
+    "int8": "8 bits, a scale a row; activations and the head as they are",
+    "int4": "4 bits, a scale and a zero point a group of 128; activations and the head as they are",
+    "int4_g64": "as int4 with groups of 64",
+    "int4_g32": "as int4 with groups of 32",
+    "fp8": "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is",
+}
+"""The same on a device of its own, which multiplies floats."""
 
 BYTES = {
     "int8": 1.0,
@@ -89,11 +95,13 @@ class Layout:
     shifted: bool = False  # stored zero points are one too small (GPTQ's first format)
     inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
 
-    def says(self, floats: bool = False) -> str:
-        """floats: of a device that multiplies those of 8 bits."""
+    def says(self, apart: bool = False) -> str:
+        """apart: on a device of its own, which multiplies floats."""
         per = f"groups of {self.group}" if self.group > 0 else f"a scale a {self.strategy}"
-        if self.kind == "float" and floats:
+        if self.kind == "float" and apart:
             return f"8-bit floats with {per}; activations by token in 8-bit floats"
+        if apart:
+            return f"{self.bits} bits in {per}; activations as they are"
         if self.kind == "float":
             return "8-bit floats, made int8 with a scale a row: a CPU multiplies bytes"
         if self.kind == "ct-int":
@@ -139,9 +147,9 @@ class Quantized:
                         return layout
         return None
 
-    def says(self, floats: bool = False) -> str:
+    def says(self, apart: bool = False) -> str:
         """For the log: what there is, and what it becomes."""
-        kinds = [layout.says(floats) for layout in dict.fromkeys(self.layouts())]
+        kinds = [layout.says(apart) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     def layouts(self) -> Iterator[Layout]:

@@ -140,9 +140,8 @@ def forecast_weights(
             f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
             f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."
         )
-    # 8-bit floats that are multiplied as what they are leave the head alone.
-    floats = resolved.quantization == "fp8" and resolved.device != "cpu"
-    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=not floats)
+    small_head = resolved.device == "cpu"  # elsewhere the head stays as it is
+    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=small_head)
 
 
 def make_plan(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.config.quantized import BYTES, FLOATS, ONLINE, stored_quantization
+from quire.config.quantized import APART, BYTES, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import PLAIN, Linear
@@ -103,8 +103,8 @@ def build_model(
     return _native(resolved, platform, offload)
 
 
-def keeps_floats(platform: Platform) -> bool:
-    """Whether 8-bit floats are multiplied as what they are, by kernels of that platform."""
+def is_apart(platform: Platform) -> bool:
+    """Whether it is a device of its own, whose kernels multiply floats."""
     return "triton" in platform.kernels
 
 
@@ -112,7 +112,7 @@ def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
     remedy = "serve its float16 or bfloat16 form without --quantization"
     if impl == "transformers":
         check_weights(True, resolved.architecture)
-    if keeps_floats(platform):
+    if is_apart(platform):
         _can_be_floats(resolved, platform, remedy)
         return
     if kernels_for(getattr(torch, resolved.dtype)) is None:
@@ -125,10 +125,8 @@ def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
 def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
     stored = stored_quantization(resolved.hf_config)
     kinds = {layout.kind for layout in stored.layouts()} if stored is not None else set()
-    if kinds - {"float"} or resolved.quantization not in (None, "fp8"):
-        method = resolved.quantization or (stored.method if stored is not None else "")
-        raise Unsupported(f"{method} weights on {resolved.device}", f"fp8 is served there; or {remedy}")  # fmt: skip
-    if not platform.supports("float8_e4m3"):
+    kept = "float" in kinds and resolved.quantization is None
+    if (kept or resolved.quantization == "fp8") and not platform.supports("float8_e4m3"):
         raise Unsupported(
             f"8-bit floats on {platform.description}, which has no instructions for them (compute capability 8.9"
             " and newer have)",
@@ -143,7 +141,7 @@ def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> 
         model: CausalLM = _model_class(target)(
             TextConfig(resolved.hf_config), resolved.max_model_len
         )
-        _expect_quantized(model, resolved, keeps_floats(platform))
+        _expect_quantized(model, resolved, is_apart(platform))
     _drop_wide_windows(model, resolved.max_model_len)
     with separate_blocks():
         source = _with_weights(model, resolved, platform, offload)
@@ -176,17 +174,17 @@ def _with_weights(
             # disable=None: where nobody watches a terminal, no bar.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
     wrapped, scheme = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
-    floats = keeps_floats(platform)
+    apart = is_apart(platform)
     # On a device of its own a model need not fit before it is made small; on the host its parts wait in files.
-    early = partial(quantize_layer, name=scheme) if scheme and floats else None
+    early = partial(quantize_layer, name=scheme) if scheme and apart else None
     fill(model, found, platform.device, wrapped=wrapped, at_home=at_home, early=early)
     for module in model.modules():  # buffers; the weights are there, or in another form by now
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
     if scheme is not None:
-        quantize_model(model, scheme, floats)
-        made, says = len(made_weights(model)), FLOATS if floats else ONLINE[scheme]
+        quantize_model(model, scheme, apart)
+        made, says = len(made_weights(model)), (APART if apart else ONLINE)[scheme]
         log.info("made %d weights %s: %s", made, scheme, says)
     if "native" in platform.kernels:
         pack_model(model)
@@ -202,15 +200,15 @@ def _with_weights(
     return source
 
 
-def _expect_quantized(model: Any, resolved: Resolved, floats: bool) -> None:
+def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
     """Where the checkpoint is quantized: layers that take its tensors. The model is still on "meta"."""
     stored = stored_quantization(resolved.hf_config)
     if stored is None:
         return
     if stored.layout_of("lm_head") is not None and model.lm_head.table is model.lm_head:
         model.lm_head = Linear(model.cfg.hidden_size, model.cfg.vocab_size)
-    count = expect_stored(model, stored, resolved.quantization, floats)
-    log.info("%d layers are quantized: %s", count, stored.says(floats))
+    count = expect_stored(model, stored, resolved.quantization, apart)
+    log.info("%d layers are quantized: %s", count, stored.says(apart))
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:

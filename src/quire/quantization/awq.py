@@ -29,7 +29,8 @@ class Awq(AsStored):
 
     def become(self, layer: Linear) -> None:
         q_OI, zero_OG = (_outputs(layer.get_parameter(name)) for name in ("qweight", "qzeros"))
-        become_grouped(layer, q_OI, layer.get_parameter("scales").data.T, zero_OG, 4)
+        scale_OG = layer.get_parameter("scales").data.T
+        become_grouped(layer, q_OI, scale_OG, zero_OG, 4, apart=self.apart)
 
 
 def _outputs(words: Tensor) -> Tensor:

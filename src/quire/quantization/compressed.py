@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.layers.linear import Linear, Stored
 from quire.quantization.base import settle
+from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.grouped import fields
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.stored import (
@@ -19,7 +20,6 @@ from quire.quantization.stored import (
     become_grouped,
     by_output,
     held,
-    kernels_for,
 )
 
 
@@ -35,7 +35,10 @@ class CompressedInt8(AsStored):
     def become(self, layer: Linear) -> None:
         scale_O = scale_by_output(layer, self.layout.strategy)
         weight = layer.get_parameter("weight").data
-        settle(layer, Int8Weight(weight, scale_O, layer.silu, kernels_for(layer.dtype)))
+        if self.apart:
+            settle(layer, FewBitsWeight.signed(weight, scale_O, layer.silu, layer.dtype))
+        else:
+            settle(layer, Int8Weight(weight, scale_O, layer.silu, self.kernels(layer)))
 
 
 class CompressedPacked(AsStored):
@@ -66,7 +69,8 @@ class CompressedPacked(AsStored):
         else:
             scale_OG = scale_by_output(layer, self.layout.strategy)[:, None]
         groups_PI = held(layer, "weight_g_idx") if self.layout.ordered else None
-        become_grouped(layer, q_OI, scale_OG, self._zeros(layer, scale_OG), bits, groups_PI)
+        zero_OG = self._zeros(layer, scale_OG)
+        become_grouped(layer, q_OI, scale_OG, zero_OG, bits, groups_PI, self.apart)
 
     def _zeros(self, layer: Linear, scale_OG: Tensor) -> Tensor:
         bits = self.layout.bits

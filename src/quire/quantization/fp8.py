@@ -15,7 +15,7 @@ from quire.logging import get_logger
 from quire.quantization.base import settle
 from quire.quantization.compressed import scale_by_output, scales
 from quire.quantization.fp8_weight import WIDTHS, Float8Weight
-from quire.quantization.stored import AsStored, kernels_for
+from quire.quantization.stored import AsStored
 
 log = get_logger(__name__)
 
@@ -40,7 +40,7 @@ class Float8(AsStored):
         }
 
     def become(self, layer: Linear) -> None:
-        settle(layer, self.make(self.floats(layer), layer.silu, kernels_for(layer.dtype)))
+        settle(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
 
     def floats(self, layer: Linear) -> Tensor:
         """What is stored, [O, I]."""

@@ -35,4 +35,5 @@ class Gptq(AsStored):
         if self.layout.shifted:
             zero_GO = (zero_GO + 1) & ((1 << bits) - 1)
         scale_OG = layer.get_parameter("scales").data.T
-        become_grouped(layer, q_OI, scale_OG, zero_GO.T, bits, held(layer, "g_idx"))
+        groups_PI = held(layer, "g_idx")
+        become_grouped(layer, q_OI, scale_OG, zero_GO.T, bits, groups_PI, self.apart)

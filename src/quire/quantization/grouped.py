@@ -76,7 +76,7 @@ def in_order(
     if ins % groups or (torch.bincount(group_I, minlength=groups) != ins // groups).any():
         return None
     order_I = torch.argsort(group_I, stable=True)
-    if torch.equal(order_I, torch.arange(ins)):
+    if torch.equal(order_I, torch.arange(ins, device=order_I.device)):
         return Grouped(q_OI, scale_OG, zero_OG)
     return Grouped(q_OI[:, order_I].contiguous(), scale_OG, zero_OG, order_I.int())
 

@@ -38,7 +38,9 @@ def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize`, by the kernels where they can: the same numbers, many times sooner."""
     outs, ins = weight_OI.shape
-    q_OI, scale_O = torch.empty(outs, ins, dtype=torch.int8), torch.empty(outs)
+    here = weight_OI.device
+    q_OI = torch.empty(outs, ins, dtype=torch.int8, device=here)
+    scale_O = torch.empty(outs, device=here)
     if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
         many = max(1, AT_ONCE // ins)
         for start in range(0, outs, many):

@@ -18,6 +18,7 @@ from quire.ops.cpu.library import best
 from quire.quantization.awq import Awq
 from quire.quantization.base import Made, Weight, let_go, settle
 from quire.quantization.compressed import CompressedInt8, CompressedPacked
+from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.fp8 import Float8, Float8Kept
 from quire.quantization.fp8_weight import Float8Weight
 from quire.quantization.gptq import Gptq
@@ -35,8 +36,14 @@ ONLINE: dict[str, Make] = {
 }
 """`--quantization` -> how a weight of 16 or 32 bits becomes one of the scheme."""
 
-FLOATS: dict[str, Make] = {"fp8": Float8Weight.of}
-"""The same where 8-bit floats are multiplied as what they are. The head stays: 3 bits are few to choose words by."""
+APART: dict[str, Make] = {
+    "fp8": Float8Weight.of,
+    "int8": FewBitsWeight.int8,
+    "int4": FewBitsWeight.int4,
+    "int4_g64": partial(FewBitsWeight.int4, group=64),
+    "int4_g32": partial(FewBitsWeight.int4, group=32),
+}
+"""The same on a device of its own. The head stays: 3 bits are few to choose words by."""
 
 HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
 """The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""
@@ -52,11 +59,12 @@ FORMATS: dict[str, type[AsStored]] = {
 
 
 def expect_stored(
-    model: nn.Module, stored: Quantized, online: str | None, floats: bool = False
+    model: nn.Module, stored: Quantized, online: str | None, apart: bool = False
 ) -> int:
     """Make room for what a quantized checkpoint has, in a model that is not filled yet; for how many weights.
 
-    `online`: the scheme to make of float weights, if another than int8. `floats`: 8-bit floats are kept.
+    `online`: the scheme to make of float weights, if another than int8; `apart`: for a device of its own, which keeps 8-bit
+    floats unless it is asked for another.
 
     Raises:
         Unsupported: parts of one layer are stored in different ways.
@@ -74,8 +82,9 @@ def expect_stored(
                 "quantize all of them alike, or none",
             )
         if (layout := layouts[0]) is not None:
-            form = Float8Kept if floats else FORMATS[layout.kind]
-            layer.use(form(layout, ONLINE[online or "int8"]))
+            kept = apart and layout.kind == "float" and online in (None, "fp8")
+            form = Float8Kept if kept else FORMATS[layout.kind]
+            layer.use(form(layout, (APART if apart else ONLINE)[online or "int8"], apart))
             count += 1
     return count
 
@@ -85,26 +94,26 @@ def largest_first(model: nn.Module) -> list[nn.Module]:
     return sorted(model.modules(), key=lambda module: not isinstance(module, Head))
 
 
-def quantize_layer(layer: Linear, name: str, floats: bool = True) -> None:
+def quantize_layer(layer: Linear, name: str, apart: bool = True) -> None:
     """Make one plain linear as `name` says."""
     layer.join()
-    if floats:  # kernels of the CPU are not asked for: they may have to be compiled first
-        settle(layer, FLOATS[name](layer.weight, layer.silu, None))
+    if apart:  # kernels of the CPU are not asked for: they may have to be compiled first
+        settle(layer, APART[name](layer.weight, layer.silu, None))
     else:
         settle(layer, ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype)))
 
 
-def quantize_model(model: nn.Module, name: str, floats: bool = False) -> int:
+def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
     """Make every plain linear and the head as `name` says, one after the other; how many.
 
-    The embedding's table stays as it is; so does the head, where `floats` are multiplied as what they are.
+    The embedding's table stays as it is; so does the head on a device of its own (`apart`).
     """
     count = 0
     for layer in largest_first(model):
         if isinstance(layer, Linear) and layer.scheme is PLAIN:
-            quantize_layer(layer, name, floats)
+            quantize_layer(layer, name, apart)
             count += 1
-        elif isinstance(layer, Head) and layer.plain and not floats:
+        elif isinstance(layer, Head) and layer.plain and not apart:
             table_VD = layer.table_VD
             weight = HEADS[name](table_VD, False, kernels_for(table_VD.dtype))
             layer.multiply = weight.multiply

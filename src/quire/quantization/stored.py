@@ -18,6 +18,7 @@ from quire.layers.weights import set_parameter
 from quire.logging import get_logger
 from quire.ops.cpu.library import Kernels, best
 from quire.quantization.base import Weight, settle
+from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.grouped import in_order, scattered
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -28,10 +29,17 @@ Make = Callable[[Tensor, bool, Kernels | None], Weight]
 
 
 class AsStored(Plain):
-    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`become`)."""
+    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`become`).
 
-    def __init__(self, layout: Layout, make: Make = Int8Weight.of):
-        self.layout, self.make = layout, make
+    `apart`: for a device of its own.
+    """
+
+    def __init__(self, layout: Layout, make: Make = Int8Weight.of, apart: bool = False):
+        self.layout, self.make, self.apart = layout, make, apart
+
+    def kernels(self, layer: Linear) -> Kernels | None:
+        """Of the CPU. Elsewhere they are not asked for: they may have to be compiled first."""
+        return None if self.apart else kernels_for(layer.dtype)
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
         raise NotImplementedError
@@ -56,17 +64,21 @@ def become_grouped(
     zero_OG: Tensor,
     bits: int,
     groups_PI: Tensor | None = None,
+    apart: bool = False,
 ) -> None:
-    """4 bits and fewer stay as they are; 8 become int8, exactly so if there is one group and its zero is the middle.
+    """4 bits and fewer stay as they are; 8 become int8, exactly so if there is one group and its zero is the middle. On a
+    device of its own all stay as they are.
 
     `groups_PI`: the group of each input, of each part of the layer; None: neighbours of one size.
     """
-    kernels = kernels_for(layer.dtype)
     found = None
     if groups_PI is None or bool((groups_PI == groups_PI[0]).all()):
         found = in_order(q_OI, scale_OG, zero_OG, None if groups_PI is None else groups_PI[0])
-    if found is None:
+    kernels = None if apart else kernels_for(layer.dtype)
+    if found is None or (apart and not FewBitsWeight.takes(found.group)):
         _become_plain(layer, q_OI, scale_OG, zero_OG, groups_PI)
+    elif apart:
+        settle(layer, FewBitsWeight(found, 4 if bits <= 4 else 8, layer.silu))
     elif bits <= 4:
         settle(layer, Int4Weight(found.finer(), layer.silu, kernels))
     elif found.scale_OG.shape[1] == 1 and bool((found.zero_OG == 128).all()):
@@ -82,7 +94,9 @@ def _become_plain(
     """Parts with different orders, or groups of different sizes: rare, and multiplied as floats."""
     ins, groups = q_OI.shape[1], scale_OG.shape[1]
     if groups_PI is None:
-        groups_PI = (torch.arange(ins) // -(-ins // groups)).expand(len(layer.outputs), -1)
+        groups_PI = (torch.arange(ins, device=q_OI.device) // -(-ins // groups)).expand(
+            len(layer.outputs), -1
+        )
     split = (tensor.split(layer.outputs) for tensor in (q_OI, scale_OG, zero_OG))
     parts = [scattered(*part) for part in zip(*split, groups_PI, strict=True)]
     log.warning(

@@ -22,7 +22,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.ops.triton import attention, batch, cache, float8, float8_wide, prepare, rows, sampling
+from quire.ops.triton import (
+    attention,
+    batch,
+    cache,
+    few_bits,
+    float8,
+    float8_wide,
+    prepare,
+    rows,
+    sampling,
+)
 
 BF16 = torch.bfloat16
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -119,6 +129,7 @@ def launch_other_steps() -> None:
         launch_products(0, tokens)
         launch_products(128, tokens)
         launch_sampling(tokens + 1)
+        launch_few_bits(4, 128, tokens)
     launch_steps(((1, 1, 16), (3, 7, 8192), (16, 16, 40000)), (2, 5))
 
 
@@ -174,6 +185,18 @@ def launch_products(wide: int, few: int = 1) -> None:
                 )
 
 
+def launch_few_bits(bits: int, group: int, few: int = 1) -> None:
+    """Of the 8B shape: sums that are cut into parts, many rows, and a weight that is made 16 bits."""
+    step = few_bits.step_of(group)
+    for tokens, outs, ins in ((few, 4096, 4096), (48 + few, 4096, 14336), (255 + few, 28672, 4096)):
+        x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
+        data = torch.zeros(outs, ins * bits // 8, dtype=torch.uint8, device="meta")
+        scale = torch.zeros(ins // group, outs, device="meta")
+        given = (data, scale, scale.to(torch.uint8))
+        few_bits.product(x, *given, None, step)
+    few_bits.widened(*given, step, ins, BF16)
+
+
 LAUNCHES = {
     "rows": launch_rows,
     "attention bfloat16": lambda: launch_attention(BF16, BF16),
@@ -185,6 +208,9 @@ LAUNCHES = {
     "attention float32": lambda: launch_attention(torch.float32, torch.float32),
     "fp8 products by row": lambda: launch_products(0),
     "fp8 products by block": lambda: launch_products(128),
+    "4 bits in groups of 128": lambda: launch_few_bits(4, 128),
+    "4 bits in groups of 32": lambda: launch_few_bits(4, 32),
+    "8 bits in groups of 2048": lambda: launch_few_bits(8, 2048),
     "sampling": launch_sampling,
     "batch": launch_batch,
 }

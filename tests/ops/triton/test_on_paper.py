@@ -42,7 +42,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
         assert line["shared"] <= MOST_SHARED[capability], line
         # Products in float32 are a mode for comparing, and spill.
         assert line["stack"] <= MOST_STACK[capability] or "float32" in line["what"], line
-    names = ("attend_kernel", "product_kernel", "wide_kernel")
+    names = ("attend_kernel", "product_kernel", "wide_kernel", "few_bits_kernel")
     products = [x for x in found if x["kernel"] in names and "float32" not in x["what"]]
     assert all(x["wgmma"] + x["mma"] for x in products)
     if capability == 90:

@@ -1,0 +1,212 @@
+"""Products of weights of 4 or 8 bits in groups with activations of 16 bits, which stay as they are.
+
+Knows how such a weight is packed, and two ways to multiply it. Does not know layers or checkpoints.
+
+    y[t, o] = bias[o] + sum_g scale[g, o] * sum_(i in g) x[t, i] * (q[o, i] - zero[g, o])
+
+A weight's whole numbers less their zero point are exact in 16 bits, so no weight is rounded: each group's sum is multiplied by
+its scale in float32. Of 4 bits, a byte has two inputs of a step, half a step apart: [O, I / 2], step after step.
+
+    up to MANY tokens    one kernel, which reads the weight as it is stored; sums are cut into parts as in `float8.py`
+    more                 the weight is made 16 bits first, some outputs at a time, and the library multiplies: reading and
+                         writing it costs little then
+
+Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, S parts of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.triton.float8 import FEW, Tile, parts_of, place_of
+from quire.ops.triton.launch import EXACT
+
+MANY = 512  # tokens, from which on the weight is made 16 bits first
+AT_ONCE = 64 << 20  # of such numbers
+STEPS = (32, 64, 128)  # inputs that a program takes at once: a group, or a part of one
+
+TILES: tuple[tuple[int, Tile], ...] = (
+    # tokens up to     tile; its inputs are the weight's step
+    (16, Tile(16, 64, 0, 4, 4)),
+    (64, Tile(64, 64, 0, 4, 3)),
+    (1 << 62, Tile(128, 64, 0, 8, 3)),
+)
+
+
+def step_of(group: int) -> int:
+    """Inputs of a step for groups of so many; 0: none will do."""
+    return next((step for step in reversed(STEPS) if group % step == 0), 0)
+
+
+def packed(q_OI: Tensor, bits: int, step: int) -> Tensor:
+    """uint8 [O, I], or [O, I / 2] of 4 bits."""
+    if bits == 8:
+        return q_OI.contiguous()
+    low, high = q_OI.unflatten(1, (-1, 2, step // 2)).unbind(2)
+    return (low | high << 4).flatten(1).contiguous()
+
+
+def unpacked(data: Tensor, bits: int, step: int) -> Tensor:
+    """The whole numbers again, uint8 [O, I]."""
+    if bits == 8:
+        return data
+    halves = data.unflatten(1, (-1, step // 2))
+    return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
+
+
+@triton.jit
+def part_of_step(acc, x_ptr, x_at, q, zero, step_mask):
+    """acc + x times the whole numbers q [inputs, outputs] less their zero point."""
+    x = tl.load(x_ptr + x_at, mask=step_mask, other=0.0)
+    w = (q.to(tl.int16) - zero[None, :]).to(x.dtype)
+    return tl.dot(x, w, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def few_bits_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, tokens, outs, ins, steps_each, many,
+    BITS: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """`many`: steps of a part; `steps_each`: of a group. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts."""
+    tile_t, tile_o = place_of(tl.program_id(0), tokens, outs, T, OUT)
+    part = tl.program_id(1)
+    t = tile_t * T + tl.arange(0, T)
+    o = tile_o * OUT + tl.arange(0, OUT)
+    # What lies beyond the end is read from the last line instead, and not stored.
+    t_there = tl.minimum(t, tokens - 1).to(tl.int64)
+    o_there = tl.minimum(o, outs - 1).to(tl.int64)
+    known_t = (t < tokens)[:, None]
+    HALF: tl.constexpr = STEP // 2
+    i = tl.arange(0, STEP)
+    half = tl.arange(0, HALF)
+    acc = tl.zeros((T, OUT), tl.float32)
+    for step in range(part * many, tl.minimum((part + 1) * many, ins // STEP)):
+        scale = tl.load(scale_ptr + step // steps_each * outs + o_there)
+        zero = tl.load(zero_ptr + step // steps_each * outs + o_there).to(tl.int16)
+        sums = tl.zeros((T, OUT), tl.float32)
+        if BITS == 4:
+            both = tl.load(w_ptr + o_there[None, :] * (ins // 2) + step * HALF + half[:, None])
+            x_at = t_there[:, None] * ins + step * STEP + half[None, :]
+            sums = part_of_step(sums, x_ptr, x_at, both & 15, zero, known_t)
+            sums = part_of_step(sums, x_ptr, x_at + HALF, both >> 4, zero, known_t)
+        else:
+            q = tl.load(w_ptr + o_there[None, :] * ins + step * STEP + i[:, None])
+            x_at = t_there[:, None] * ins + step * STEP + i[None, :]
+            sums = part_of_step(sums, x_ptr, x_at, q, zero, known_t)
+        acc += sums * scale[None, :]
+    if WHOLE and HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + o_there).to(tl.float32)[None, :]
+    line = part.to(tl.int64) * tokens + t_there
+    known = known_t & (o < outs)[None, :]
+    tl.store(out_ptr + line[:, None] * outs + o[None, :], acc.to(out_ptr.dtype.element_ty), mask=known)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def add_kernel(
+    sums_ptr, bias_ptr, out_ptr, tokens, outs, parts, HAS_BIAS: tl.constexpr, OUT: tl.constexpr
+):
+    """Sums [S, T, O] into y [T, O], in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    known = o < outs
+    acc = tl.zeros((OUT,), tl.float32)
+    for part in range(parts):
+        acc += tl.load(sums_ptr + (part * tokens + token) * outs + o, mask=known, other=0.0)
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + o, mask=known, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * outs + o, acc.to(out_ptr.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def widen_kernel(
+    w_ptr, scale_ptr, zero_ptr, out_ptr, outs, ins, steps_each, stride, BITS: tl.constexpr, STEP: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """A step of some outputs as numbers of 16 bits: scale times the whole number less its zero point, rounded once."""
+    o = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    step = tl.program_id(1)
+    there = tl.minimum(o, outs - 1).to(tl.int64)
+    scale = tl.load(scale_ptr + step // steps_each * stride + there)[:, None]
+    zero = tl.load(zero_ptr + step // steps_each * stride + there).to(tl.float32)[:, None]
+    known = (o < outs)[:, None]
+    into = out_ptr + there[:, None] * ins + step * STEP
+    if BITS == 4:
+        i = tl.arange(0, STEP // 2)
+        both = tl.load(w_ptr + there[:, None] * (ins // 2) + step * (STEP // 2) + i[None, :])
+        low = ((both & 15).to(tl.float32) - zero) * scale
+        high = ((both >> 4).to(tl.float32) - zero) * scale
+        tl.store(into + i[None, :], low.to(out_ptr.dtype.element_ty), mask=known)
+        tl.store(into + STEP // 2 + i[None, :], high.to(out_ptr.dtype.element_ty), mask=known)
+    else:
+        i = tl.arange(0, STEP)
+        q = tl.load(w_ptr + there[:, None] * ins + step * STEP + i[None, :])
+        w = (q.to(tl.float32) - zero) * scale
+        tl.store(into + i[None, :], w.to(out_ptr.dtype.element_ty), mask=known)
+
+
+def by_library(
+    x_TI: Tensor, data: Tensor, scale_GO: Tensor, zero_GO: Tensor, bias_O: Tensor | None, step: int
+) -> Tensor:
+    """As `product`, of a weight that is made 16 bits first, some outputs at a time."""
+    ins, outs = x_TI.shape[1], len(data)
+    rows = max(1, AT_ONCE // ins)
+    parts = []
+    for start in range(0, outs, rows):
+        at = slice(start, start + rows)
+        weight = widened(data[at], scale_GO[:, at], zero_GO[:, at], step, ins, x_TI.dtype)
+        parts.append(F.linear(x_TI, weight, None if bias_O is None else bias_O[at]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def product(
+    x_TI: Tensor, data: Tensor, scale_GO: Tensor, zero_GO: Tensor, bias_O: Tensor | None, step: int,
+    tile: Tile | None = None, parts: int | None = None,
+) -> Tensor:  # fmt: skip
+    """y_TO in x's dtype.
+
+    Args:
+        data: as `packed` gives it; scale_GO float32, zero_GO uint8.
+        tile, parts: others than those for this shape.
+    """
+    x, (tokens, ins), outs = x_TI.contiguous(), x_TI.shape, len(data)
+    bits = 8 if data.shape[1] == ins else 4
+    out_TO = torch.empty((tokens, outs), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out_TO
+    tile = (tile or next(t for most, t in TILES if tokens <= most))._replace(inputs=step)
+    if parts is None:
+        parts = parts_of(outs, ins, tile) if tokens <= FEW else 1
+    many = triton.cdiv(ins // step, parts)
+    parts = triton.cdiv(ins // step, many)
+    sums = out_TO
+    if parts > 1:
+        sums = torch.empty((parts, tokens, outs), dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outs, tile.outputs)
+    few_bits_kernel[(tiles, parts)](
+        x, data, scale_GO, zero_GO, bias_O, sums, tokens, outs, ins, ins // len(scale_GO) // step, many,
+        BITS=bits, HAS_BIAS=bias_O is not None, WHOLE=parts == 1, T=tile.tokens, OUT=tile.outputs, STEP=step,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts > 1:
+        add_kernel[(tokens, triton.cdiv(outs, 1024))](
+            sums, bias_O, out_TO, tokens, outs, parts, HAS_BIAS=bias_O is not None, OUT=1024
+        )
+    return out_TO
+
+
+def widened(
+    data: Tensor, scale_GO: Tensor, zero_GO: Tensor, step: int, ins: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight [O, I] in 16 bits. Scales and zero points may be some columns of larger tables."""
+    outs, block = len(data), 16
+    out_OI = torch.empty((outs, ins), dtype=dtype, device=data.device)
+    widen_kernel[(triton.cdiv(outs, block), ins // step)](
+        data, scale_GO, zero_GO, out_OI, outs, ins, ins // len(scale_GO) // step, scale_GO.stride(0),
+        BITS=8 if data.shape[1] == ins else 4, STEP=step, OUT=block, **EXACT,
+    )  # fmt: skip
+    return out_OI
