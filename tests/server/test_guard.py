@@ -233,3 +233,9 @@ def test_each_limit_is_a_setting(
         monkeypatch.setenv(f"QUIRE_{name}", limit)
         answer = ask(ScriptedEngine("x"), "POST", "/v1/completions", body)
         assert answer.status_code == status, answer.text
+
+
+def test_the_document_says_what_a_proxy_takes_off():
+    for root, servers in (("/api", [{"url": "/api"}]), (None, None)):
+        found = ask(ScriptedEngine(), "GET", "/openapi.json", root_path=root).json()
+        assert found.get("servers") == servers

@@ -160,7 +160,7 @@ def build_app(state: ServerState) -> App:
     if not server.disable_ui:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
-        rows = rows + docs.routes(rows, bool(tenants))
+        rows = rows + docs.routes(rows, bool(tenants), server.root_path or "")
     # These are in no document.
     rows = rows + [("GET POST", path, later.later) for path in later.paths(state.dev_mode)]
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]

@@ -70,8 +70,8 @@ def first_line(endpoint: Any) -> str:
     return str(words.splitlines()[0])
 
 
-def openapi(rows: Iterable[Row], keyed: bool) -> dict[str, Any]:
-    """The document. `keyed`: whether the server needs a key."""
+def openapi(rows: Iterable[Row], keyed: bool, root: str = "") -> dict[str, Any]:
+    """The document. `keyed`: whether the server needs a key. `root`: what a proxy takes off each path."""
     paths: dict[str, Any] = {}
     for kinds, path, endpoint in rows:
         entry = paths.setdefault(path.replace(":path", ""), {})
@@ -108,6 +108,8 @@ def openapi(rows: Iterable[Row], keyed: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components()},
     }
+    if root:
+        document["servers"] = [{"url": root}]
     if keyed:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
@@ -150,13 +152,13 @@ def kind_of(field: dict[str, Any]) -> str:
     return f"list of {kind_of(field['items'])}" if kind == "array" and "items" in field else kind
 
 
-def routes(rows: list[Row], keyed: bool) -> list[Row]:
+def routes(rows: list[Row], keyed: bool, root: str = "") -> list[Row]:
     """The routes about all the others; the document is made when first asked for."""
     made: dict[str, Any] = {}
 
     def document() -> dict[str, Any]:
         if not made:
-            made.update(openapi(rows, keyed))
+            made.update(openapi(rows, keyed, root))
         return made
 
     async def openapi_json(request: Request) -> Response:
