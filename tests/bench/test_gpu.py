@@ -13,10 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
+import card
 import interpreted  # noqa: F401
 from worker.test_graphs import Recorder
 
-from quire.bench import gpu, gpu_checks, gpu_peers, gpu_serving
+from quire.bench import gpu, gpu_checks, gpu_peers, gpu_serving, gpu_timing
 from quire.bench.gpu_shapes import (
     CONFIGS,
     client_of,
@@ -117,6 +118,25 @@ def test_weights_of_few_bits_are_checked(tmp_path: Path) -> None:
     gpu_checks.few_bits(gpu.Run("cpu", 100, True), found)
     assert found["wrong"] == []
     assert len(found["distances"]) == 3
+
+
+def test_calls_are_recorded_to_be_timed(monkeypatch) -> None:
+    """Twice to warm up, then as often as a graph has them; what cannot be recorded is called as it is."""
+    calls: list[str] = []
+    run = gpu.Run("cuda", 100, True)
+    monkeypatch.setattr(gpu_timing, "CACHE", 64)
+    with card.chosen(monkeypatch):
+        assert (
+            gpu_timing.cold(run, lambda: calls.append("a"), times=3) == 1e-9
+        )  # all take 1 ms there
+        assert len(calls) == 2 + 3
+        monkeypatch.setattr(gpu_timing, "_recorded", fails)
+        assert gpu_timing.cold(run, lambda: calls.append("a"), times=3) == 1e-3
+        assert len(calls) == 5 + 3 + 3
+
+
+def fails(call, times: int) -> float:
+    raise RuntimeError("it cannot be recorded")
 
 
 def test_a_section_that_hangs_is_stopped_and_what_it_found_is_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip

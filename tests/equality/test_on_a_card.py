@@ -1,5 +1,5 @@
-"""The engine on a device apart from the host (`card.py`): nothing is mixed up between the two, no step waits for the device,
-and the tokens are those of the plain functions on the host.
+"""The engine as it is put together for CUDA, on a stand-in for a card (`card.py`): nothing is mixed up between the two places,
+no step waits for the device, and the tokens are those of the plain functions on the host.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import card
 import interpreted  # noqa: F401
-from worker.test_graphs import Recorder
 
 from quire.bench.gpu_shapes import CONFIGS, client_of, write_config
 from quire.engine.client import InlineClient
 from quire.ops.dispatch import OPS
-from quire.platforms.cpu import CpuPlatform
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
 
-COUNT = 4
+COUNT = 3
 ASKED = [
     {},
     {"temperature": 0.8},
@@ -31,10 +29,10 @@ ASKED = [
     {"prompt_logprobs": 2},
     {"logit_bias": {5: 3.0}},
     {"allowed_token_ids": [4, 5, 6]},
-    {"min_tokens": 3, "stop_token_ids": [7]},
+    {"min_tokens": 2, "stop_token_ids": [7]},
     {"bad_word_ids": [[5, 6], [9]]},
     {"temperature": 0.5, "logprob_token_ids": [3, 4]},
-    {"temperature": 0.5, "min_tokens": 3, "stop_token_ids": [7], "allowed_token_ids": [4, 5, 7]},
+    {"temperature": 0.5, "min_tokens": 2, "stop_token_ids": [7], "allowed_token_ids": [4, 5, 7]},
 ]
 PARAMS = [
     SamplingParams(**{"temperature": 0.0, "seed": i, "ignore_eos": True, **asked}, max_tokens=COUNT)
@@ -66,16 +64,15 @@ def test_no_step_waits_and_tokens_are_the_hosts(tmp_path: Path, monkeypatch) -> 
     everyone = list(range(len(ASKED)))
     with client_of(str(tmp_path), attention_backend="torch_sdpa", **options) as client:
         want = ask(client, everyone)
-    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
-    monkeypatch.setattr(CpuPlatform, "device", card.PLACE)
-    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: Recorder())
+    monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
     with (
         np.errstate(all="ignore"),
-        card.installed(monkeypatch),
-        client_of(str(tmp_path), attention_backend="triton_attn", **options) as client,
+        card.chosen(monkeypatch),
+        client_of(str(tmp_path), **options) as client,
     ):
+        assert client.ready.device == "cuda"
         ask(client, [0])  # the room for what is sent is made
         card.waits.clear()
         assert ask(client, everyone) == want
