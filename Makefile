@@ -81,7 +81,7 @@ bench-peers: install .cache/peers/.installed
 # SECTIONS="steps serving": these, once more
 GPU_PYTHON ?= $(BIN)/python
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m quire.bench gpu $(if $(SECTIONS),--only $(SECTIONS)) $(ARGS)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m quire.bench gpu $(if $(SECTIONS),--only $(SECTIONS)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -102,6 +102,8 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = "cpu"
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
     cards = [x for x in tensors if isinstance(x, Card)]
+    if name == "_has_compatible_shallow_copy_type":  # asked by nn.Module.to
+        return len(cards) != 1
     if (cards and name in ASKING) or ((cards or made_here) and name in MAKING):
         noted(name)
     if cards and name in ("__getitem__", "__setitem__", "index_put_"):
