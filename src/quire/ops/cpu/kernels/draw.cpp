@@ -300,6 +300,9 @@ EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const dou
 EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* temperatures, const int64_t* top_k,
                          const double* top_p, const double* log_min_p, const uint32_t* seeds, const int64_t* positions,
                          long rows, long V, int64_t* tokens, float* whole) {
+  static thread_local Scratch<float> keep_kept;  // of who calls
+  if (std::all_of(temperatures, temperatures + rows, [](float t) { return t == 0.f; }))
+    return quire_best(x, step, is_bf16, nullptr, rows, V, tokens, whole, keep_kept.at_least(rows));
 #pragma omp parallel if (rows > 1)
   {
     static thread_local Histogram histogram;
