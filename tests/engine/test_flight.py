@@ -115,6 +115,48 @@ def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
     assert cut.frames == whole.frames[:-1]
 
 
+def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
+    """Larger than its first room; written anew, it has nothing of what it held."""
+    segment, path = flight.Segment(tmp_path / "flight-0"), tmp_path / "flight-0"
+    encode = flight.msgspec.msgpack.encode
+    long = [flight.StepPlan(n, [], [], list(range(60_000))) for n in range(3)]
+    assert list(flight.frames(path)) == []
+    for plan in long:
+        segment.append(encode(plan))
+    assert list(flight.frames(path)) == long
+    segment.restart()
+    assert list(flight.frames(path)) == []
+    short = flight.StepPlan(9, [], [], [1])
+    segment.append(encode(short))
+    assert list(flight.frames(path)) == [short]
+    segment.close()
+    assert list(flight.frames(path)) == [short]
+    assert path.stat().st_size == 4 + len(encode(short))
+
+
+@pytest.mark.skipif(not hasattr(flight.os, "posix_fallocate"), reason="no such call here")
+def test_a_full_disk_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = flight.Segment(tmp_path / "flight-0")
+
+    def full(file: int, start: int, room: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flight.os, "posix_fallocate", full)
+    segment.append(b"a" * 1000)
+    with pytest.raises(OSError, match="No space left"):
+        segment.append(b"a" * flight.ROOM)
+    segment.close()
+
+
+def test_a_segment_that_was_just_begun_is_passed_over(tmp_path: Path) -> None:
+    run(recorded(tmp_path), random.Random(1), 6)
+    whole = flight.read(tmp_path)
+    (tmp_path / "flight-1").write_bytes(bytes(100))
+    assert flight.read(tmp_path) == whole
+
+
 def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
     recording = flight.read(tmp_path)

@@ -5,13 +5,16 @@ notices. A recording can be fed to a worker again (`cli/replay.py`), because eve
 each seated row held: a worker that computes those rows from nothing is where the recorded one was.
 
     FOLDER/flight-0, flight-1    segments of `SEGMENT` plans, the older one overwritten when the newer is full
-    a segment                    frames of (length: 4 bytes, msgpack): Seated, then StepPlan and StepResult
+    a segment                    frames of (length: 4 bytes, msgpack): Seated, then StepPlan and StepResult; a length of
+                                 0, or the end of the file, ends it
 
-A frame is one write() into the page cache: a process that is killed loses nothing that it had written.
+The files are mapped, so a frame is a copy into the page cache: a process that is killed loses nothing that it had written.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from quire.executor.base import Executor, Pending
 
 SEGMENT = 64
+ROOM = 1 << 18  # bytes of a file at first
+LENGTH = struct.Struct("<I")
 
 
 class Seated(Struct, array_like=True, tag="seated"):
@@ -66,6 +71,56 @@ class Recording(Struct):
         return ids
 
 
+class Segment:
+    """A file that is written as memory: a write() costs a small step more than its plan and its result together.
+
+    Its room is asked for in advance: a page that a full disk does not have would end the process where it is touched.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("w+b", buffering=0)
+        self._map: mmap.mmap | None = None
+        self._end = 0
+        self._grow(ROOM)
+
+    def _grow(self, room: int) -> mmap.mmap:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), 0, room)
+        else:
+            self._file.truncate(room)
+        if self._map is not None:
+            self._map.close()
+        self._map = mmap.mmap(self._file.fileno(), room)
+        return self._map
+
+    def restart(self) -> None:
+        """Nothing of it counts any more."""
+        if self._map is not None:
+            LENGTH.pack_into(self._map, 0, 0)
+            self._map[: self._end] = bytes(self._end)
+        self._end = 0
+
+    def append(self, data: bytes) -> None:
+        end = self._end + LENGTH.size + len(data)
+        room = self._map
+        if room is None or end + LENGTH.size > len(room):
+            room = self._grow(2 * end)
+        room[self._end + LENGTH.size : end] = data
+        LENGTH.pack_into(room, self._end, len(data))  # last: half a frame has none
+        self._end = end
+
+    def close(self) -> None:
+        """The file ends where its frames do."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            self._file.truncate(self._end)
+        self._file.close()
+
+
 class Recorder:
     """Writes frames, and keeps what a new segment must start with."""
 
@@ -78,7 +133,8 @@ class Recorder:
             int, list[Entered | None]
         ] = {}  # who draws, by work item, of steps in flight
         self._plans = 0
-        self._file: Any = None
+        self._segments: dict[int, Segment] = {}
+        self._segment: Segment | None = None
 
     def plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
@@ -104,34 +160,42 @@ class Recorder:
 
     def result(self, result: StepResult) -> None:
         self._write(result)
-        work = zip(self._work.pop(result.step), result.tokens, strict=True)
-        for index, (request, tokens) in enumerate(work):
+        work = self._work.pop(result.step)
+        for request, tokens in zip(work, result.tokens, strict=True):
             if request is not None and tokens:
-                request.tokens.extend(tokens)
-                request.tokens.extend(result.certain.get(index, ()))
-                if self._rows.get(request.row) is request:  # else another has the row by now
+                request.tokens += tokens
+                if (
+                    len(tokens) > 1 and self._rows.get(request.row) is request
+                ):  # else it is another's by now
                     self._done[request.row] += len(tokens) - 1
+        for index, tokens in result.certain.items():
+            if (request := work[index]) is not None and result.tokens[index]:
+                request.tokens += tokens
 
     def failed(self, step: int) -> None:
         """There will be no result of this step."""
         self._work.pop(step, None)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._segment = None
 
     def _turn_page(self) -> None:
-        self.close()
         number = self._plans // SEGMENT % 2
-        self._file = (self.folder / f"flight-{number}").open("wb", buffering=0)
+        if (segment := self._segments.get(number)) is None:
+            segment = self._segments[number] = Segment(self.folder / f"flight-{number}")
+        else:
+            segment.restart()
+        self._segment = segment
         rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
         done = [min(self._done[row.row], len(row.tokens)) for row in rows]
         self._write(Seated(rows, done, self._plans))
 
     def _write(self, frame: Frame) -> None:
-        data = self._encoder.encode(frame)
-        self._file.write(struct.pack("<I", len(data)) + data)
+        if self._segment is not None:
+            self._segment.append(self._encoder.encode(frame))
 
 
 def frames(path: Path) -> Iterator[Frame]:
@@ -140,8 +204,8 @@ def frames(path: Path) -> Iterator[Frame]:
     data = path.read_bytes()
     at = 0
     while at + 4 <= len(data):
-        (length,) = struct.unpack_from("<I", data, at)
-        if at + 4 + length > len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        if not length or at + 4 + length > len(data):
             return
         yield decoder.decode(data[at + 4 : at + 4 + length])
         at += 4 + length
@@ -156,9 +220,12 @@ def read(folder: Path) -> Recording | None:
     segments: list[tuple[Seated, list[StepPlan | StepResult]]] = []
     for path in sorted(folder.glob("flight-*")):
         try:
-            first, *rest = frames(path)
+            found = list(frames(path))
         except (ValueError, msgspec.DecodeError) as why:
             raise ValueError(f"{path} is not a flight recording: {why}") from None
+        if not found:
+            continue  # just begun
+        first, *rest = found
         if not isinstance(first, Seated):
             raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
         segments.append((first, [f for f in rest if not isinstance(f, Seated)]))
