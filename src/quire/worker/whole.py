@@ -10,7 +10,7 @@ Between its parts a step is Python, whose share of a small model's step is a thi
 from __future__ import annotations
 
 import ctypes
-import math
+from array import array
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -65,12 +65,18 @@ class WholeStep:
             sink.seeds.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
+        self._model = 0  # its address
+        # By work item of a step: a token or -1, and the highest logit.
+        self._drawn_B = np.zeros(rows.max_rows, np.int64)
+        self._whole_B = np.zeros(rows.max_rows, np.float32)
+        self._drawn, self._whole = self._drawn_B.ctypes.data, self._whole_B.ctypes.data
 
     def place(self, model: object) -> None:
         """Steps are of this model from now on."""
         self.model = told(model)
+        self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
-    def run(self, plan: StepPlan) -> Drawn | None:
+    def run(self, plan: StepPlan) -> Done | None:
         """What the step drew. None, and nothing has happened: the model is not one that the kernels know, or some row is
         not plain, or longer than they have angles for.
 
@@ -83,27 +89,30 @@ class WholeStep:
         if rows.max_model_len >= self.model.positions and rows.length.max() > self.model.positions:
             return None
         rows.grow(work)
-        shares_B3 = np.array([(item.row, item.num_tokens, item.samples) for item in work], np.int64)
-        drawn_B, whole_B = np.empty(len(work), np.int64), np.empty(len(work), np.float32)
-        if not self.kernels.step(
-            ctypes.addressof(self.model), self._address, shares_B3.ctypes.data, len(work),
-            drawn_B.ctypes.data, whole_B.ctypes.data,
-        ):  # fmt: skip
+        count = len(work)
+        shares = [item.row for item in work] + [item.num_tokens for item in work]
+        shares += [item.samples for item in work]
+        told_3B = array("q", shares)
+        wrong = self.kernels.step(
+            self._model, self._address, told_3B.buffer_info()[0], count, self._drawn, self._whole
+        )
+        if wrong < 0:
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
-        return Drawn(plan.step, drawn_B, whole_B)
+        tokens = [[token] if token >= 0 else [] for token in self._drawn_B[:count].tolist()]
+        result = StepResult(plan.step, tokens)
+        if wrong:
+            highest_B = self._whole_B[:count]
+            result.errors = {
+                at: NO_NUMBER for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
+            }
+        return Done(result)
 
 
-class Drawn:
-    """The pending result of a step that is done: by work item, a token or -1, and the highest logit."""
+class Done:
+    """The pending result of a step that is done."""
 
-    def __init__(self, step: int, drawn_B: np.ndarray, whole_B: np.ndarray):
-        self.step, self.drawn_B, self.whole_B = step, drawn_B, whole_B
+    def __init__(self, result: StepResult):
+        self._result = result
 
     def result(self) -> StepResult:
-        tokens = [[token] if token >= 0 else [] for token in self.drawn_B.tolist()]
-        result = StepResult(self.step, tokens)
-        if not math.isfinite(self.whole_B.sum()):
-            result.errors = {
-                at: NO_NUMBER for at in (~np.isfinite(self.whole_B)).nonzero()[0].tolist()
-            }
-        return result
+        return self._result

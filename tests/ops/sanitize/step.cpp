@@ -54,10 +54,10 @@ CHECK(step) {
     const quire::Rows rows{tokens, computed, length, tables, greedy, temperature, top_k, top_p, seeds, L, M};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
-    const quire::Share first[] = {{2, 22, 1}, {0, 7, 1}, {1, 21, 0}};
+    const int64_t first[3][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}};
     Guarded<int64_t> drawn(3);
     Guarded<float> whole(3);
-    const int did = quire_step(&m, &rows, first, 3, drawn, whole), yes = 1, no = 0;
+    const int did = quire_step(&m, &rows, first[0], 3, drawn, whole), yes = 0, no = -1;
     same("step", &did, &yes, 1);
     const int64_t drawn_by[] = {drawn[0], -1, -1}, computed_by[] = {7, 21, 22, 0}, length_by[] = {20, 21, 23, 23};
     same("step drew", drawn.data, drawn_by, 3);
@@ -72,11 +72,11 @@ CHECK(step) {
     Guarded<int> starts(B + 1), lengths(B), places(B * 2);
     long t = 0;
     for (long b = 0; b < B; b++) {
-      starts[b] = (int)t, lengths[b] = (int)first[b].tokens;
-      for (long i = 0; i < 2; i++) places[b * 2 + i] = blocks[first[b].row * M + i];
-      for (long i = 0; i < first[b].tokens; i++, t++) {
-        positions[t] = i, slots[t] = blocks[first[b].row * M + i / block] * block + i % block;
-        memcpy(x.data + t * hidden, table.data + tokens[first[b].row * L + i] * hidden, hidden * sizeof(bf16));
+      starts[b] = (int)t, lengths[b] = (int)first[1][b];
+      for (long i = 0; i < 2; i++) places[b * 2 + i] = blocks[first[0][b] * M + i];
+      for (long i = 0; i < first[1][b]; i++, t++) {
+        positions[t] = i, slots[t] = blocks[first[0][b] * M + i / block] * block + i % block;
+        memcpy(x.data + t * hidden, table.data + tokens[first[0][b] * L + i] * hidden, hidden * sizeof(bf16));
       }
     }
     starts[B] = (int)t;
@@ -98,8 +98,8 @@ CHECK(step) {
     same("step's token in its row", tokens.data + 2 * L + 22, &written, 1);
 
     // One token more than a row has: nothing may happen.
-    const quire::Share more[] = {{2, 1, 1}, {1, 1, 1}};
-    const int did_more = quire_step(&m, &rows, more, 2, drawn, whole);
+    const int64_t more[3][2] = {{2, 1}, {1, 1}, {1, 1}};
+    const int did_more = quire_step(&m, &rows, more[0], 2, drawn, whole);
     same("step without tokens", &did_more, &no, 1);
     same("rows of a step that cannot be", computed.data, computed_by, R);
   }

@@ -24,25 +24,25 @@ struct Size {
   bool there = true;  // all tokens that it computes
 };
 
-Size measure(const Rows& r, const Share* work, long B) {
+Size measure(const Rows& r, const Work& w) {
   Size size;
-  for (long b = 0; b < B; b++) {
-    const long end = r.computed[work[b].row] + work[b].tokens;
-    size.there &= work[b].tokens > 0 && end <= r.length[work[b].row];
-    size.tokens += work[b].tokens;
+  for (long b = 0; b < w.B; b++) {
+    const long end = r.computed[w.row[b]] + w.tokens[b];
+    size.there &= w.tokens[b] > 0 && end <= r.length[w.row[b]];
+    size.tokens += w.tokens[b];
     size.longest = std::max(size.longest, end);
   }
   return size;
 }
 
 // What the layers want to know of the step, by group.
-void place(const Model& m, const Rows& r, const Share* work, long B, const Size& size, Places& p, Step* steps) {
-  const long T = size.tokens, block_size = m.layers[0]->block_size, width = (size.longest + block_size - 1) / block_size;
+void place(const Model& m, const Rows& r, const Work& w, const Size& size, Places& p, Step* steps) {
+  const long T = size.tokens, B = w.B, block_size = m.layers[0]->block_size, width = (size.longest + block_size - 1) / block_size;
   int64_t *ids = p.ids.at_least(T), *positions = p.positions.at_least(T), *slots = p.slots.at_least(m.num_groups * T);
-  int *starts = p.starts.at_least(B + 1), *lengths = p.lengths.at_least(B), *tables = p.tables.at_least(m.num_groups * B * width);
+  int *starts = p.starts.at_least(B + 1), *lengths = p.lengths.at_least(w.B), *tables = p.tables.at_least(m.num_groups * B * width);
   long t = 0;
-  for (long b = 0; b < B; b++) {
-    const long row = work[b].row, start = r.computed[row], end = start + work[b].tokens;
+  for (long b = 0; b < w.B; b++) {
+    const long row = w.row[b], start = r.computed[row], end = start + w.tokens[b];
     starts[b] = (int)t, lengths[b] = (int)end;
     for (long g = 0; g < m.num_groups; g++) {
       const int32_t* blocks = r.blocks[g] + row * r.blocks_step;
@@ -65,19 +65,19 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
 }
 
 // Rows are moved on; how many draw, and which of the tokens each of these is.
-long advance(const Rows& r, const Share* work, long B, Places& p) {
-  int64_t *last = p.last.at_least(B), *who = p.who.at_least(B);
+long advance(const Rows& r, const Work& w, Places& p) {
+  int64_t *last = p.last.at_least(w.B), *who = p.who.at_least(w.B);
   long S = 0;
-  for (long b = 0; b < B; b++) {
-    const long row = work[b].row, end = r.computed[row] + work[b].tokens;
-    const bool draws = work[b].draws && end == r.length[row];
+  for (long b = 0; b < w.B; b++) {
+    const long row = w.row[b], end = r.computed[row] + w.tokens[b];
+    const bool draws = w.draws[b] && end == r.length[row];
     r.computed[row] = end, r.length[row] = std::max<int64_t>(r.length[row], end + draws);
     if (draws) last[S] = p.starts.data[b + 1] - 1, who[S++] = b;
   }
   return S;
 }
 
-void draw(const Model& m, const Rows& r, const Share* work, long S, Places& p, const bf16* x, long T, int64_t* drawn, float* whole) {
+void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const bf16* x, long T, int64_t* drawn, float* whole) {
   const long hidden = m.layers[0]->hidden, width = m.head.outs;
   const bf16* from = x;
   if (S < T) {
@@ -92,14 +92,14 @@ void draw(const Model& m, const Rows& r, const Share* work, long S, Places& p, c
   double* top_p = p.top_p.at_least(S);
   uint32_t* seeds = p.seeds.at_least(S);
   for (long s = 0; s < S; s++) {
-    const long row = work[p.who.data[s]].row;
+    const long row = w.row[p.who.data[s]];
     temperature[s] = r.greedy[row] ? 0.f : r.temperature[row];
     top_k[s] = r.top_k[row], top_p[s] = r.top_p[row], seeds[s] = r.seeds[row], lengths[s] = r.computed[row];
   }
   quire_sample(logits, width, 1, temperature, top_k, top_p, nullptr, seeds, lengths, S, m.vocab, tokens, most);
   for (long s = 0; s < S; s++) {
     const long b = p.who.data[s];
-    r.tokens[work[b].row * r.tokens_step + lengths[s]] = (int32_t)tokens[s];
+    r.tokens[w.row[b] * r.tokens_step + lengths[s]] = (int32_t)tokens[s];
     drawn[b] = tokens[s], whole[b] = most[s];
   }
 }
@@ -110,24 +110,25 @@ void draw(const Model& m, const Rows& r, const Share* work, long S, Places& p, c
 
 using namespace quire;
 
-// drawn and whole, by row of the step: -1 and 0 where none draws. False: a row has not the tokens; nothing has happened. All
-// tokens are within the vocabulary, and all positions within the angles.
-EXPORT int quire_step(const Model* model, const Rows* rows, const Share* work, long count, int64_t* drawn, float* whole) {
+// drawn and whole, by row of the step: -1 and 0 where none draws. Gives how many of `whole` are no numbers; or -1, and nothing
+// has happened: a row has not the tokens. All tokens are within the vocabulary, and all positions within the angles.
+EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_3B, long B, int64_t* drawn, float* whole) {
   static thread_local Places p;  // of who calls
   static thread_local Scratch<Step> keep;
   static thread_local Scratch<const Step*> keep_all;
   const Model& m = *model;
-  const Size size = measure(*rows, work, count);
-  if (!size.there) return false;
+  const Work w{work_3B, work_3B + B, work_3B + 2 * B, B};
+  const Size size = measure(*rows, w);
+  if (!size.there) return -1;
   Step* steps = keep.at_least(m.num_groups);
   const Step** all = keep_all.at_least(m.num_groups);
-  place(m, *rows, work, count, size, p, steps);
+  place(m, *rows, w, size, p, steps);
   for (long g = 0; g < m.num_groups; g++) all[g] = steps + g;
   bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
   embed(m, p.ids.data, size.tokens, x);
   quire_layers(m.layers, m.groups, m.count, all, x, m.norm, m.eps);
-  std::fill(drawn, drawn + count, -1);
-  std::fill(whole, whole + count, 0.f);
-  if (const long S = advance(*rows, work, count, p)) draw(m, *rows, work, S, p, x, size.tokens, drawn, whole);
-  return true;
+  std::fill(drawn, drawn + B, -1);
+  std::fill(whole, whole + B, 0.f);
+  if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, x, size.tokens, drawn, whole);
+  return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
 }

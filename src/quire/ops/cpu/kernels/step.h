@@ -26,11 +26,12 @@ struct Rows {  // what is known of each row, by its number; tokens and counts ar
   int64_t tokens_step, blocks_step;  // from row to row
 };
 
-struct Share {  // a row's of the step
-  int64_t row, tokens, draws;
+struct Work {  // of each of B rows: its number, how many of its tokens are computed, and whether it may draw then
+  const int64_t *row, *tokens, *draws;
+  long B;
 };
 
 }  // namespace quire
 
-EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const quire::Share* work, long count, int64_t* drawn,
+EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const int64_t* work_3B, long B, int64_t* drawn,
                       float* whole);
