@@ -7,15 +7,13 @@
 //   x = down(silu(gate(x)) * up(x))
 #include "layer.h"
 
-#include "codes.h"
+#include "cache.h"
 #include "rows.h"
 
 namespace quire {
 
-constexpr long MOST_D = 512;
-
-// Between qkv and attention: queries and keys are normed and turned, keys and values go to the cache. Codes for the cache are
-// made of what stands in qkv afterwards, by whoever makes codes.
+// Between qkv and attention: queries and keys are normed and turned, keys and values go to the cache. Codes are made of what
+// stands in qkv afterwards.
 template <int N>  // heads from h on: all of queries, of keys, or of values
 inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
   const long D = l.D, turning = l.heads + l.kv_heads;
@@ -41,12 +39,18 @@ inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv) {
+  const long turning = l.heads + l.kv_heads, all = turning + l.kv_heads;
+  const Cached keys{l.keys, l.key_scales, l.kv_heads, l.D, l.block_size, l.kind, true};
+  const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
 #pragma omp parallel for if (s.tokens > 1) schedule(static)
   for (long t = 0; t < s.tokens; t++) {
     const auto some = [&](long first, long count) {
       each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
     };
-    some(0, l.heads), some(l.heads, l.kv_heads), some(l.heads + l.kv_heads, l.kv_heads);
+    some(0, l.heads), some(l.heads, l.kv_heads), some(turning, l.kv_heads);
+    if (l.kind == SHORT) continue;
+    keys.write(s.slots[t], qkv + (t * all + l.heads) * l.D);
+    values.write(s.slots[t], qkv + (t * all + turning) * l.D);
   }
 }
 
@@ -70,11 +74,6 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   }
   l.qkv.multiply(x, l.hidden, qkv, width, T, false);
   prepare(l, s, qkv);
-  if (l.kind != SHORT) {
-    const bf16 *k = qkv + l.heads * D, *v = k + l.kv_heads * D;
-    quire_write_cache(k, width, l.keys, l.key_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 1);
-    quire_write_cache(v, width, l.values, l.value_scales, s.slots, T, l.kv_heads, D, l.block_size, l.kind, 0);
-  }
   quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
   l.o.multiply(o, l.heads * D, x, l.hidden, T, false);
