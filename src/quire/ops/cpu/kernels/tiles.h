@@ -17,7 +17,7 @@ struct Paged {
   const float *key_scales, *value_scales;  // of codes
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
-  long each = 1;  // of so many lines, a power of two, one is fetched ahead
+  long each = 1;  // of so many lines one is fetched ahead
 };
 
 // What is to be fetched, some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads wait for one.
@@ -26,8 +26,8 @@ struct Fetches {
   long each = 1;
   void some(long lines) {
     if (!from) return;
-    for (long i = 0; i < lines; i++, from += LINE)
-      if (!((uintptr_t)from / LINE & (each - 1))) fetch(from);
+    for (long i = 0; i < lines; i += each) fetch(from + i * LINE);
+    from += lines * LINE;
   }
 };
 
