@@ -59,6 +59,7 @@ template <class F, class Beside>
 inline void multiply_two(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
   constexpr int TILES = 2;
   alignas(64) char awake[64];
+  written();
   BEGIN(0);
   BEGIN(1);
   BEGIN(2);
@@ -89,6 +90,7 @@ template <class F, class Beside>
 inline void multiply_three(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
   constexpr int TILES = 3;
   alignas(64) char awake[64];
+  written();
   BEGIN(0);
   BEGIN(1);
   BEGIN(2);

@@ -75,6 +75,7 @@ inline void begin_sums() {
   _tile_zero(1);
 }
 inline void meet_few(const int8_t* x, long x_row, const int8_t* left, const int8_t* right) {
+  written();
   _tile_loadd(4, x, x_row);
   _tile_loadd(6, left, 64);
   _tile_loadd(7, right, 64);
@@ -88,6 +89,7 @@ inline void end_sums(int32_t* sums) {  // [rows][32]
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
 inline void meet_tiles(const int8_t* x, const int8_t* w, long times, int deep, int32_t* sums) {
+  written();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

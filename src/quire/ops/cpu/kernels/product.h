@@ -117,6 +117,7 @@ template <class F, bool ADD, class Beside>
 inline void product(const typename F::Value* a, const typename F::Value* a1, long a_row, long a_next,
                     const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Beside beside) {
   auto* c1 = (typename F::Sum*)((char*)c + 16 * c_row);
+  written();
   if (ADD) {
     _tile_loadd(0, c, c_row);
     _tile_loadd(1, c + 16, c_row);
