@@ -100,8 +100,8 @@ def test_thoughts_are_streamed_before_the_answer(state: ServerState):
                     if new := getattr(choice.delta, kind, None):
                         kinds.append(kind)
                         texts[kind] += new
-        assert kinds.count("reasoning") > 1
-        assert kinds.count("content") > 1
+        # How many pieces there are is up to who is quicker: what came since the last one is told at once.
+        assert set(kinds) == {"reasoning", "content"}
         assert kinds == sorted(kinds, reverse=True)
         whole = await client.chat.completions.create(**asked(SUM))
         message = whole.choices[0].message
