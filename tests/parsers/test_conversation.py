@@ -65,7 +65,6 @@ def test_a_stream_is_the_same_call(state: ServerState):
         events = await ask(QUESTION, tools=[WEATHER], stream=True)
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
         parts = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        assert len(parts) > 2
         assert parts[0]["function"]["name"] == "get_weather"
         assert parts[0]["id"]
         text = "".join(part["function"]["arguments"] for part in parts)
