@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,7 +49,13 @@ def process_of(client: httpx.Client) -> int:
 
 
 def fronts(server: Served) -> list[int]:
-    return [child for child in children(server.process.pid) if not has_torch(child)]
+    """Those that live; one may be gone between being listed and being looked at."""
+    found = []
+    for child in children(server.process.pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if not has_torch(child):
+                found.append(child)
+    return found
 
 
 @pytest.fixture
