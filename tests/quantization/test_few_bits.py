@@ -6,9 +6,7 @@ The kernels run in Triton's interpreter, on a CPU that says of itself what a car
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,22 +14,14 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
 from quire.layers.linear import PLAIN
-from quire.ops.dispatch import OPS
-from quire.platforms.cpu import CpuPlatform
 from quire.quantization import registry, stored
 from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.int4 import quantize_groups
 from quire.quantization.int8 import quantize
 from quire.quantization.registry import bytes_held, made_weights, move
-from tests.models.cases import write
-from tests.models.harness import Runner
 from tests.models.test_native import build, texts
-from tests.quantization.test_quantized_formats import (
-    SMALL,
-    linears,
-    quantized,
-    quantized_linears,
-)
+from tests.quantization.pretending import answer, pretend
+from tests.quantization.test_quantized_formats import linears, quantized, quantized_linears
 from tests.quantization.writers import FORMS, Form, float8
 
 WHOLE = [form for form in FORMS if form.write is not float8]
@@ -40,23 +30,9 @@ CLOSE = 1e-4  # of what the same floats give, in float32
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    pretend(monkeypatch)
     for module in (registry, stored):
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
-    for op in OPS.values():
-        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    write(SMALL, folder)
-    return folder
-
-
-def answer(model: Any, text: list[int]) -> torch.Tensor:
-    with np.errstate(all="ignore"):
-        return Runner(model).prefill(0, text)
 
 
 @pytest.mark.parametrize("form", WHOLE, ids=lambda form: form.name.replace(" ", "-"))

@@ -19,20 +19,14 @@ from equality.engines import engine, greedy
 
 from quire.errors import Unsupported
 from quire.models import load
-from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
 from quire.quantization import registry, stored
 from quire.quantization.fp8_weight import E4M3, Float8Weight, quantize
 from quire.quantization.registry import bytes_held, made_weights, move
 from tests.models.cases import Case, write
-from tests.models.harness import Runner
 from tests.models.test_native import build, texts
-from tests.quantization.test_quantized_formats import (
-    SMALL,
-    linears,
-    quantized,
-    quantized_linears,
-)
+from tests.quantization.pretending import answer, pretend
+from tests.quantization.test_quantized_formats import linears, quantized, quantized_linears
 from tests.quantization.writers import FORMS, FP8, Form, float8
 
 EIGHT = [form for form in FORMS if form.write is float8]
@@ -41,22 +35,8 @@ WIDE = {"strategy": "block", "scale_name": "weight_scale_inv"}
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
+    pretend(monkeypatch)
     monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: True)
-    for op in OPS.values():
-        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    write(SMALL, folder)
-    return folder
-
-
-def answer(model: Any, text: list[int]) -> torch.Tensor:
-    with np.errstate(all="ignore"):
-        return Runner(model).prefill(0, text)
 
 
 def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any) -> Any:

@@ -25,19 +25,12 @@ from quire.quantization.int8 import Int8Weight
 from tests.models.cases import Case, edit_config, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
-from tests.quantization.test_quantized_formats import SMALL, floats_of, quantized
-from tests.quantization.writers import FORMS, Form
+from tests.quantization.test_quantized_formats import floats_of, quantized
+from tests.quantization.writers import FORMS, SMALL, Form
 
 BY_NAME = {form.name: form for form in FORMS}
 WIDE = Case("qwen3", "qwen3", {**SMALL.config, "head_dim": 32})  # heads that a fused layer takes
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    write(SMALL, folder)
-    return folder
 
 
 @pytest.fixture

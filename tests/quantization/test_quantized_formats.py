@@ -16,22 +16,12 @@ from quire.layers.linear import Linear, Plain
 from quire.quantization.base import Made
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight, quantize
-from tests.models.cases import Case, edit_config, write
+from tests.models.cases import edit_config
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
 from tests.quantization.writers import FORMS, PLAIN, Form
 
-SMALL = Case(
-    "qwen3", "qwen3", {"hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
-)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    write(SMALL, folder)
-    return folder
 
 
 def quantized(plain: Path, folder: Path, form: Form) -> tuple[Path, Path, dict[str, Tensor]]:

@@ -13,6 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.models.cases import Case
+
+SMALL = Case(
+    "qwen3", "qwen3", {"hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
+)
+"""The model whose checkpoints these are."""
+
 Written = tuple[dict[str, Tensor], np.ndarray]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # field -> output
 

@@ -371,9 +371,8 @@ class LLM(Later):
         try:
             with held.by_turns(call, mode, rest.SLEEP) as holder:
                 if mode != "keep":
-                    with (
-                        self._running
-                    ):  # other threads' requests end there; what was enqueued ends here
+                    # Other threads' requests end there; what was enqueued ends here.
+                    with self._running:
                         while self.front.live:
                             for _ in self._turn():
                                 pass

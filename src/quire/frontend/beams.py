@@ -3,7 +3,7 @@
     beams (width) --one token each, 2 x width log-probabilities--> candidates --the best--> beams
                                                                       `-- an end of text --> done
 
-Knows sequences and their scores. Does not know who computes a step, or how: `api/beam.py` and `server/beam.py` do.
+Knows sequences and their scores. Does not know who computes a step, or how: `api/beam.py` and `server/beams.py` do.
 """
 
 from __future__ import annotations

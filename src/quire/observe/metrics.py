@@ -293,10 +293,8 @@ class Metrics:
     @contextmanager
     def resting(self, operation: str) -> Iterator[None]:
         """The engine is put to sleep, or woken up, meanwhile."""
-        began, under_way = (
-            time.monotonic(),
-            self.operations.labels(self.model_name, ENGINE, operation),
-        )
+        began = time.monotonic()
+        under_way = self.operations.labels(self.model_name, ENGINE, operation)
         under_way.inc()
         try:
             yield

@@ -22,6 +22,7 @@ from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.rows import Rows
 from quire.worker.sample.outcome import NO_NUMBER
 from quire.worker.sample.sink import SampleSink
+from quire.worker.worker import Done
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -106,13 +107,3 @@ class WholeStep:
                 at: NO_NUMBER for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
         return Done(result)
-
-
-class Done:
-    """The pending result of a step that is done."""
-
-    def __init__(self, result: StepResult):
-        self._result = result
-
-    def result(self) -> StepResult:
-        return self._result

@@ -126,7 +126,7 @@ class Worker:
         if plan.left or plan.entered:
             self._seat(plan)
         if not plan.work:
-            return self._told(_Nothing(plan.step), [])
+            return self._told(Done(StepResult(plan.step, [])), [])
         self._before(plan)
         pending = None if self.at_once is None else self.at_once.run(plan)
         step = self._by_parts(plan) if pending is None else self._told(pending, [])
@@ -222,11 +222,11 @@ class _Step:
         return result
 
 
-class _Nothing:
-    """The result of a plan without work."""
+class Done:
+    """The pending result of a step that has run: nothing is left to wait for."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, result: StepResult):
+        self._result = result
 
     def result(self) -> StepResult:
-        return StepResult(self.step, [])
+        return self._result

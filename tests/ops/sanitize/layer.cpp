@@ -1,27 +1,14 @@
 // A layer in one call has the bits of its parts.
-#include "layer.h"
-
-#include "harness.h"
+#include "small_layer.h"
 
 CHECK(layer) {
   Random random(5);
-  const long T = 20, hidden = 64, heads = 4, kv = 2, D = 32, inner = 96, block = 16, width = (heads + 2 * kv) * D, P = D / 2;
-  std::vector<Guarded<bf16>> memory;
-  const auto weight = [&](long outs, long ins, bool gated) {
-    const auto w = random.bf16s(outs * ins, 0.1f);
-    memory.emplace_back(outs * ins);
-    quire_pack(w, memory.back(), outs, outs, ins, gated);
-    return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
-  };
-  const auto vector = [&](long size) { return memory.emplace_back(random.bf16s(size)).data; };
-  Guarded<bf16> keys(2 * kv * block * D), values(2 * kv * block * D);
-  quire::Layer l{};
-  l.qkv = weight(width, hidden, false), l.o = weight(hidden, heads * D, false);
-  l.gate_up = weight(2 * inner, hidden, true), l.down = weight(hidden, inner, false);
-  l.first_norm = vector(hidden), l.second_norm = vector(hidden), l.q_norm = vector(D), l.k_norm = vector(D);
-  l.keys = keys.data, l.values = values.data;
-  l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
-  l.eps = l.head_eps = 1e-6f, l.scale = 0.2f;
+  SmallLayer small(random, 2);
+  constexpr long hidden = SmallLayer::hidden, heads = SmallLayer::heads, kv = SmallLayer::kv, D = SmallLayer::D;
+  constexpr long inner = SmallLayer::inner, block = SmallLayer::block;
+  constexpr long width = SmallLayer::width, P = SmallLayer::P, T = 20;
+  quire::Layer& l = small.layer;
+  auto &keys = small.keys, &values = small.values;
   const auto cos = random.floats(T * P), sin = random.floats(T * P);
   Guarded<int64_t> slots(T);
   for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;

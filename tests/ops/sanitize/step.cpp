@@ -1,39 +1,23 @@
 // A step in one call has the bits of its parts, and moves rows on.
 #include "step.h"
 
-#include "harness.h"
+#include "small_layer.h"
 
 CHECK(step) {
-  const long hidden = 64, heads = 4, kv = 2, D = 32, inner = 96, block = 16, width = (heads + 2 * kv) * D, P = D / 2;
+  constexpr long hidden = SmallLayer::hidden, kv = SmallLayer::kv, D = SmallLayer::D, block = SmallLayer::block, P = SmallLayer::P;
   const long V = 70, padded = 96, R = 4, L = 3 * block + 1, M = 4, num_blocks = R * M + 1;
   for (int packed : {1, 0}) {
     Random random(7);
-    std::vector<Guarded<bf16>> memory;
-    const auto weight = [&](long outs, long filled, long ins, bool gated, const bf16* w) {
-      memory.emplace_back(outs * ins);
-      quire_pack(w, memory.back(), outs, filled, ins, gated);
-      return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
-    };
-    const auto made = [&](long outs, long ins, bool gated) {
-      const auto w = random.bf16s(outs * ins, 0.1f);
-      return weight(outs, outs, ins, gated, w);
-    };
-    const auto vector = [&](long size) { return memory.emplace_back(random.bf16s(size)).data; };
-    Guarded<bf16> keys(num_blocks * kv * block * D), values(num_blocks * kv * block * D);
+    SmallLayer small(random, num_blocks);
+    quire::Layer& l = small.layer;
+    auto &keys = small.keys, &values = small.values;
     for (long i = 0; i < num_blocks * kv * block * D; i++) keys[i] = values[i] = 0;
-    quire::Layer l{};
-    l.qkv = made(width, hidden, false), l.o = made(hidden, heads * D, false);
-    l.gate_up = made(2 * inner, hidden, true), l.down = made(hidden, inner, false);
-    l.first_norm = vector(hidden), l.second_norm = vector(hidden), l.q_norm = vector(D), l.k_norm = vector(D);
-    l.keys = keys.data, l.values = values.data;
-    l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
-    l.eps = l.head_eps = 1e-6f, l.scale = 0.2f;
     const quire::Layer* layers[] = {&l, &l};
     const int64_t groups[] = {0, 0};
     const auto cos = random.floats(L * P), sin = random.floats(L * P);
     const auto table = random.bf16s(V * hidden);
     quire::Model m{};
-    m.head = weight(padded, V, hidden, false, table);
+    m.head = small.weight(padded, V, hidden, false, table);
     m.layers = layers, m.groups = groups, m.cos = cos, m.sin = sin, m.norm = l.first_norm;
     m.table = packed ? (const bf16*)m.head.data : table.data;
     m.count = 2, m.num_groups = 1, m.positions = L, m.pairs = P, m.packed = packed, m.vocab = V, m.eps = 1e-6f;

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.triton.float8 import FEW, Tile, parts_of, place_of
+from quire.ops.triton.float8 import FEW, Tile, fold_kernel, parts_of, place_of
 from quire.ops.triton.launch import EXACT
 
 MANY = 512  # tokens, from which on the weight is made 16 bits first
@@ -106,22 +106,6 @@ def few_bits_kernel(
     tl.store(out_ptr + line[:, None] * outs + o[None, :], acc.to(out_ptr.dtype.element_ty), mask=known)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def add_kernel(
-    sums_ptr, bias_ptr, out_ptr, tokens, outs, parts, HAS_BIAS: tl.constexpr, OUT: tl.constexpr
-):
-    """Sums [S, T, O] into y [T, O], in their order."""
-    token = tl.program_id(0).to(tl.int64)
-    o = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    known = o < outs
-    acc = tl.zeros((OUT,), tl.float32)
-    for part in range(parts):
-        acc += tl.load(sums_ptr + (part * tokens + token) * outs + o, mask=known, other=0.0)
-    if HAS_BIAS:
-        acc = acc + tl.load(bias_ptr + o, mask=known, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * outs + o, acc.to(out_ptr.dtype.element_ty), mask=known)
-
-
 @triton.jit
 def widen_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, outs, ins, steps_each, stride, BITS: tl.constexpr, STEP: tl.constexpr,
@@ -193,9 +177,10 @@ def product(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
-        add_kernel[(tokens, triton.cdiv(outs, 1024))](
-            sums, bias_O, out_TO, tokens, outs, parts, HAS_BIAS=bias_O is not None, OUT=1024
-        )
+        fold_kernel[(tokens, triton.cdiv(outs, 1024))](
+            sums, None, None, bias_O, out_TO, tokens, outs, parts,
+            GROUPS=True, HAS_BIAS=bias_O is not None, OUT=1024,
+        )  # fmt: skip
     return out_TO
 
 

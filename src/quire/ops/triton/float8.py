@@ -211,7 +211,7 @@ def fold_kernel(
     sums_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, parts,
     GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Sums [S, T, O] into y [T, O], in their order."""
+    """Sums [S, T, O] into y [T, O], in their order. GROUPS: they are scaled already."""
     token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * OUT + tl.arange(0, OUT)
     known = o < outs

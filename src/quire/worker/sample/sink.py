@@ -83,9 +83,8 @@ class SampleSink:
             int, int
         ] = {}  # rows that want their prompt's scores: how many of the best
         self.broken: dict[int, str] = {}  # rows that fail as soon as they run, by their parameters
-        self.particular: set[int] = (
-            set()
-        )  # rows that want more than a draw by temperature, top-k and top-p
+        # Rows that want more than a draw by temperature, top-k and top-p.
+        self.particular: set[int] = set()
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> None:

@@ -5,7 +5,8 @@
 namespace quire {
 
 // N rows, beside each other: one alone waits for its maximum, and for memory, four times as often (1024 x 2048, two cores: a
-// third of an int8 linear to 1024 outputs). Rows that follow are fetched meanwhile: 17 -> 30 GB/s by two cores. 64 bytes of row i, from value k on, go to `to` + i * to_row + k / 64 * to_step.
+// third of an int8 linear to 1024 outputs). Rows that follow are fetched meanwhile: 17 -> 30 GB/s by two cores. 64 bytes of row
+// i, from value k on, go to `to` + i * to_row + k / 64 * to_step.
 template <int N>
 inline void to_bytes(const bf16* x, long x_row, uint8_t* to, long to_row, long to_step, long ins, float* scales) {
   Floats most[N], factor[N];

@@ -7,7 +7,7 @@
 //            the tile
 //
 // Sums of products of bytes are exact, so few queries and many may add them up in different orders, and find the same bits.
-// The two bytes take the place of one bf16 in every buffer. Sums of values lie as [E / 64, 4, 16]: at [p, w] is column 4 w + p, for
+// The two bytes take the place of one bf16 in every buffer. Sums of values lie as [E / 64, 4, 16]: at [p, w] is column 4 w + p,
 // so the four columns of a word come apart.
 #pragma once
 #include "attention.h"
@@ -15,7 +15,7 @@
 namespace quire {
 
 constexpr float QUERY_STEPS = 16383.f, WEIGHT_STEPS = 65024.f;  // a weight is up to 1.0001: below 2^16 then
-constexpr float NOTHING = 0x1p-110f;  // what is smaller counts as 0, so that no step is infinite
+constexpr float TINY = 0x1p-110f;  // what is smaller counts as 0, so that no step is infinite
 
 // 32 numbers of 16 bits -> their high and low bytes; of signed ones, the low 7 bits.
 template <bool SIGNED>
@@ -43,7 +43,7 @@ inline float halve_query(const float* x, long D, uint8_t* to) {
   Floats most = floats(0.f);
   for (long d = 0; d < D; d += 16) most = max(most, magnitude(load(x + d)));
   const float top = max_of(most);
-  const Floats steps = floats(top > NOTHING ? QUERY_STEPS / top : 0.f);
+  const Floats steps = floats(top > TINY ? QUERY_STEPS / top : 0.f);
   for (long d = 0; d < D; d += 32)
     store_halves<true>(to + d, to + D + d, to_ints(load(x + d) * steps), to_ints(load(x + d + 16) * steps));
   return top / QUERY_STEPS;
@@ -57,7 +57,7 @@ struct HalvedWeights {
   Floats steps;         // how many make 1
 
   HalvedWeights(bf16* row, const float* scales, float step)
-      : to((uint8_t*)row), scales(scales + TILE), steps(floats(step > NOTHING ? 1 / step : 0.f)) {}
+      : to((uint8_t*)row), scales(scales + TILE), steps(floats(step > TINY ? 1 / step : 0.f)) {}
   void put(long t, Floats x, Floats y) const {
     const Floats early = load(scales + t) * steps, late = load(scales + t + 16) * steps;
     store_halves<false>(to + t, to + TILE + t, to_ints(x * early), to_ints(y * late));
