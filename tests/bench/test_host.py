@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from quire.bench import host, loading, streaming
@@ -20,6 +22,11 @@ def test_parts_and_model_are_the_step():
         "plan": 1.0, "batch": 2.0, "launch": 1.0, "sample": 3.5, "commit": 1.5, "publish": 0.25, "other": 6.75
     }  # fmt: skip
     assert sum(parts.values()) + model == 30.0
+
+
+def test_a_step_that_is_one_call_is_the_models():
+    parts, model = host.parts({"plan": 1.0, "whole": 17.0, "launch": 20.0, "result": 0.5}, 30.0)
+    assert (model, parts["launch"], parts["other"]) == (17.0, 3.0, 8.5)
 
 
 def test_share_and_verdict():
@@ -47,6 +54,8 @@ def test_host_measures_the_real_engine(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["1", "4"]
     assert len(list((tmp_path / "out").glob("*-host-*.md"))) == 1
+    kept = json.loads(next((tmp_path / "out").glob("*-host-*.json")).read_text())
+    assert all(row["model"] > 0 for row in kept["rows"])
 
 
 def test_streaming_is_set_against_its_own_round():
