@@ -154,6 +154,8 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert config.scheduler.max_num_seqs == 2
     assert not config.parallel.enforce_eager
     assert parse([f"--config={path}", "--served-model-name", "x"]).model.served_model_name == ["x"]
+    wrong = yaml(tmp_path, "seed: one\nenable-lora: true\n", "wrong.yaml")
+    assert parse(["--config", wrong, "--seed", "3", "--no-enable-lora"]).model.seed == 3
 
 
 def test_an_empty_file_says_nothing(tmp_path):
@@ -165,11 +167,13 @@ def test_an_empty_file_says_nothing(tmp_path):
     [
         ("seed: 1\nmax-num-seq: 3\n", "line 2: unknown flag --max-num-seq; did you mean --max-num-seqs"),
         ("- seed\n", "a mapping of flags to values"),
-        ("seed: [1\n", "server.yaml"),
-        ("seed: one\n", "seed='one'"),
-        ("max-num-seqs: 1.5\n", "max_num_seqs=1.5: this is a whole number"),
-        ("enable-lora: true\n", "--enable-lora (LoRA) is not supported yet"),
-        ("enforce-eager: 7\n", "enforce_eager=7: this is true or false"),
+        ("seed: 1\nhost: [a\nport: 1\n", "server.yaml, line 3: while parsing a flow sequence that begins in line 2, expected ',' or ']', but got ':'"),
+        ("# two\n\thost: a\n", "server.yaml, line 2: while scanning for the next token, found character '\\t' that cannot start"),
+        ("host: \x07\n", "server.yaml: unacceptable character"),
+        ("# one\nseed: one\n", "server.yaml, line 2: seed='one'"),
+        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: this is a whole number"),
+        ("seed: 1\nenable-lora: true\n", "server.yaml, line 2: --enable-lora (LoRA) is not supported yet"),
+        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: this is true or false"),
     ],
     ids=lambda text: text.splitlines()[0],
 )  # fmt: skip

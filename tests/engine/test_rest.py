@@ -224,6 +224,22 @@ def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Re
     assert engine.is_right("dddd")
 
 
+def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
+    for number, name in ((1, "one"), (2, "two")):
+        engine.core.inbox.put(Call(1, "hold", ["wait", rest.PAUSE, name], number))
+        engine.core.receive(block=False)
+    engine.call("let_go_client", 1)
+    assert engine.call("left", "one") is None
+    assert engine.call("left", "two") == 3
+    assert engine.call("is_paused") is True
+    engine.call("let_go_client", 2)
+    assert engine.call("is_paused") is False
+    engine.call("hold", "wait")
+    engine.call("pause")
+    engine.call("let_go_client", 0)  # who was told that it stands may go
+    assert engine.call("is_paused") is True
+
+
 def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
     engine.call("hold", "keep")
     engine.call("pause")

@@ -285,6 +285,37 @@ def test_one_that_dies_or_hangs_is_replaced(
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
 
+def test_one_that_dies_while_it_waits_for_a_sleep_holds_nobody_back(
+    server: Served, clients: list[httpx.Client]
+):
+    """(New requests waited until somebody thought of /wake_up.)"""
+    struck, other = process_of(clients[0]), clients[1]
+    [engine] = [pid for pid in children(server.process.pid) if has_torch(pid)]
+    failed: list[httpx.HTTPError] = []
+
+    def wait() -> None:
+        try:
+            clients[0].post("/sleep")
+        except httpx.HTTPError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    os.kill(engine, signal.SIGSTOP)  # so that it answers when nobody listens any more
+    waiting.start()
+    until(lambda: other.get("/load").json() == {"server_load": 1})
+    time.sleep(0.2)  # on its way
+    os.kill(struck, signal.SIGKILL)
+    waiting.join(60)
+    os.kill(engine, signal.SIGCONT)
+    assert failed
+    until(lambda: struck not in fronts(server) and len(fronts(server)) == 2)
+    assert other.get("/is_paused").json() == {"is_paused": False}
+    assert other.post(TEXT, json=GREEDY).status_code == 200
+    server.client.close()  # it may be of the one that is gone
+    server.client = httpx.Client(base_url=server.url, timeout=30)
+    until(lambda: server.client.get("/health/ready").status_code == 200)
+
+
 def test_told_to_stop_all_end_what_runs(server: Served):
     """The last of this server."""
     streams = [Stream(server.url) for _ in range(6)]

@@ -207,8 +207,11 @@ def test_named_functions_of_the_engine(server: Served):
     facts = server.post("/collective_rpc", method="facts")["results"]
     assert facts[0]["num_blocks"] > 0
     unknown = server.client.post("/collective_rpc", json={"method": "no_such"})
-    assert unknown.status_code == 500
-    assert "no_such" in unknown.json()["error"]["message"]
+    assert unknown.status_code == 400
+    assert "'no_such'; it has" in unknown.json()["error"]["message"]
+    assert " facts," in unknown.json()["error"]["message"]
+    failed = {"method": "bring_back", "args": [["no part"], "one too many"]}
+    assert server.client.post("/collective_rpc", json=failed).status_code == 500
 
 
 def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str):

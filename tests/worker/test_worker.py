@@ -7,7 +7,7 @@ import torch
 from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_worker
 
 from quire.batch import Batch, current_batch
-from quire.errors import StepFailed
+from quire.errors import StepFailed, ValidationError
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, Work
 from quire.worker.hooks import Hook
@@ -198,7 +198,9 @@ def test_calls():
     assert worker.call("collective_rpc", "greet", ["you"], {"sign": "!"}) == "hello you!"
     with pytest.raises(ValueError, match="no function 'nonsense'; it has"):
         worker.call("nonsense")
-    with pytest.raises(ValueError, match="no function or method '_seat'"):
+    with pytest.raises(
+        ValidationError, match=r"no function or method '_seat'; it has .*num_parameters.*, run"
+    ):
         worker.call("collective_rpc", "_seat")
 
 

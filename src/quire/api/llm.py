@@ -334,7 +334,8 @@ class LLM(Later):
 
         Raises:
             Unsupported: a function instead of a name: workers may be other processes.
-            QuireError: the method failed, or there is none of this name.
+            ValidationError: there is none of this name.
+            QuireError: the method failed.
         """
         if not isinstance(method, str):
             raise Unsupported(

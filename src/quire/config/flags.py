@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config import compat, help
 from quire.config.engine import EngineConfig
 from quire.config.old_names import OLD, SHORT
-from quire.config.options import REPEATED, Kind, options
+from quire.config.options import REPEATED, Kind, coerce, options
 from quire.errors import ConfigError, QuireError
 from quire.logging import get_logger
 
@@ -109,8 +109,7 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
     for name in given.keys() & OLD.keys():
         given[name] = loose(given[name])
     file = given.pop("config", None)
-    asked = {**(read_yaml(file) if file else {}), **given}
-    return _one_model(asked, from_file=bool(file))
+    return _one_model({**(read_yaml(file, given) if file else {}), **given}, from_file=bool(file))
 
 
 def _one_model(asked: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
@@ -232,11 +231,15 @@ def _is_number(word: str) -> bool:
 # Files and help
 
 
-def read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
     """Keywords of a --config file: flat keys are flags, with dashes or underscores.
 
+    Args:
+        but: names whose values here do not matter, the command line having its own.
+
     Raises:
-        ConfigError: not there, not YAML, not a mapping, or a key that is no flag; names file and line.
+        ConfigError: not there, not YAML, not a mapping, a key that is no flag, or a value that its flag cannot take;
+            names file and line.
     """
     import yaml  # 15 ms, and most command lines have none
 
@@ -246,7 +249,9 @@ def read_yaml(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         node = yaml.compose(text, yaml.SafeLoader)
         content = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as why:
+    except yaml.MarkedYAMLError as why:
+        raise ConfigError(f"--config {path}{_in_words(why)}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise ConfigError(f"--config {path}: {why}") from None
     if content is None:
         return {}
@@ -257,16 +262,40 @@ def read_yaml(path: str) -> dict[str, Any]:
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
     asked: dict[str, Any] = {}
     for key, value in content.items():
+        where = f"{path}, line {lines.get(str(key), '?')}"
         name = str(key).lstrip("-").replace("-", "_")
         positive = name.removeprefix("no_")
         if name not in options() and name not in OLD and positive in options() and value is True:
             name, value = positive, False
         if name not in options() and name not in OLD:
-            raise compat.UnknownName(
-                f"{path}, line {lines.get(str(key), '?')}: {compat.unknown(str(key), 'flag')}"
-            )
+            raise compat.UnknownName(f"{where}: {compat.unknown(str(key), 'flag')}")
+        if name not in but:
+            _check_value(where, name, value)
         asked[name] = value
     return asked
+
+
+def _in_words(why: Any) -> str:
+    """A YAML error's line, and what is wrong there, without the text around it."""
+    mark = why.problem_mark or why.context_mark
+    begun = (
+        f"{why.context} that begins in line {why.context_mark.line + 1}"
+        if why.context_mark
+        else why.context
+    )
+    says = ", ".join(part for part in (begun, why.problem) if part)
+    return f": {says}" if mark is None else f", line {mark.line + 1}: {says}"
+
+
+def _check_value(where: str, name: str, value: Any) -> None:
+    """Raises ConfigError: what its flag cannot take, or a feature that is not here."""
+    try:
+        if (option := options().get(name)) is not None:
+            coerce(option, value)
+        elif OLD[name].treatment == "E":
+            compat.translate({name: value}, "flag")
+    except QuireError as why:
+        raise ConfigError(f"{where}: {why}") from None
 
 
 def _help(argv: Sequence[str], prog: str, parser: FlagParser) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, FinishReason, Ready, Reply
 from quire.protocol.request import Abort, Call, EngineRequest
@@ -41,6 +41,7 @@ class EngineClient(Protocol):
 
         Raises:
             QuireError: the function failed, or there is none of this name.
+            ValidationError: it cannot do what was asked of it, and nothing has happened.
         """
 
     def outputs(self) -> list[EngineOutput]:
@@ -136,7 +137,7 @@ class InlineClient:
 def answer(reply: Reply) -> Any:
     """The value of a reply, or its error raised."""
     if reply.error is not None:
-        raise QuireError(reply.error)
+        raise (ValidationError if reply.error_kind == "invalid" else QuireError)(reply.error)
     return reply.value
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import QuireError
+from quire.errors import QuireError, ValidationError
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, EngineStats, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
@@ -44,6 +44,7 @@ class EngineCore:
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, Pending]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
+        self.caller = 0  # the front room that asked for the function that runs
         self.said: Outbox = []  # what a function has to tell besides its reply
         self.state = "awake"
         self.idle = True
@@ -139,8 +140,11 @@ class EngineCore:
                 error=f"the engine has no function {call.name!r}; it has {known}",
                 client=call.client,
             )
+        self.caller = call.client
         try:
             return Reply(call.id, function(*call.args), client=call.client)
+        except ValidationError as error:
+            return Reply(call.id, error=str(error), client=call.client, error_kind="invalid")
         except QuireError as error:  # these say it all
             log.error("engine function %s failed: %s", call.name, error)
             return Reply(call.id, error=str(error), client=call.client)

@@ -7,13 +7,14 @@ holds somebody back: an engine at work does not pay for it. How a front room wai
     hold -> [what runs ends, or is ended, or stands still] -> sleep -> wake_up, in parts or at once
       `-> let_go                                         `-> pause -> resume
 
-What is held is somebody's, who may let go of it, until it stands: then whoever wants ends it.
+What is held is somebody's, who may let go of it, until it stands: then whoever wants ends it. What a front room held that is
+gone, nobody holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.engine.core import EngineCore
 from quire.errors import ValidationError
@@ -46,13 +47,23 @@ class Hold(Gate):
         return num_tokens if self.ready(request) else 0
 
 
+class Held(NamedTuple):
+    """What one holds back."""
+
+    reason: str
+    until: int
+    """The last arrival that goes on."""
+    client: int
+    """Through which front room."""
+
+
 class Rest:
     """How deep an engine rests, and why."""
 
     def __init__(self, core: EngineCore):
         self.core, self.gate = core, Hold()
-        self.held: dict[str, tuple[str, int]] = {}
-        """By who holds requests back: why, and up to which arrival they go on."""
+        self.held: dict[str, Held] = {}
+        """By who holds requests back."""
         self.standing: set[str] = set()
         """Why all are held back, whoever asked for it."""
         self.away: set[str] = set()
@@ -63,7 +74,8 @@ class Rest:
     def hold(self, mode: str, reason: str = PAUSE, holder: str = NOBODY) -> int:
         """Admit nobody from now on; how many are still to end (`left` says it again)."""
         core, scheduler = self.core, self.core.scheduler
-        self.held[holder] = reason, scheduler.arrivals if checked_mode(mode) == "wait" else 0
+        until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
+        self.held[holder] = Held(reason, until, core.caller)
         self._set_gate()
         if mode == "abort":
             core.settle()
@@ -83,6 +95,11 @@ class Rest:
         self.held.pop(holder, None)
         self._set_gate()
 
+    def let_go_client(self, number: int) -> None:
+        """A front room is gone, and with it who waited there."""
+        self.held = {who: held for who, held in self.held.items() if held.client != number}
+        self._set_gate()
+
     def pause(self, holder: str = NOBODY) -> bool:
         """What he holds is held until `resume`; False: it is held no more."""
         return self._stand(PAUSE, holder)
@@ -90,7 +107,7 @@ class Rest:
     def resume(self, reason: str = PAUSE) -> bool:
         """Hold nobody back for that reason; whether work goes on."""
         self.standing.discard(reason)
-        self.held = {who: held for who, held in self.held.items() if held[0] != reason}
+        self.held = {who: held for who, held in self.held.items() if held.reason != reason}
         self._set_gate()
         return not self.is_paused()
 
@@ -111,7 +128,7 @@ class Rest:
             if self.gate in gates:
                 gates.remove(self.gate)
             return
-        untils = (until for _, until in self.held.values())
+        untils = (held.until for held in self.held.values())
         self.gate.until = 0 if self.standing else min(untils)
         if self.gate not in gates:
             gates.append(self.gate)
@@ -203,7 +220,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """What `EngineClient.call` may ask for."""
     rest = Rest(core)
     named = (
-        rest.hold, rest.left, rest.let_go, rest.pause, rest.resume, rest.is_paused,
+        rest.hold, rest.left, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
         rest.sleep, rest.release_kv_cache, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
     )  # fmt: skip
     return {f.__name__: f for f in named}

@@ -53,6 +53,7 @@ class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):
     value: Any = None
     error: str | None = None
     client: int = 0
+    error_kind: ErrorKind = "internal"
 
 
 class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="stats"):

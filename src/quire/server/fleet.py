@@ -249,6 +249,7 @@ class Fleet:
         try:
             if count := self.client.call("abort_client", number):
                 log.info("%d requests of HTTP process %d were ended", count, number)
+            self.client.call("let_go_client", number)
         except QuireError as error:
             log.warning("requests of HTTP process %d could not be ended: %s", number, error)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from quire.batch import Batch, running
-from quire.errors import StepFailed
+from quire.errors import StepFailed, ValidationError
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.worker.batcher import Batcher
 from quire.worker.hooks import Hook
@@ -175,12 +175,21 @@ class Worker:
     def _rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A function by name, with keywords; else a public method of the worker (or of its subclass)."""
+        """A function by name, with keywords; else a public method of the worker (or of its subclass).
+
+        Raises:
+            ValidationError: there is none of that name.
+        """
         function = self.functions.get(method)
         if function is None and not method.startswith("_"):
             function = getattr(self, method, None)
         if not callable(function):
-            raise ValueError(f"the worker has no function or method {method!r}")
+            methods = (name for name in dir(type(self)) if not name.startswith("_"))
+            known = ", ".join(sorted({*self.functions, *methods}))
+            raise ValidationError(
+                f"the worker has no function or method {method!r}; it has {known}",
+                parameter="method", value=method,
+            )  # fmt: skip
         return function(*args, **(kwargs or {}))
 
     @torch.inference_mode()
