@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from quire.config.old_names import LORA
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.front import FrontRoom
 from quire.frontend.inputs import Accepted
@@ -79,7 +80,7 @@ def accept_all(
 def refuse_media_and_lora(media: Any, lora: Any) -> None:
     """Raises Unsupported: a LoRA, or options of media."""
     if lora is not None and (not isinstance(lora, (list, tuple)) or any(lora)):
-        raise Unsupported("lora_request", "serve a checkpoint with the adapter merged into it")
+        raise Unsupported("lora_request", LORA[1])
     if media:
         raise Unsupported("mm_processor_kwargs", "this engine reads text only")
 

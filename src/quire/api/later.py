@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from quire.config.old_names import LORA
 from quire.errors import Unsupported
 
 POOLING = "load a model that generates and use generate; vectors and scores come with pooling"
 WEIGHTS = "make a new LLM from the new checkpoint"
-LORA = "serve a checkpoint with the adapter merged into it"
 
 LATER: dict[str, tuple[str, str]] = {
     **{name: ("pooling", POOLING) for name in ("encode", "embed", "classify", "score", "reward")},
@@ -17,7 +17,7 @@ LATER: dict[str, tuple[str, str]] = {
         name: ("profiling", "run the program under py-spy or torch.profiler")
         for name in ("start_profile", "stop_profile")
     },
-    **{name: ("LoRA", LORA) for name in ("add_lora", "remove_lora", "list_loras", "pin_lora")},
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), LORA),
     **{
         name: ("replacing weights while running", WEIGHTS)
         for name in (

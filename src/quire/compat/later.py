@@ -9,6 +9,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from quire.config.old_names import LORA, SPECULATION
 from quire.errors import Unsupported
 
 POOLING = ("pooling", "serve a model that generates text; embedding and scoring come with pooling")
@@ -19,10 +20,10 @@ OUTPUTS = (
 )  # fmt: skip
 LATER: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("PoolingParams", "PoolerConfig", *OUTPUTS), POOLING),
-    "LoRARequest": ("LoRA", "serve a checkpoint with the adapter merged into it"),
+    "LoRARequest": LORA,
     "KVTransferConfig": TRANSFER,
     "KVEventsConfig": TRANSFER,
-    "SpeculativeConfig": ("speculative decoding", "leave it out; the text is the same without it"),
+    "SpeculativeConfig": SPECULATION,
     "VllmConfig": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
     "LogitsProcessor": (
         "vLLM's interface of logits processors",

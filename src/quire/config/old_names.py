@@ -32,6 +32,10 @@ class Old:
     """The fields that it fills."""
 
 
+LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
+SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
+"""Features that other rooms refuse too: each with what to do without it."""
+
 OLD: dict[str, Old] = {}
 SHORT = {
     "speculative_config": "-sc",
@@ -89,13 +93,13 @@ def _to(
 # fmt: off
 # Later work: refused by name
 
-_rows("E", "LoRA: serve a checkpoint with the adapter merged into it", """
+_rows("E", ": ".join(LORA), """
     enable_lora lora_modules* default_mm_loras= fully_sharded_loras enable_mixed_moe_lora_format
     enable_tower_connector_lora enable_prompt_adapter prompt_adapters*""")
 _rows("W", "it sizes LoRA, which comes later", """
     max_loras=1 max_lora_rank=16 max_cpu_loras= lora_dtype=auto lora_extra_vocab_size=256,0 lora_target_modules*
     long_lora_scaling_factors= max_prompt_adapters=1 max_prompt_adapter_token=0 specialize_active_lora""")
-_rows("E", "speculative decoding: leave it out; the text is the same without it", """
+_rows("E", ": ".join(SPECULATION), """
     speculative_config= spec_method= spec_model= spec_tokens= speculative_model= num_speculative_tokens=
     speculative_draft_tensor_parallel_size= speculative_max_model_len= speculative_disable_by_batch_size=
     speculative_model_quantization= ngram_prompt_lookup_max= ngram_prompt_lookup_min= speculative_token_tree=""")

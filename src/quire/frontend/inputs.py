@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from quire import env
+from quire.config.old_names import LORA
 from quire.config.structured import Wishes
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check import checked
@@ -143,9 +144,7 @@ class Inputs:
             Unsupported: a feature that is not here yet.
         """
         if lora_request is not None:
-            raise Unsupported(
-                "lora_request", "serve the merged model, or wait for the LoRA feature"
-            )
+            raise Unsupported("lora_request", LORA[1])
         arrived = time.time() if arrived is None else arrived
         params = self.defaults.params() if params is None else params
         if not isinstance(params, SamplingParams):

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import get_route_path  # type: ignore[attr-defined]
 
+from quire.config.old_names import LORA
 from quire.server.errors import ApiError
 
 POOLING = "embedding, classifying and scoring", "serve a model that generates text"
 AUDIO = "audio", "send text"
-LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
 DEVICES = "several devices", "start one server a device"
 WEIGHTS = "replacing weights while running", "start the server with the new checkpoint"
