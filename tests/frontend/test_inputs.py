@@ -36,7 +36,7 @@ def accept(inputs: Inputs, prompt: Any = "the cat", **given: Any) -> Accepted:
     return inputs.accept(prompt, SamplingParams(**given), id="r", **options)
 
 
-OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "limited")
+OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "inner")
 
 
 # -- prompts ----------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_logprobs_have_a_limit(inputs: Inputs):
         for count in (21, -1):
             with pytest.raises(ValidationError, match=f"{name}={count} is more than .* 20"):
                 accept(inputs, **{name: count})
-    assert accept(inputs, logprobs=50, limited=False).params.logprobs == 50
+    assert accept(inputs, logprobs=50, inner=True).params.logprobs == 50
     inputs.max_logprobs = -1
     assert accept(inputs, logprobs=-1).params.logprobs == inputs.vocab_size
 

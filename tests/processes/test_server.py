@@ -119,6 +119,8 @@ def test_an_output_that_goes_in_circles_ends(server: Served):
 
 def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
     """One beam is greedy; of several the best is at least as likely, and a chat streams what it answers whole."""
+    counted = ("vllm:request_success_total", "vllm:e2e_request_latency_seconds_count")
+    before = [server.metric(name) for name in counted]
     search = {"use_beam_search": True, "max_tokens": 6, "ignore_eos": True, "logprobs": 0}
     greedy = server.post(TEXT, **GREEDY | {"max_tokens": 6, "logprobs": 0})
     one = server.post(TEXT, **search, prompt="Once")
@@ -129,6 +131,9 @@ def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
     assert sums == sorted(sums[:4], reverse=True) + sorted(sums[4:], reverse=True)
     assert sums[0] >= sum(greedy["choices"][0]["logprobs"]["token_logprobs"])
     assert len({choice["text"] for choice in four["choices"][:4]}) == 4
+    # A search is no more requests than what is drawn, however many steps it has.
+    after = [before[0] + 1 + 1 + 2 * 4, before[1] + 1 + 1 + 2]
+    until(lambda: [server.metric(name) for name in counted] == after)
 
     chat = {"messages": [{"role": "user", "content": "a"}], "n": 2, "use_beam_search": True, "max_tokens": 4}  # fmt: skip
     whole = server.post(CHAT, **chat)["choices"]
@@ -143,6 +148,8 @@ def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
 
 def test_a_search_ends_with_whoever_asked_for_it(server: Served):
     body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
+    counted = ("vllm:request_success_total", 'finished_reason="abort"')
+    aborted = server.metric(*counted)
     answer = server.client.post(TEXT, json=body | {"timeout": 0.3})
     assert answer.status_code == 408
     until(lambda: server.metric("vllm:num_requests_running") == 0)
@@ -154,6 +161,7 @@ def test_a_search_ends_with_whoever_asked_for_it(server: Served):
     server.post("/abort_requests")
     ended.join(30)
     assert {choice["finish_reason"] for choice in found[0]["choices"]} == {"abort"}
+    until(lambda: server.metric(*counted) == aborted + 4 + 4)
 
 
 @pytest.mark.parametrize("stream", [True, False])

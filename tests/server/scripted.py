@@ -101,7 +101,7 @@ class ScriptedEngine:
         return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
 
     async def open(
-        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", limited: bool = True
+        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", inner: bool = False
     ) -> Stream:  # fmt: skip
         self.asked.append(
             Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)

@@ -48,7 +48,7 @@ def _together(
     inputs, salts = llm.front.inputs, [prompt.salt for prompt in prompts]
     searches = []
     for prompt in prompts:
-        tokens = inputs.accept(prompt, step, id="beam", limited=False).tokens
+        tokens = inputs.accept(prompt, step, id="beam", inner=True).tokens
         searches.append(Search(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
     for _ in range(params.max_tokens):
         asked: list[Accepted] = []
@@ -56,8 +56,7 @@ def _together(
             for beam in one.beams:
                 prompt = Prompt(tokens=beam.tokens, salt=salt)
                 id = f"beam-{next(llm.request_counter)}"
-                asked.append(inputs.accept(prompt, step, id=id, limited=False))
-                asked[-1].inner = True
+                asked.append(inputs.accept(prompt, step, id=id, inner=True))
         answers = map(_entries, llm.run_accepted(asked))
         for one in searches:
             one.advance([next(answers) for _ in one.beams])

@@ -264,9 +264,7 @@ class LLM(Later):
             if output is None or not output.finished:
                 continue
             self._kept[output.request_id] = output
-            if collector.accepted.inner:
-                self.watch.passed_over(output)
-            else:
+            if not collector.accepted.inner:
                 self.watch.finished(output, collector.params)
             for one in output.outputs:
                 if one.finish_reason == "error":

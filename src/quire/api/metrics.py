@@ -63,15 +63,13 @@ class Watch:
         asked = client.resolved.asked
         observe = asked.observe
         self.client = client
-        self.beside: Counts[str] = Counts()
-        """Ends of requests, by reason, that the engine counted and we do not (below 0), or the reverse."""
         self.metrics = Metrics(
             name, process=False, http=False,
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
         ready = client.ready
         info = cache_info(asked.cache, ready, client.resolved)
-        self.metrics.attach(self._stats, ready.max_model_len, info)
+        self.metrics.attach(lambda: engine_stats(client), ready.max_model_len, info)
         self.interval = asked.observe.log_stats_interval
         self._log: StatsLog | None = None
         if not asked.observe.disable_log_stats:
@@ -92,24 +90,14 @@ class Watch:
             times=metrics,
         )
 
-    def passed_over(self, output: RequestOutput) -> None:
-        """A part of a search ended: it was nobody's request."""
-        self.beside.subtract(str(one.finish_reason) for one in output.outputs)
-
     def searched(self, began: float, num_prompt: int, found: BeamSearchOutput, most: int) -> None:
         """A beam search ended, begun at `began` (time.monotonic()): one request with several outputs."""
-        self.beside.update(str(one.finish_reason) for one in found.sequences)
+        self.client.call("count_ended", dict(Counts(one.finish_reason for one in found.sequences)))
         RequestTimer(self.metrics, began).end(
             prompt_tokens=num_prompt, cached=0,
             output_tokens=[len(one.tokens) - num_prompt for one in found.sequences],
             max_tokens=most, n=len(found.sequences),
         )  # fmt: skip
-
-    def _stats(self) -> EngineStats:
-        stats = engine_stats(self.client)
-        for reason, count in self.beside.items():
-            stats.finished[reason] = stats.finished.get(reason, 0) + count
-        return stats
 
     def tick(self) -> None:
         """Between steps: the statistics line, when it is due."""

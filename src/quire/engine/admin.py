@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.core import EngineCore
+from quire.protocol.output import FinishReason
 from quire.scheduler.fair import FairQueue
 
 
@@ -55,5 +56,10 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         ended = (core.scheduler.abort(id) for id in ids)
         core.said += [output for output in ended if output is not None]
 
-    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client, requests, end)
+    def count_ended(outputs: dict[FinishReason, int]) -> None:
+        """A request of many inner ones has ended: how many outputs it has, by how each ended."""
+        for finish, count in outputs.items():
+            core.scheduler.finished[finish] += count
+
+    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client, requests, end, count_ended)  # fmt: skip
     return {f.__name__: f for f in named}

@@ -48,7 +48,7 @@ class Accepted:
     """What goes to the engine: one for each output."""
     arrived: float
     inner: bool = False
-    """Part of a larger request, which is counted as one."""
+    """As of an EngineRequest."""
 
     def rename_children(self, number: int) -> None:
         """Ids that the engine does not know yet; `id`, which the user knows, stays."""
@@ -134,10 +134,10 @@ class Inputs:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
         arrived: float | None = None,
-        limited: bool = True,
+        inner: bool = False,
         tenant: str = "",
     ) -> Accepted:
-        """Check and complete one request. `limited=False`: max_logprobs does not apply (beam search).
+        """Check and complete one request. `inner`: a part of a larger one, to which max_logprobs does not apply.
 
         Raises:
             ValidationError: `parameter` names what is wrong; the message says what to do.
@@ -155,19 +155,19 @@ class Inputs:
             options.truncate = params.truncate_prompt_tokens
         tokens = self.tokens(given, options)
         self._check_prompt(tokens)
-        settled = self._settle(params, len(tokens), limited)
+        settled = self._settle(params, len(tokens), limited=not inner)
         if (budget := params.thinking_token_budget) is not None and budget >= 0:
             marks = thoughts(budget, self.reasoning(), self.tokenizer, tokens)
             settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
-            tenant=tenant,
+            tenant=tenant, inner=inner,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
         )
-        return Accepted(id, given.text, tokens, asked, fan_out(request), arrived)
+        return Accepted(id, given.text, tokens, asked, fan_out(request), arrived, inner)
 
     # -- the prompt -----------------------------------------------------------------------------
     def tokens(self, prompt: Prompt, options: TokenizeOptions | None = None) -> list[int]:
@@ -230,7 +230,7 @@ class Inputs:
                 )  # fmt: skip
 
     # -- the parameters -------------------------------------------------------------------------
-    def _settle(self, params: SamplingParams, num_prompt: int, limited: bool) -> SamplingParams:
+    def _settle(self, params: SamplingParams, num_prompt: int, *, limited: bool) -> SamplingParams:
         """What the engine gets: nothing left open, nothing that only the front room reads."""
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())

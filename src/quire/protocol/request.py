@@ -37,6 +37,7 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
     tenant: str = ""  # who asks: requests of one tenant share its part of the engine
     extras: dict[str, Any] = {}  # "transfer", "trace", ...: read by that feature and nobody else
+    inner: bool = False  # part of a larger one, whose end its front room counts (engine/admin.py)
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

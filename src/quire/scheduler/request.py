@@ -40,6 +40,7 @@ class Request:
     min_length: int  # tokens it must have before they do
     arrived: float
     tenant: str = ""  # who asks, where that matters to the order
+    inner: bool = False  # how it ends is not counted
 
     # where it stands
     row: int = NO_ROW
@@ -78,6 +79,7 @@ class Request:
             min_length=len(asked.tokens) + params.min_tokens,
             arrived=asked.arrived,
             tenant=asked.tenant,
+            inner=asked.inner,
         )
 
     @property

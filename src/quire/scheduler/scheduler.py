@@ -93,7 +93,7 @@ class Scheduler:
         return None
 
     def _refuse(self, asked: EngineRequest, why: str, kind: ErrorKind = "invalid") -> EngineOutput:
-        self.finished["error"] += 1
+        self.finished["error"] += not asked.inner
         return EngineOutput(asked.id, [], "error", None, why, kind, client=asked.client)
 
     def abort(
@@ -263,7 +263,7 @@ class Scheduler:
 
     def _end(self, request: Request, finish: FinishReason) -> None:
         request.finish = finish
-        self.finished[finish] += 1
+        self.finished[finish] += not request.inner
         del self.requests[request.id]
         if request.row != NO_ROW:
             self._leave(request)

@@ -6,12 +6,14 @@ Knows the fields that go with it, and how its steps are asked for; what a step m
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from quire.errors import QuireError
 from quire.frontend.beams import Search, entries_of, step_params
 from quire.frontend.logprobs import Position
 from quire.frontend.outputs import CompletionOutput, RequestOutput
@@ -64,7 +66,7 @@ class BeamStream:
         self.engine, self.prompt, self.params, self.name = engine, prompt, params, name
         self.logprobs, self.options = logprobs, options
         self.ended, self.stopped, self._news = False, False, asyncio.Event()
-        self._task = asyncio.ensure_future(self._found())
+        self._task = asyncio.ensure_future(self._counted())
         self._task.add_done_callback(lambda _: heard())
 
     def take(self) -> RequestOutput | None:
@@ -83,6 +85,20 @@ class BeamStream:
         self._task.cancel()
         if self._task.done() and not self._task.cancelled():
             self._task.exception()  # nobody may have taken it
+
+    async def _counted(self) -> RequestOutput:
+        """What was found; its outputs are counted as ended, however that came."""
+        ends: Mapping[Any, int] = {"error": self.params.beam_width}
+        try:
+            found = await self._found()
+            ends = dict(Counter(one.finish_reason for one in found.outputs))
+            return found
+        except asyncio.CancelledError:
+            ends = {"abort": self.params.beam_width}
+            raise
+        finally:
+            with suppress(QuireError):  # an engine that is gone counts nothing
+                await self.engine.call("count_ended", ends)
 
     async def _found(self) -> RequestOutput:
         engine, params, prompt = self.engine, self.params, self.prompt
@@ -121,7 +137,7 @@ class BeamStream:
                 params = msgspec.structs.replace(step)
                 streams.append(
                     await self.engine.open(
-                        prompt, params, own, news.set, limited=False, **self.options
+                        prompt, params, own, news.set, inner=True, **self.options
                     )
                 )
             return await self._answers(streams)

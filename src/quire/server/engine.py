@@ -105,9 +105,9 @@ class TextEngine(Protocol):
 
     async def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
-        *, priority: int = 0, tenant: str = "", limited: bool = True,
+        *, priority: int = 0, tenant: str = "", inner: bool = False,
     ) -> StreamLike:  # fmt: skip
-        """One request of `tenant`. `heard` is called when it may have something new. `limited`: by max_logprobs."""
+        """One request of `tenant`. `heard` is called when it may have something new. `inner`: as of an EngineRequest."""
 
     async def abort(self, request_id: str) -> None: ...
 

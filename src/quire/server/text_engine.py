@@ -117,12 +117,12 @@ class AsyncTextEngine:
     # -- requests -------------------------------------------------------------------------------
     async def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
-        *, priority: int = 0, tenant: str = "", limited: bool = True,
+        *, priority: int = 0, tenant: str = "", inner: bool = False,
     ) -> Stream:  # fmt: skip
         given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
         try:
             return await self.llm.open(
-                given, params, request_id, heard, priority=priority, tenant=tenant, limited=limited
+                given, params, request_id, heard, priority=priority, tenant=tenant, inner=inner
             )
         except Unsupported as error:
             raise ValidationError(str(error)) from error
