@@ -47,6 +47,8 @@ def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     assert found["steps"]["decode of 3 rows"]["tokens a second"] > 0
     assert found["steps"]["decode of 1 rows"]["microseconds of the host"] > 0
     assert found["steps"]["mixed load"]["ITL"]["p99 ms"] > 0
+    assert found["steps"]["mixed load"]["floors, ms"]["ITL p99"] >= 0
+    assert found["machine"]["int8 flops"] > 0
     assert found["serving"]["output tokens a second"] > 0
     assert found["peer-loop"]["output tokens"] == found["peer-loop"]["of"]
     assert "vllm" in found["peer-vllm"]["absent"]
@@ -111,6 +113,13 @@ def test_8_bit_floats_are_checked(tmp_path: Path) -> None:
     assert found["wrong"] == []
     assert found["bits"]["codes of 40 tokens by 32"] is True
     assert len(found["distances"]) == 6
+
+
+def test_int8_is_checked(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"wrong": [], "bits": {}}
+    gpu_checks.int8(gpu.Run("cpu", 100, True), found)
+    assert found["wrong"] == []
+    assert len(found["bits"]) == 7
 
 
 def test_weights_of_few_bits_are_checked(tmp_path: Path) -> None:
@@ -195,6 +204,32 @@ def test_the_plain_loop_is_a_model(monkeypatch) -> None:
     positions = torch.tensor([9, 10, 11])
     assert model.decode(ids[positions], positions, 32).tolist() == want
     assert len(set(want)) > 1
+
+
+def test_floors_of_a_load_are_those_of_a_card_that_waits_for_nothing() -> None:
+    """Step after step of such a card: each takes its floor."""
+    run, cost = gpu.Run("cuda", 100, False), gpu_serving.Cost("llama-8b", 2.0, "flops")
+    run.ceilings = {"bytes": 4e12, "flops": 7e14}
+    rate, prompt, count = 10.0, 1024, 256
+    now, came, left, gaps, first = 0.0, 0, list[int](), list[float](), list[float]()
+    while came < 100:
+        due = came / rate
+        prompts = due <= now
+        came += prompts
+        seconds = (
+            prefill_flops("llama-8b", prompt) / 7e14 if prompts else weights_of("llama-8b") / 4e12
+        )
+        seconds += sum(prompt + count - n for n in left) * kv_of("llama-8b") / 4e12
+        now += seconds
+        first += [now - due] if prompts else []
+        gaps += [seconds] * len(left)
+        left = [n - 1 for n in left if n > 1] + ([count - 1] if prompts else [])
+    got = gpu_serving.floors_of_load(run, cost, rate, prompt, count)
+    seen = gpu_serving._spread(gaps[len(gaps) // 2 :])
+    assert got["ITL p50"] == pytest.approx(seen["p50 ms"], rel=0.05)
+    assert got["ITL p99"] == pytest.approx(seen["p99 ms"], rel=0.05)
+    assert got["TTFT"] == pytest.approx(1e3 * min(first), rel=0.02)
+    assert gpu_serving.floors_of_load(run, cost, 100.0, prompt, count) == {}
 
 
 def test_the_device_is_idle_between_its_spans() -> None:

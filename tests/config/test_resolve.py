@@ -248,8 +248,8 @@ def test_attention_backends(settle, monkeypatch, warnings):
     assert settle(attention_backend="torch_sdpa").attention_backend == "TORCH_SDPA"
     assert settle(attention_backend="auto").attention_backend is None
     assert not warnings
-    assert settle(attention_backend="XFORMERS").attention_backend == "TORCH_SDPA"
-    assert warnings.pop() == "attention_backend=XFORMERS is an old name: using TORCH_SDPA"
+    assert settle(attention_backend="XFORMERS").attention_backend is None
+    assert warnings.pop() == "attention_backend=XFORMERS is an old name: using the device's own"
     assert (
         settle(attention_backend="FLASHINFER").attention_backend == "FLASHINFER"
     )  # refused where it is looked up

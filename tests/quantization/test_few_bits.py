@@ -1,14 +1,19 @@
-"""Weights of 4 and 8 bits on a device that multiplies floats: every layout is kept as it is, and runs as what it stands for.
+"""Whole numbers of 4 and 8 bits on a device of its own: every layout is kept as it is, and runs as what it stands for.
+
+Where activations become codes too (int8 with a scale a row), a model's answer has the definition's bits.
 
 The kernels run in Triton's interpreter, on a CPU that says of itself what a card would.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
@@ -18,14 +23,22 @@ from quire.quantization import registry, stored
 from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.int4 import quantize_groups
 from quire.quantization.int8 import quantize
+from quire.quantization.int8_codes import Int8Codes
 from quire.quantization.registry import bytes_held, made_weights, move
 from tests.models.test_native import build, texts
 from tests.quantization.pretending import answer, pretend
-from tests.quantization.test_quantized_formats import linears, quantized, quantized_linears
-from tests.quantization.writers import FORMS, Form, float8
+from tests.quantization.test_quantized_formats import (  # fmt: skip
+    floats_of,
+    linears,
+    quantized,
+    quantized_linears,
+)
+from tests.quantization.writers import FORMS, Form, ct_int8, float8
 
-WHOLE = [form for form in FORMS if form.write is not float8]
+WHOLE = [form for form in FORMS if form.write not in (float8, ct_int8)]
+ROWS = [form for form in FORMS if form.write is ct_int8]
 CLOSE = 1e-4  # of what the same floats give, in float32
+CODED = 0.05  # the same where activations are codes
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +69,34 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path) 
     assert (got - want).square().mean().sqrt() < CLOSE * want.std()
 
 
+def as_defined(model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    with monkeypatch.context() as patched:
+        patched.setattr(Int8Codes, "multiply", Int8Codes.plainly)
+        return answer(model, text)
+
+
+@pytest.mark.parametrize("form", ROWS, ids=lambda form: form.name.replace(" ", "-"))
+def test_a_scale_a_row_is_multiplied_as_codes(
+    form: Form, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    checkpoint, dense, means = quantized(plain, tmp_path, form)
+    with caplog.at_level(logging.INFO):
+        ours, theirs = build(checkpoint), build(dense)
+    assert "int8 with a scale a row; activations by token in int8" in caplog.text
+    kept = 0
+    for path, layer, names in quantized_linears(ours):
+        kept += len(names)
+        assert isinstance(layer.scheme.weight, Int8Codes)
+        assert torch.equal(floats_of(layer), torch.cat([means[name] for name in names])), path
+    assert kept == len(means)
+    text = [token % 131 for token in texts()[1]]
+    got, want = answer(ours, text), answer(theirs, text)
+    assert torch.equal(got, as_defined(ours, text, monkeypatch))
+    assert (got - want).square().mean().sqrt() < CODED * want.std()
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4_g32"])
-def test_made_while_loading(scheme: str, plain: Path) -> None:
+def test_made_while_loading(scheme: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head stays; the model is moved with all that it holds."""
     dense = build(plain)
     ours = build(plain, quantization=scheme)
@@ -68,11 +107,15 @@ def test_made_while_loading(scheme: str, plain: Path) -> None:
             floats = q.float() * scale[:, None]
         else:
             floats = quantize_groups(want.weight, 32).dequantized()
-        assert torch.equal(layer.scheme.weight.floats(), floats), path
+        weight = layer.scheme.weight
+        mine = floats_of(layer) if scheme == "int8" else weight.floats()
+        assert torch.equal(mine, floats), path
         want.weight.data.copy_(floats)
     assert bytes_held(ours) < bytes_held(dense)
     text = texts()[1]
     got, want = answer(ours, text), answer(dense, text)
-    assert (got - want).square().mean().sqrt() < CLOSE * want.std()
+    close = CODED if scheme == "int8" else CLOSE
+    assert (got - want).square().mean().sqrt() < close * want.std()
+    assert torch.equal(got, as_defined(ours, text, monkeypatch))
     move(ours, torch.device("meta"))
     assert all(t.is_meta for weight in made_weights(ours) for t in weight.tensors())

@@ -5,7 +5,7 @@ device takes nobody with it, and what it found until then is kept. What is known
 begins where its time still fits the call; what the result file already has is not done again, unless it is named or
 failed. So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
 
-    machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16 and fp8 products
+    machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16, fp8 and int8 products
     kernels     every kernel against its definition (`gpu_checks.py`)
     engine      tokens on the card against those of the CPU; depth 1 and 2, graphs and none, weights that travel
     steps       the 8B shape: start, prefill, decoding, a mixed load (`gpu_serving.py`); steps-fp8 the same in fp8
@@ -106,6 +106,12 @@ def machine(run: Run, found: Found) -> None:
         found["fp8 flops"] = 2 * wide**3 / seconds
     except Exception as error:
         found["fp8 flops of torch"] = f"{type(error).__name__}: {error}"[:500]
+    try:
+        left, right = (part.to(torch.int8) for part in (a, b))
+        seconds = timed(run, lambda: torch._int_mm(left, right.t()))
+        found["int8 flops"] = 2 * wide**3 / seconds
+    except Exception as error:
+        found["int8 flops of torch"] = f"{type(error).__name__}: {error}"[:500]
     pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=run.device == "cuda")
     place = torch.empty(size // 4, dtype=torch.uint8, device=run.device)
     seconds = timed(run, lambda: place.copy_(pinned, non_blocking=True))
@@ -113,9 +119,11 @@ def machine(run: Run, found: Found) -> None:
 
 
 def ceilings_of(found: dict[str, Any]) -> dict[str, float]:
-    made = {k: found[k] for k in ("bytes", "flops", "fp8 flops") if isinstance(found.get(k), float)}
+    kinds = ("bytes", "flops", "fp8 flops", "int8 flops")
+    made = {k: found[k] for k in kinds if isinstance(found.get(k), float)}
     if "flops" in made:
-        made.setdefault("fp8 flops", 2 * made["flops"])
+        for kind in kinds[2:]:
+            made.setdefault(kind, 2 * made["flops"])
     return made
 
 

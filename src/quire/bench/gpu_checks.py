@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire import env
-from quire.bench.gpu_shapes import write_config
+from quire.bench.gpu_shapes import eight_bits, write_config
 
 if TYPE_CHECKING:
     from quire.bench.gpu import Found, Run
@@ -45,6 +45,7 @@ def kernels(run: Run, found: Found) -> None:
         "rows": rows,
         "attention": attention,
         "float8": float8,
+        "int8": int8,
         "few bits": few_bits,
         "bits": bits,
         "sampling": sampling,
@@ -174,6 +175,38 @@ def float8(run: Run, found: dict[str, Any]) -> None:
     found["bits"]["torch's scaled product is used"] = torch_can(torch.device(run.device))
 
 
+def int8(run: Run, found: dict[str, Any]) -> None:
+    """Codes and products, to the bit: by every tile, by descriptors, and by torch's sums."""
+    from quire.ops.triton import float8_wide
+    from quire.ops.triton import int8 as kernel
+    from quire.quantization.int8 import quantize
+    from quire.quantization.int8_codes import Int8Codes
+
+    torch.manual_seed(9)
+    dtype = list(formats(run))[-1]
+    counts, outs, ins = ((3, 40), 48, 160) if run.small else ((1, 17, 40, 300, 3000), 6144, 2048)
+    weight = Int8Codes.of(torch.randn(outs, ins, device=run.device), False, None)
+    pair = weight.q_OI, weight.scale_O
+    for tokens in counts:
+        x = torch.randn(tokens, ins, device=run.device).to(dtype)
+        bias = torch.randn(outs, device=run.device).to(dtype)
+        coded, want = kernel.codes(x), weight.plainly(x, bias)
+        answers = {
+            "codes": (coded[0], quantize(x)[0]),
+            "product": (weight.multiply(x, bias), want),
+            "product by descriptors": (float8_wide.product(coded, pair, bias, dtype), want),
+        }
+        if tokens == counts[-1]:  # torch takes more than 16
+            sums = torch._int_mm(coded[0], weight.q_OI.t()).float()
+            scaled = sums * (coded[1][:, None] * weight.scale_O) + bias.float()
+            answers["product by torch's sums"] = scaled.to(dtype), want
+        for name, (got, exact) in answers.items():
+            say = f"int8 {name} of {tokens} tokens"
+            found["bits"][say] = torch.equal(got, exact)
+            if not found["bits"][say]:
+                found["wrong"].append(f"{say}: {int((got != exact).sum())} of {got.numel()} differ")
+
+
 def few_bits(run: Run, found: dict[str, Any]) -> None:
     """Weights of 4 and 8 bits, by the kernel of few tokens, of more, and by the library."""
     from quire.quantization.few_bits import FewBitsWeight
@@ -185,7 +218,7 @@ def few_bits(run: Run, found: dict[str, Any]) -> None:
     for name, made in {
         "4": FewBitsWeight.int4(weight, False),
         "4 in groups of 32": FewBitsWeight.int4(weight, False, group=32),
-        "8": FewBitsWeight.int8(weight, False),
+        "8": eight_bits(weight, 32),
     }.items():
         for tokens in counts:
             x = torch.randn(tokens, ins, device=run.device).to(dtype)

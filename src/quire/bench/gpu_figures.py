@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_shapes import filled_cache
+from quire.bench.gpu_shapes import eight_bits, filled_cache
 from quire.bench.gpu_timing import cold
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ MORE = {"bf16": 1.0, "8 bits": 0.0, "4 bits": 5 / 128 - 0.5}
 
 
 def products(run: Run, found: Found) -> None:
-    """Products of 8-bit floats by who makes them, beside bf16 and weights of few bits; then other tiles for few tokens than the table's."""
+    """Products of 8-bit floats by who makes them, beside bf16, int8 and weights of few bits; then other tiles for few tokens than the table's."""
     from quire.ops.triton import float8
 
     wide, counts = (32, (2, 33)) if run.small else (128, (1, 16, 64, 512, 8192))
@@ -143,7 +143,9 @@ def products(run: Run, found: Found) -> None:
                 try:
                     seconds = cold(run, call)
                     more = MORE.get(name, 0.0) * weight.numel()
-                    kind = "flops" if name in MORE else "fp8 flops"
+                    kind = (
+                        "flops" if name in MORE else f"{'int8' if 'int8' in name else 'fp8'} flops"
+                    )
                     found[say] = line(run, seconds, cost + more, 2.0 * tokens * outs * ins, kind)
                 except Exception as error:
                     found[say] = f"{type(error).__name__}: {error}"[:300]
@@ -157,27 +159,33 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     """Activations are made codes within each."""
     from torch.nn import functional as F
 
-    from quire.ops.triton import float8, float8_wide
+    from quire.ops.triton import float8, float8_wide, int8
     from quire.quantization.few_bits import FewBitsWeight
     from quire.quantization.fp8_weight import quantize, scaled_product
+    from quire.quantization.int8_codes import Int8Codes
 
     rows, (codes, scale) = quantize(weight), quantize(weight, wide)
     blocks, dtype = (codes, scale[::wide].contiguous()), x.dtype
     plain = weight.to(dtype)
-    four, eight = FewBitsWeight.int4(plain, False), FewBitsWeight.int8(plain, False)
+    four, eight = FewBitsWeight.int4(plain, False), eight_bits(weight, wide)
+    made = Int8Codes.of(plain, False, None)
+    whole = made.q_OI, made.scale_O
 
     def by_torch_in_blocks() -> Any:
-        made, scales = float8.codes(x, wide)
+        coded, scales = float8.codes(x, wide)
         recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         across = scales.t().contiguous().t()
         return F.scaled_mm(
-            made, codes.t(), across, recipes[0], blocks[1].t(), recipes[1], output_dtype=dtype
+            coded, codes.t(), across, recipes[0], blocks[1].t(), recipes[1], output_dtype=dtype
         )
 
     return {
         "bf16": lambda: x @ plain.T,
         "4 bits": lambda: four.multiply(x),
         "8 bits": lambda: eight.multiply(x),
+        "int8": lambda: made.multiply(x),
+        "int8, descriptors": lambda: float8_wide.product(int8.codes(x), whole, None, dtype),
+        "int8, torch's sums alone": lambda: torch._int_mm(int8.codes(x)[0], whole[0].t()),
         "by row, ours": lambda: float8.product(float8.codes(x), rows, None, dtype),
         "by row, descriptors": lambda: float8_wide.product(float8.codes(x), rows, None, dtype),
         "by block, descriptors": lambda: float8_wide.product(

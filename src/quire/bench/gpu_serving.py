@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -77,7 +77,7 @@ def _steps(run: Run, found: Found, options: dict[str, Any], itemsize: float, rat
                 found[f"share of {max(sizes)} rows' time that the device is idle"] = _idle(client, max(sizes))  # fmt: skip
             if run.left > 40:
                 record(client, [8, 16, 32, 64])
-                found["mixed load"] = _at_a_rate(run, client)
+                found["mixed load"] = _at_a_rate(run, client, Cost(name, itemsize, rate))
 
 
 class _Watched:
@@ -220,7 +220,36 @@ def _ended(outputs: list[Any]) -> int:
     return sum(output.finish is not None for output in outputs)
 
 
-def _at_a_rate(run: Run, client: Any) -> dict[str, Any]:
+class Cost(NamedTuple):
+    """What a model's steps are made of: its shape, bytes of a weight, and which ceiling its products have."""
+
+    name: str
+    itemsize: float
+    kind: str
+
+
+def floors_of_load(run: Run, cost: Cost, rate: float, prompt: int, count: int) -> dict[str, float]:
+    """Milliseconds that requests which come evenly must wait at least, alone and between tokens.
+
+    A step reads the weights and what its rows keep; one with a prompt takes what that alone takes, if longer. Rows are as many
+    as come while one is answered.
+    """
+    ceiling, flops = run.ceilings.get("bytes", 1e30), run.ceilings.get(cost.kind, 1e30)
+    reading = weights_of(cost.name, cost.itemsize) / ceiling
+    alone = max(reading, prefill_flops(cost.name, prompt) / flops)
+    each = (prompt + count / 2) * kv_of(cost.name) / ceiling  # of a row
+    free = 1 - rate * (alone - reading) - rate * count * each
+    if free <= 0:
+        return {}  # more comes than can be answered
+    rows = rate * count * reading / free
+    found = {"TTFT": alone, "ITL p50": reading + rows * each, "ITL p99": alone + rows * each}
+    return {
+        **{name: round(1e3 * seconds, 2) for name, seconds in found.items()},
+        "rows": round(rows, 1),
+    }
+
+
+def _at_a_rate(run: Run, client: Any, cost: Cost) -> dict[str, Any]:
     """Requests of 1,024 tokens in and 256 out that come evenly; seconds to the first token and between tokens."""
     from quire.protocol.params import SamplingParams
     from quire.protocol.request import EngineRequest
@@ -259,7 +288,8 @@ def _at_a_rate(run: Run, client: Any) -> dict[str, Any]:
         running -= _ended(outputs)
     took = time.perf_counter() - began
     return {
-        "TTFT": _spread(first), "ITL": _spread(gaps), "requests a second": rate,
+        "TTFT": _spread(first), "ITL": _spread(gaps), "floors, ms": floors_of_load(run, cost, rate, prompt, count),
+        "requests a second": rate,
         "output tokens a second": round(requests * count / took),
     }  # fmt: skip
 

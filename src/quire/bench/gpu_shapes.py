@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.engine.client import InlineClient
     from quire.ops.triton.attention import Step
     from quire.protocol.params import SamplingParams
+    from quire.quantization.few_bits import FewBitsWeight
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -142,6 +143,19 @@ def filled_cache(
     )  # fmt: skip
     q_THD = torch.randn(new * len(lengths), heads, 128, device=device).to(dtype)
     return (keys, values), step, q_THD
+
+
+def eight_bits(weight_OI: Tensor, group: int) -> FewBitsWeight:
+    """A weight of 8 bits in groups of inputs, which activations of 16 bits meet."""
+    from quire.quantization.few_bits import FewBitsWeight
+    from quire.quantization.grouped import Grouped
+    from quire.quantization.int8 import quantize
+
+    outs = len(weight_OI)
+    q, scale = quantize(weight_OI.reshape(-1, group))
+    q_OI, scale_OG = (q.short() + 128).to(torch.uint8).view(outs, -1), scale.view(outs, -1)
+    middle_OG = torch.full_like(scale_OG, 128, dtype=torch.uint8)
+    return FewBitsWeight(Grouped(q_OI, scale_OG, middle_OG), 8, False)
 
 
 Ask = Callable[[list[list[int]], "list[SamplingParams]"], list[list[int]]]

@@ -22,13 +22,13 @@ ONLINE = {
 """Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
 
 APART = {
-    "int8": "8 bits, a scale a row; activations and the head as they are",
+    "int8": "8 bits, a scale a row; activations 8 bits, a scale a token; the head as it is",
     "int4": "4 bits, a scale and a zero point a group of 128; activations and the head as they are",
     "int4_g64": "as int4 with groups of 64",
     "int4_g32": "as int4 with groups of 32",
     "fp8": "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is",
 }
-"""The same on a device of its own, which multiplies floats."""
+"""The same on a device of its own."""
 
 BYTES = {
     "int8": 1.0,
@@ -96,10 +96,12 @@ class Layout:
     inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
 
     def says(self, apart: bool = False) -> str:
-        """apart: on a device of its own, which multiplies floats."""
+        """apart: on a device of its own."""
         per = f"groups of {self.group}" if self.group > 0 else f"a scale a {self.strategy}"
         if self.kind == "float" and apart:
             return f"8-bit floats with {per}; activations by token in 8-bit floats"
+        if self.kind == "ct-int" and apart:
+            return "int8 with a scale a row; activations by token in int8"
         if apart:
             return f"{self.bits} bits in {per}; activations as they are"
         if self.kind == "float":

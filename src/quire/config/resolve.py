@@ -278,8 +278,8 @@ def _attention(asked: EngineConfig, facts: Facts) -> str | None:
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
     if name == "XFORMERS":
-        logger.warning("attention_backend=%s is an old name: using TORCH_SDPA", wanted)
-        return "TORCH_SDPA"
+        logger.warning("attention_backend=%s is an old name: using the device's own", wanted)
+        return None
     if (
         name not in (None, "AUTO", "TORCH_SDPA")
         and facts.device == "cpu"

@@ -90,8 +90,8 @@ def facts() -> PlatformFacts:
     if wanted == "cuda":
         raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
     if gpu:
-        missing = missing or "Quire has not been run on a card yet; QUIRE_DEVICE=cuda tries it"
-        logger.info("%s is here and not used: %s", gpu.name, missing)
+        missing = missing or "Quire has not been run on a card yet; QUIRE_DEVICE=cuda takes it"
+        logger.warning_once("%s is here and not used: %s", gpu.name, missing)
     return cpu_facts()
 
 

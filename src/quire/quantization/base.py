@@ -77,6 +77,15 @@ class Weight:
         raise NotImplementedError
 
 
+def by_triton(x: Tensor) -> bool:
+    """Do Triton's kernels run where x is?"""
+    try:
+        from quire.ops.triton.launch import runs_on
+    except ImportError:
+        return False
+    return runs_on(x)
+
+
 class Made(Plain):
     """The scheme of a linear that has a `Weight`."""
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.layers.linear import Linear, Stored
 from quire.quantization.base import settle
-from quire.quantization.few_bits import FewBitsWeight
 from quire.quantization.grouped import fields
 from quire.quantization.int8 import Int8Weight
+from quire.quantization.int8_codes import Int8Codes
 from quire.quantization.stored import (
     AsStored,
     become_grouped,
@@ -36,7 +36,7 @@ class CompressedInt8(AsStored):
         scale_O = scale_by_output(layer, self.layout.strategy)
         weight = layer.get_parameter("weight").data
         if self.apart:
-            settle(layer, FewBitsWeight.signed(weight, scale_O, layer.silu, layer.dtype))
+            settle(layer, Int8Codes(weight, scale_O, layer.silu))
         else:
             settle(layer, Int8Weight(weight, scale_O, layer.silu, self.kernels(layer)))
 

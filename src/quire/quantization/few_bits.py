@@ -1,10 +1,10 @@
-"""Weights of 4 and 8 bits on a device that multiplies floats: activations stay as they are.
+"""Weights of 4 bits, or of 8 in groups, on a device of its own: activations stay as they are.
 
-Knows one weight: whole numbers in groups, whoever quantized it. Who multiplies is `ops/triton/few_bits.py`.
+Knows one weight: whole numbers in groups, whoever quantized it. With a scale a row, 8 bits are `int8_codes.py`'s. Who multiplies is `ops/triton/few_bits.py`.
 
     y = bias + sum over groups of  scale_w * sum (x * (w_q - zero))
 
-On a CPU activations become 8 bits too, because it multiplies bytes sooner (`int4.py`, `int8.py`). Here a step of few tokens
+On a CPU activations become 8 bits too, because it multiplies bytes sooner (`int4.py`). Here a step of few tokens
 takes as long as its weights take to be read, and the activations' bits buy nothing.
 
 Shape suffixes: T tokens, I inputs, O outputs, G groups.
@@ -12,18 +12,14 @@ Shape suffixes: T tokens, I inputs, O outputs, G groups.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.ops.cpu.library import Kernels
 from quire.ops.reference import silu_and_mul
 from quire.quantization.base import Weight
 from quire.quantization.grouped import Grouped
 from quire.quantization.int4 import GROUP, quantize_groups
-from quire.quantization.int8 import quantize_by
-
-MIDDLE = 128  # of 8 bits that have a sign
+from quire.quantization.int8_codes import Int8Codes
 
 
 class FewBitsWeight(Weight):
@@ -50,29 +46,14 @@ class FewBitsWeight(Weight):
         return group % 32 == 0
 
     @classmethod
-    def signed(cls, q_OI: Tensor, scale_O: Tensor, gated: bool, dtype: torch.dtype) -> Weight:
-        """From int8 with a scale a row; activations are of `dtype`."""
-        q_OI = (q_OI.short() + MIDDLE).to(torch.uint8)
-        zero_O1 = torch.full((len(q_OI), 1), MIDDLE, dtype=torch.uint8, device=q_OI.device)
-        grouped = Grouped(q_OI, scale_O[:, None].float(), zero_O1)
-        if cls.takes(grouped.group):
-            return cls(grouped, 8, gated)
-        return Floats(grouped.dequantized().to(dtype), gated)
-
-    @classmethod
-    def int8(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> Weight:
-        """From a weight of any float format."""
-        return cls.signed(*quantize_by(None, weight_OI), gated, weight_OI.dtype)
-
-    @classmethod
     def int4(
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None, group: int = GROUP
     ) -> Weight:
-        """Likewise, in groups of `group` or fewer; where inputs make none, int8."""
+        """From a weight of any float format, in groups of `group` or fewer; where inputs make none, int8."""
         sizes = (size for size in (128, 64, 32) if size <= group)
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
         if not group:
-            return cls.int8(weight_OI, gated)
+            return Int8Codes.of(weight_OI, gated, None)
         return cls(quantize_groups(weight_OI, group), 4, gated)
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -100,15 +81,3 @@ class FewBitsWeight(Weight):
 
         q_OI = unpacked(self.data, self.bits, self.step)
         return Grouped(q_OI, self.scale_GO.T, self.zero_GO.T, self.order_I).dequantized()
-
-
-class Floats(Weight):
-    """What fits no group: rare, and multiplied as floats."""
-
-    def __init__(self, weight_OI: Tensor, gated: bool):
-        super().__init__(len(weight_OI), weight_OI.shape[1], gated, None)
-        self.weight_OI = weight_OI
-
-    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        y_TO = F.linear(x_TI, self.weight_OI, bias_O)
-        return silu_and_mul(y_TO) if self.gated else y_TO

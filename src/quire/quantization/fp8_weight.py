@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.logging import get_logger
 from quire.ops.cpu.library import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import Weight
+from quire.quantization.base import Weight, by_triton
 
 log = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class Float8Weight(Weight):
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
-        if not _compiled(x_TI):
+        if not by_triton(x_TI):
             return self.plainly(x_TI, bias_O)
         from quire.ops.triton import float8
 
@@ -120,15 +120,6 @@ def scaled_product(
         out_dtype=dtype,
     )  # fmt: skip
     return y_TO
-
-
-def _compiled(x_TI: Tensor) -> bool:
-    """Do kernels run where x is?"""
-    try:
-        from quire.ops.triton.launch import runs_on
-    except ImportError:
-        return False
-    return runs_on(x_TI)
 
 
 @functools.cache

@@ -77,7 +77,7 @@ class Int8Weight(Weight):
         self.sum_O = F.pad(torch.cat(sums) * 128, missing)
 
     @classmethod
-    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Weight:
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Int8Weight:
         """From a weight of any float format."""
         return cls(*quantize_by(kernels, weight_OI), gated, kernels)
 

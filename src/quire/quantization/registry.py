@@ -24,6 +24,7 @@ from quire.quantization.fp8_weight import Float8Weight
 from quire.quantization.gptq import Gptq
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
+from quire.quantization.int8_codes import Int8Codes
 from quire.quantization.packed import Packed
 from quire.quantization.stored import AsStored, Make, kernels_for
 
@@ -38,12 +39,12 @@ ONLINE: dict[str, Make] = {
 
 APART: dict[str, Make] = {
     "fp8": Float8Weight.of,
-    "int8": FewBitsWeight.int8,
+    "int8": Int8Codes.of,
     "int4": FewBitsWeight.int4,
     "int4_g64": partial(FewBitsWeight.int4, group=64),
     "int4_g32": partial(FewBitsWeight.int4, group=32),
 }
-"""The same on a device of its own. The head stays: 3 bits are few to choose words by."""
+"""The same on a device of its own. The head stays: 3 bits of `fp8` are few to choose words by."""
 
 HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
 """The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""

@@ -29,6 +29,7 @@ from quire.ops.triton import (
     few_bits,
     float8,
     float8_wide,
+    int8,
     prepare,
     rows,
     sampling,
@@ -128,6 +129,7 @@ def launch_other_steps() -> None:
         launch_rows(tokens)
         launch_products(0, tokens)
         launch_products(128, tokens)
+        launch_int8(tokens)
         launch_sampling(tokens + 1)
         launch_few_bits(4, 128, tokens)
     launch_steps(((1, 1, 16), (3, 7, 8192), (16, 16, 40000)), (2, 5))
@@ -185,6 +187,22 @@ def launch_products(wide: int, few: int = 1) -> None:
                 )
 
 
+def launch_int8(few: int = 1) -> None:
+    """Likewise."""
+    for tokens in (few, 16 + few, 48 + few, 511 + few, 8191 + few):
+        outs, ins = 4096, 14336
+        x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
+        weight = (
+            torch.zeros(outs, ins, dtype=torch.int8, device="meta"),
+            torch.zeros(outs, device="meta"),
+        )
+        coded = int8.codes(x)
+        for given in (None, torch.zeros(outs, dtype=BF16, device="meta")):
+            int8.product(coded, weight, given, BF16)
+            if tokens > float8.FEW:
+                float8_wide.product(coded, weight, given, BF16, programs=132)
+
+
 def launch_few_bits(bits: int, group: int, few: int = 1) -> None:
     """Of the 8B shape: sums that are cut into parts, many rows, and a weight that is made 16 bits."""
     step = few_bits.step_of(group)
@@ -208,6 +226,7 @@ LAUNCHES = {
     "attention float32": lambda: launch_attention(torch.float32, torch.float32),
     "fp8 products by row": lambda: launch_products(0),
     "fp8 products by block": lambda: launch_products(128),
+    "int8 products": launch_int8,
     "4 bits in groups of 128": lambda: launch_few_bits(4, 128),
     "4 bits in groups of 32": lambda: launch_few_bits(4, 32),
     "8 bits in groups of 2048": lambda: launch_few_bits(8, 2048),

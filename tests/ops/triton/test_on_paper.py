@@ -16,6 +16,9 @@ MOST_STACK = {
     90: 64,
     80: 320,
 }  # bytes: a few registers at the edges of a loop; sizes are made for Hopper
+E4M3 = {
+    "code_groups_kernel"
+}  # for 8-bit floats alone, which cards before Ada have no instructions for
 
 
 @pytest.mark.slow
@@ -33,11 +36,14 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     written = {
         line.split("(")[0].removeprefix("def ")
         for file in (HERE.parents[2] / "src/quire/ops/triton").glob("*.py")
-        if capability >= 89 or "float8" not in file.name  # no instructions for 8-bit floats
         for line in file.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
+    if capability < 89:
+        written -= E4M3
     assert kernels == written, "a kernel is not in on_paper.py"
+    # What is exact stays so: no product and sum became one, with one rounding less.
+    assert all(line["fma"] == 0 for line in found if line["what"] == "int8 products")
     for line in found:
         assert line["shared"] <= MOST_SHARED[capability], line
         # Products in float32 are a mode for comparing, and spill.

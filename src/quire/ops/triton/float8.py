@@ -1,6 +1,7 @@
 """Products of 8-bit floats: activations made e4m3, and multiplied by a weight that is.
 
-Knows codes and scales, tiles, and which size of product goes which way (`TILES`). Does not know layers or checkpoints.
+Knows codes and scales, tiles, and which size of product goes which way (`TILES`). Does not know layers or checkpoints. The
+kernels take whole numbers too, whose sums are exact (`int8.py`).
 A code has a scale of its token and output ("rows"), or of its token and output for each group of inputs ("groups").
 
     rows     y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o]
@@ -26,6 +27,9 @@ from quire.ops.triton.launch import EXACT, side_by_side
 
 TOP = 448.0  # the largest e4m3
 CODES = torch.float8_e4m3fn
+FORMATS = {torch.float32: tl.float32, torch.int32: tl.int32}
+SUMS = {CODES: (torch.float32, {}), torch.int8: (torch.int32, EXACT)}
+"""Codes -> the format of their sums, and options: what is exact stays so, to the last bit of y."""
 
 
 class Tile(NamedTuple):
@@ -84,7 +88,16 @@ def to_codes(x):
 
 
 @triton.jit
-def code_rows_kernel(x_ptr, codes_ptr, scales_ptr, size, stride, STEP: tl.constexpr):
+def to_integers(x):
+    """float32 up to 127 in magnitude, to the nearest int8, halves to even."""
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23
+
+
+@triton.jit
+def code_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, size, stride, TOP: tl.constexpr, STEP: tl.constexpr
+):
+    """TOP: the largest code; 127: codes are whole numbers."""
     token = tl.program_id(0).to(tl.int64)
     inputs = tl.arange(0, STEP)
     most_I = tl.zeros((STEP,), tl.float32)
@@ -93,13 +106,14 @@ def code_rows_kernel(x_ptr, codes_ptr, scales_ptr, size, stride, STEP: tl.conste
         x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
         most_I = tl.maximum(most_I, tl.abs(x))
     most = tl.max(most_I, axis=0)
-    factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + 448.0, tl.maximum(most, 1e-30)), 0.0)
-    tl.store(scales_ptr + token, tl.div_rn(most, most * 0.0 + 448.0))
+    factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + TOP, tl.maximum(most, 1e-30)), 0.0)
+    tl.store(scales_ptr + token, tl.div_rn(most, most * 0.0 + TOP))
     for start in range(0, size, STEP):
         at = start + inputs
         x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
-        x = tl.minimum(tl.maximum(x * factor, -448.0), 448.0)
-        tl.store(codes_ptr + token * size + at, to_codes(x), mask=at < size)
+        x = tl.minimum(tl.maximum(x * factor, -TOP), TOP)
+        made = to_integers(x) if TOP == 127.0 else to_codes(x)
+        tl.store(codes_ptr + token * size + at, made, mask=at < size)
 
 
 @triton.jit
@@ -135,7 +149,7 @@ def codes(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
         )
     else:
         block = min(4096, triton.next_power_of_2(size))
-        code_rows_kernel[(tokens,)](x, made, scales, size, x.stride(0), STEP=block, num_warps=8, **EXACT)  # fmt: skip
+        code_rows_kernel[(tokens,)](x, made, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
     return made, scales
 
 
@@ -160,7 +174,7 @@ def finished(
     if not GROUPS:
         x_scale = tl.load(x_scale_ptr + t_there)
         w_scale = tl.load(w_scale_ptr + o_there)
-        acc = acc * (x_scale[:, None] * w_scale[None, :])
+        acc = acc.to(tl.float32) * (x_scale[:, None] * w_scale[None, :])
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + o_there).to(tl.float32)[None, :]
     return acc
@@ -169,10 +183,10 @@ def finished(
 @triton.jit(do_not_specialize=["tokens"])
 def product_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, ins, groups, each,
-    GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
+    SUM: tl.constexpr, GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     T: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: out is y [T, O]; else the sums [S, T, O] of parts of `each` inputs. EVEN: ins is a multiple of STEP."""
+    """SUM: its format. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts of `each` inputs. EVEN: ins is a multiple of STEP."""
     tile_t, tile_o = place_of(tl.program_id(0), tokens, outs, T, OUT)
     part = tl.program_id(1)
     t = tile_t * T + tl.arange(0, T)
@@ -182,7 +196,7 @@ def product_kernel(
     t_there = tl.minimum(t, tokens - 1).to(tl.int64)
     o_there = tl.minimum(o, outs - 1).to(tl.int64)
     i = tl.arange(0, STEP)
-    acc = tl.zeros((T, OUT), tl.float32)
+    acc = tl.zeros((T, OUT), SUM)
     for start in range(part * each, tl.minimum((part + 1) * each, ins), STEP):
         at = start + i
         x_at = x_ptr + t_there[:, None] * ins + at[None, :]
@@ -199,7 +213,7 @@ def product_kernel(
             w_scale = tl.load(w_scale_ptr + (o_there // HIGH) * groups + group)
             acc += tl.dot(x, w) * (x_scale[:, None] * w_scale[None, :])
         else:
-            acc += tl.dot(x, w)
+            acc += tl.dot(x, w, out_dtype=SUM)
     if WHOLE:
         acc = finished(acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS, HAS_BIAS)
     line = part.to(tl.int64) * tokens + t_there
@@ -215,12 +229,12 @@ def fold_kernel(
     token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * OUT + tl.arange(0, OUT)
     known = o < outs
-    acc = tl.zeros((OUT,), tl.float32)
+    acc = tl.zeros((OUT,), sums_ptr.dtype.element_ty)
     for part in range(parts):
         acc += tl.load(sums_ptr + (part * tokens + token) * outs + o, mask=known, other=0.0)
     if not GROUPS:
         w_scale = tl.load(w_scale_ptr + o, mask=known, other=0.0)
-        acc = acc * (tl.load(x_scale_ptr + token) * w_scale)
+        acc = acc.to(tl.float32) * (tl.load(x_scale_ptr + token) * w_scale)
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + o, mask=known, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * outs + o, acc.to(out_ptr.dtype.element_ty), mask=known)
@@ -239,7 +253,7 @@ def product(
     """y_TO in `dtype`, of codes and scales of both.
 
     Args:
-        x: codes [T, I] and scales, as `codes` gives them; w: codes [O, I] and scales [O], or [O / high, G].
+        x: codes [T, I], e4m3 or int8, and scales, as `codes` gives them; w: codes [O, I] and scales [O], or [O / high, G].
         wide: inputs of a group, a power of two of at least 32; 0: scales of rows.
         tile, parts: others than those for this shape.
     """
@@ -253,18 +267,19 @@ def product(
         parts = parts_of(outs, ins, tile) if tokens <= FEW else 1
     each = triton.cdiv(triton.cdiv(ins, parts), tile.inputs) * tile.inputs
     parts = triton.cdiv(ins, each)
-    sums = out_TO
+    sums, (inside, exact) = out_TO, SUMS[x_TI.dtype]
     if parts > 1:
-        sums = torch.empty((parts, tokens, outs), dtype=torch.float32, device=x_TI.device)
+        sums = torch.empty((parts, tokens, outs), dtype=inside, device=x_TI.device)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outs, tile.outputs)
     product_kernel[(tiles, parts)](
         x_TI, w_OI, x_scale, w_scale, bias_O, sums, tokens, outs, ins, triton.cdiv(ins, wide or ins), each,
-        GROUPS=wide > 0, HIGH=high, HAS_BIAS=bias_O is not None, WHOLE=parts == 1, T=tile.tokens,
+        SUM=FORMATS[inside], GROUPS=wide > 0, HIGH=high, HAS_BIAS=bias_O is not None, WHOLE=parts == 1, T=tile.tokens,
         OUT=tile.outputs, STEP=tile.inputs, EVEN=ins % tile.inputs == 0, num_warps=tile.warps, num_stages=tile.stages,
+        **exact,
     )  # fmt: skip
     if parts > 1:
         fold_kernel[(tokens, triton.cdiv(outs, 1024))](
             sums, x_scale, w_scale, bias_O, out_TO, tokens, outs, parts,
-            GROUPS=wide > 0, HAS_BIAS=bias_O is not None, OUT=1024,
+            GROUPS=wide > 0, HAS_BIAS=bias_O is not None, OUT=1024, **exact,
         )  # fmt: skip
     return out_TO

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats of many tokens another way: by tensor descriptors, with as many programs as processors.
+"""Products of 8-bit floats, or int8, of many tokens another way: by tensor descriptors, with as many programs as processors.
 
 Knows one kernel, with the scales of `float8.py`. Not in its table: it has not run on a card, and `make bench-gpu` times it
 beside the one that is. A descriptor has the card's copy engine bring a tile, so that no thread works out addresses; a program
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.triton.float8 import Tile, finished, place_of
+from quire.ops.triton.float8 import FORMATS, SUMS, Tile, finished, place_of
 from quire.ops.triton.launch import INTERPRETED
 
 TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the registers
@@ -24,15 +24,15 @@ TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the re
 @triton.jit(do_not_specialize=["tokens"])
 def wide_kernel(
     x_tiles, w_tiles, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, ins, groups,
-    GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr,
-    STEP: tl.constexpr, PROGRAMS: tl.constexpr,
+    SUM: tl.constexpr, GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, T: tl.constexpr,
+    OUT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(tokens, T) * tl.cdiv(outs, OUT)
-    for number in tl.range(tl.program_id(0), tiles, PROGRAMS):
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile_t, tile_o = place_of(number, tokens, outs, T, OUT)
         t_there = tl.minimum(tile_t * T + tl.arange(0, T), tokens - 1)
         o_there = tl.minimum(tile_o * OUT + tl.arange(0, OUT), outs - 1)
-        acc = tl.zeros((T, OUT), tl.float32)
+        acc = tl.zeros((T, OUT), SUM)
         for step in range(tl.cdiv(ins, STEP)):
             x = x_tiles.load([tile_t * T, step * STEP])
             w = w_tiles.load([tile_o * OUT, step * STEP])
@@ -41,7 +41,7 @@ def wide_kernel(
                 w_scale = tl.load(w_scale_ptr + (o_there // HIGH) * groups + step)
                 acc += tl.dot(x, w.T) * (x_scale[:, None] * w_scale[None, :])
             else:
-                acc += tl.dot(x, w.T)
+                acc += tl.dot(x, w.T, out_dtype=SUM)
         acc = finished(acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS, HAS_BIAS)
         t = tile_t * T + tl.arange(0, T)
         o = tile_o * OUT + tl.arange(0, OUT)
@@ -70,12 +70,13 @@ def product(
     tile = tile or (TILE._replace(inputs=wide) if wide else TILE)
     programs = programs or _processors(x_TI.device)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outs, tile.outputs)
+    inside, exact = SUMS[x_TI.dtype]
     wide_kernel[(min(programs, tiles),)](
         TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs]),
         TensorDescriptor.from_tensor(w_OI, [tile.outputs, tile.inputs]),
         x_scale, w_scale, bias_O, out_TO, tokens, outs, ins, triton.cdiv(ins, wide or ins),
-        GROUPS=wide > 0, HIGH=high, HAS_BIAS=bias_O is not None, T=tile.tokens, OUT=tile.outputs, STEP=tile.inputs,
-        PROGRAMS=min(programs, tiles), num_warps=tile.warps, num_stages=tile.stages,
+        SUM=FORMATS[inside], GROUPS=wide > 0, HIGH=high, HAS_BIAS=bias_O is not None, T=tile.tokens, OUT=tile.outputs,
+        STEP=tile.inputs, num_warps=tile.warps, num_stages=tile.stages, **exact,
     )  # fmt: skip
     return out_TO
 

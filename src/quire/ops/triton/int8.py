@@ -1,0 +1,73 @@
+"""Products of int8 codes: activations made codes of their token, and multiplied by a weight that has a scale a row.
+
+Knows codes, scales, tiles. The kernels are those of `float8.py`, with sums of whole numbers. Does not know layers or
+checkpoints.
+
+    y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o],    x = round(127 x / max |x|)
+
+Sums are exact in 32 bits (of up to 130,000 inputs), and what follows is done number by number, never fused: y has the
+same bits whatever tile, parts or programs make it, in whatever company, and those of the definition on a CPU.
+
+Shape suffixes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops.triton import float8
+from quire.ops.triton.float8 import Tile, code_rows_kernel
+from quire.ops.triton.launch import EXACT, side_by_side
+
+TOP = 127.0
+
+FEW: tuple[tuple[int, Tile], ...] = (
+    # tokens up to     tile: as of 8-bit floats
+    (16, Tile(16, 32, 256, 4, 4)),
+    (32, Tile(32, 32, 256, 4, 4)),
+)
+LARGE = (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4))
+ENOUGH = 128  # programs: about as many as a large card has processors
+
+
+def tile_for(tokens: int, outs: int) -> Tile:
+    """The largest that keeps a card busy, and is not mostly empty. No bits depend on it."""
+    for most, tile in FEW:
+        if tokens <= most:
+            return tile
+    for tile in LARGE:
+        programs = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outs, tile.outputs)
+        if programs >= ENOUGH and 2 * tokens > tile.tokens:
+            return tile
+    return LARGE[-1]
+
+
+def codes(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [T, I], float32 scale [T]), as `quantize` in quantization/int8.py."""
+    x = side_by_side(x_TI)
+    tokens, size = x.shape
+    made = torch.empty((tokens, size), dtype=torch.int8, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    if tokens:
+        block = min(4096, triton.next_power_of_2(size))
+        code_rows_kernel[(tokens,)](x, made, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
+    return made, scales
+
+
+def product(
+    x: tuple[Tensor, Tensor],
+    w: tuple[Tensor, Tensor],
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    parts: int | None = None,
+) -> Tensor:
+    """y_TO in `dtype`, of codes and scales of both; w: int8 [O, I] and float32 [O].
+
+    Args:
+        tile, parts: others than those for this shape.
+    """
+    tile = tile or tile_for(len(x[0]), len(w[0]))
+    return float8.product(x, w, bias_O, dtype, tile=tile, parts=parts)
