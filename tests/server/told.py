@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +58,8 @@ class ToldClient:
         if output is None or self.loop is None:
             raise EngineDeadError("shut down")
         # One output at a time: the loop has written the last one before the next one comes.
-        asyncio.run_coroutine_threadsafe(rounds(), self.loop).result(5)
+        if not gone_round(self.loop, 20):
+            raise EngineDeadError("shut down")
         return [output]
 
     def call(self, name: str, *args: Any) -> Any:
@@ -66,9 +69,24 @@ class ToldClient:
         self.spoken.put(None)
 
 
-async def rounds() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
+def gone_round(loop: asyncio.AbstractEventLoop, rounds: int) -> bool:
+    """Wait, in another thread, until the loop has gone round so often; False: it was closed before.
+
+    However long that takes: a machine that stands still for seconds is no dead engine.
+    """
+    ended = threading.Event()
+
+    def again(left: int) -> None:
+        if left:
+            loop.call_soon(again, left - 1)
+        else:
+            ended.set()
+
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(again, rounds)
+        while not ended.wait(0.5) and not loop.is_closed():
+            pass
+    return ended.is_set()
 
 
 def told_engine(folder: Path, text: str, step: int = 1) -> tuple[AsyncTextEngine, ToldClient]:
