@@ -33,7 +33,7 @@ FLAGS = (
     "-fno-math-errno",
     "-ffp-contract=off",
 )
-PATIENCE_S = 120
+PATIENCE_S = 600  # a file takes 3 s alone; a machine may be slow, and busy, and frozen for a while
 
 
 class CannotBuild(Exception):
@@ -53,11 +53,20 @@ def compiler() -> str:
     raise Missing("there is no C++ compiler (g++ or clang++)")
 
 
-def file_name(isa: Isa) -> str:
+Sources = dict[str, bytes]
+"""By name. Read once: an upgrade may write them anew while they are compiled."""
+
+
+def sources() -> Sources:
+    paths = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def file_name(isa: Isa, of: Sources | None = None) -> str:
     """What this build's library is called: changes when anything does that it is made of."""
     digest = hashlib.sha256(repr((FLAGS, isa.flags, platform.machine())).encode())
-    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
-        digest.update(path.read_bytes())
+    for text in (sources() if of is None else of).values():
+        digest.update(text)
     return f"{isa.name}-{digest.hexdigest()[:16]}.so"
 
 
@@ -89,10 +98,12 @@ def make(isa: Isa, folder: Path) -> Path:
         CannotBuild: no compiler, or it failed.
         OSError: the folder cannot be written.
     """
-    command = [compiler(), *FLAGS, *isa.flags]
-    target = folder / file_name(isa)
+    command, texts = [compiler(), *FLAGS, *isa.flags], sources()
+    target = folder / file_name(isa, texts)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        objects = {source: Path(scratch) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        for name, text in texts.items():
+            (Path(scratch) / name).write_bytes(text)
+        objects = {one: one.with_suffix(".o") for one in Path(scratch).glob("*.cpp")}
         jobs = [[*command, "-c", str(source), "-o", str(to)] for source, to in objects.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, jobs))

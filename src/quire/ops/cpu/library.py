@@ -125,14 +125,20 @@ def best() -> Kernels | None:
     wanted = str(env.get("CPU_ISA"))
     if wanted == "none":
         return None
-    reasons = []
+    reasons, failures = [], []
     for each in isa.usable():
         if wanted not in ("auto", each.name):
             continue
         try:
-            return load(each.name)
+            found = load(each.name)
         except (build.CannotBuild, OSError) as why:
             reasons.append(f"{each.name}: {why}")
+            if not isinstance(why, build.Missing):
+                failures.append(reasons[-1])
+        else:
+            if failures:
+                log.warning("the kernels for %s run, as others failed: %s", each.name, "; ".join(failures))  # fmt: skip
+            return found
     if not reasons:
         names = ", ".join(each.name for each in isa.usable())
         reasons = [f"QUIRE_CPU_ISA={wanted}: this CPU runs {names}; or auto, or none"]

@@ -1,0 +1,159 @@
+"""How the kernels are built, and which build a machine gets."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quire.ops.cpu import build, isa, library
+
+
+def test_without_a_compiler_there_is_a_reason_and_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):
+        build.library(isa.usable()[0])
+    assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_what_came_with_the_package_is_taken_only_if_it_is_of_these_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    portable = isa.ISAS[-1]
+    ours = tmp_path / build.file_name(portable)
+    ours.touch()
+    assert build.library(portable) == ours
+    sources = tmp_path / "kernels"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert build.library(portable) == ours  # the same sources elsewhere
+    header = sources / "common.h"
+    header.write_text(header.read_text() + "// changed\n")
+    with pytest.raises(build.CannotBuild):
+        build.library(portable)
+
+
+CHANGING = """#!/bin/sh
+# A compiler whose sources are written anew as soon as it begins.
+while [ "$1" != -o ]; do case "$1" in *.cpp | *.o) from="$1" ;; esac; shift; done
+echo "another version" >{sources}/common.h
+case "$from" in *.cpp) cat "$(dirname "$from")/common.h" >"$2" ;; *) cp "$from" "$2" ;; esac
+"""
+
+
+def test_what_is_compiled_is_what_its_name_says_though_the_sources_change_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """(A library of two versions kept the name of the first, and stayed.)"""
+    sources = tmp_path / "kernels"
+    sources.mkdir()
+    (sources / "only.cpp").write_text('#include "common.h"')
+    (sources / "common.h").write_text("one version\n")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(CHANGING.replace("{sources}", str(sources)))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "SOURCES", sources)
+    name = build.file_name(isa.ISAS[-1])
+    made = build.make(isa.ISAS[-1], tmp_path)
+    assert (made.name, made.read_text()) == (name, "one version\n")
+    assert build.file_name(isa.ISAS[-1]) != name
+
+
+def test_a_build_that_could_not_be_made_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """(A slower one ran, and nobody knew why.)"""
+    first, *others = isa.ISAS
+
+    def load(name: str) -> object:
+        if name == first.name:
+            raise build.CannotBuild("the compiler took more than 1 s")
+        if name == others[0].name:
+            raise build.Missing("this CPU cannot run it")
+        return name
+
+    monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
+    monkeypatch.setattr(isa, "usable", lambda: list(isa.ISAS))
+    monkeypatch.setattr(library, "load", load)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert library.best.__wrapped__() == others[1].name
+    assert "amx: the compiler took more than 1 s" in caplog.text
+    assert others[0].name not in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(isa, "usable", lambda: others)
+    assert library.best.__wrapped__() == others[1].name
+    assert not caplog.text
+
+
+CPUS = {
+    "x86_64": {
+        "fpu sse sse2": ["portable"],
+        "sse2 avx2 fma": ["avx2", "portable"],
+        "sse2 avx2 fma avx512f avx512bw avx512vl avx512dq": ["avx512", "avx2", "portable"],
+    },
+    "aarch64": {"fp asimd": ["portable"]},
+}
+
+
+@pytest.mark.parametrize("machine", CPUS)
+def test_a_build_asks_for_no_more_than_the_cpu_has(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa.platform, "machine", lambda: machine)
+    for words, names in CPUS[machine].items():
+        monkeypatch.setattr(isa, "words", lambda words=words: frozenset(words.split()))
+        assert [each.name for each in isa.usable()] == names
+
+
+@pytest.mark.parametrize(("intel", "first"), [(True, "avx512vnni"), (False, "avx512bf16")])
+def test_intels_bf16_instruction_comes_after_its_fma(
+    intel: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = frozenset().union(*(each.needs for each in isa.ISAS if each.name != "amx"))
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "words", lambda: words)
+    monkeypatch.setattr(isa, "by_intel", lambda: intel)
+    names = [each.name for each in isa.usable()]
+    assert names[0] == first
+    assert sorted(names) == sorted(each.name for each in isa.ISAS if each.name != "amx")
+    assert names[-2:] == ["avx2", "portable"]
+
+
+WIDE = "fma avx2 avx512f avx512dq avx512bw avx512vl"
+MACHINES = {  # as Linux tells of them, less the words that nobody asks for
+    "Zen 3": ("AuthenticAMD", "fma avx2", "avx2"),
+    "Zen 4": ("AuthenticAMD", f"{WIDE} avx512_bf16 avx512_vnni", "avx512bf16"),
+    "Zen 5": ("AuthenticAMD", f"{WIDE} avx_vnni avx512_bf16 avx512_vnni movdiri", "avx512bf16"),
+    "Skylake": ("GenuineIntel", WIDE, "avx512"),
+    "Ice Lake": ("GenuineIntel", f"{WIDE} avx512_vnni", "avx512vnni"),
+    "Cooper Lake": ("GenuineIntel", f"{WIDE} avx512_vnni avx512_bf16", "avx512vnni"),
+    "Sapphire Rapids": (
+        "GenuineIntel", f"{WIDE} avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8", "amx",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_gets_the_build_that_is_quickest_there(
+    machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vendor, flags, first = MACHINES[machine]
+    told = "".join(
+        f"processor\t: {core}\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\n" for core in (0, 1)
+    )
+    (tmp_path / "cpuinfo").write_text(told)
+    monkeypatch.setattr(isa, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(isa, "words", isa.words.__wrapped__)
+    monkeypatch.setattr(isa, "by_intel", isa.by_intel.__wrapped__)
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    assert isa.usable()[0].name == first
