@@ -40,6 +40,8 @@ from quire.protocol.output import EngineStats, Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"
+LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
+"""Of the queue: why requests are turned away."""
 
 
 class SnapshotCollector(Collector):
@@ -182,6 +184,8 @@ class Metrics:
         self.rejected = counter(
             "vllm:admission_rejections", "Requests refused because too many wait.", "reason"
         )
+        for limit in LIMITS:  # a series that begins at 1 hides the first from rate()
+            self.rejected.labels(self.model_name, limit)
         self.tools = counter(
             "vllm:tool_call_parser_invocations",
             "Completions that were read for tool calls, by whether there were any.",
@@ -263,7 +267,7 @@ class Metrics:
         if values and (histogram := self._observed.get(name)) is not None:
             histogram.observe_all(values)
 
-    def refused(self, reason: str = "max_num_queued_reqs") -> None:
+    def refused(self, reason: str = REQUESTS) -> None:
         """A request was turned away because too many wait."""
         self.rejected.labels(self.model_name, reason).inc()
 

@@ -22,6 +22,7 @@ from quire.errors import QueueFull
 from quire.frontend.outputs import ERRORS
 from quire.frontend.parsers.engine import CallDelta
 from quire.logging import get_logger
+from quire.observe.metrics import REQUESTS, TOKENS
 from quire.observe.requests import RequestTimer
 from quire.observe.trace import Asked
 from quire.protocol.params import BeamSearchParams, SamplingParams
@@ -36,7 +37,6 @@ from quire.server.tenants import Tenant
 
 log = get_logger(__name__)
 
-REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """What an id begins with -> what was asked for, as metrics have it."""
 
