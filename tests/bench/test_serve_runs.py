@@ -43,8 +43,9 @@ def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
     assert (kept["commit"], kept["request_rate"], kept["model_id"]) == ("abc", "inf", "m/toy")
     assert kept["request_goodput"] == kept["request_throughput"]
     assert kept["generated_texts"] == ["one two three"] * 6
-    assert all(len(gaps) == 2 and min(gaps) > 0.004 for gaps in kept["itls"])
-    assert 5 <= kept["mean_ttft_ms"] < 2000
+    # Three tokens, of which each comes 5 ms after the one before; it may be read later than that.
+    assert all(len(gaps) == 2 and min(gaps) > 0 for gaps in kept["itls"])
+    assert 5 <= kept["mean_ttft_ms"] <= kept["mean_e2el_ms"] - 10
     # What CI jobs read.
     for name in ("ttft", "tpot", "itl", "e2el"):
         for of in ("mean", "median", "std", "p99"):

@@ -61,7 +61,7 @@ async def test_a_hang_up_before_the_first_token_aborts_in_the_engine():
     state = make_state(engine)
     engine.held = asyncio.Event()  # nothing comes at all
     async with calling(state, CHAT, HI | {"stream": True}) as call:
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.asked)
         call.hang_up()
         await call.ended()
     assert engine.aborted == engine.closed == [engine.asked[0].id]
@@ -111,8 +111,10 @@ async def test_silence_is_filled_with_comments():
     engine = waiting("a", "b")
     state = make_state(engine, sse_keep_alive_interval=0.02)
     async with calling(state, CHAT, HI | {"stream": True}) as call:
-        assert "assistant" in await call.frame()
-        assert '"a"' in await call.frame()
+        begun = [await call.frame()]
+        while '"a"' not in begun[-1]:  # a loop that stands still for a moment is silent, too
+            begun.append(await call.frame())
+        assert any("assistant" in frame for frame in begun)
         assert await call.frame() == ": keep-alive\n\n"
         assert await call.frame() == ": keep-alive\n\n"
         assert engine.gate is not None
@@ -158,12 +160,16 @@ async def test_a_timeout_aborts_and_says_so(stream: bool):
     engine = waiting("a", "b")
     state = make_state(engine)
     async with browser(state) as client:
-        answer = await client.post(CHAT, json=HI | {"timeout": 0.05, "stream": stream})
+        for seconds in (0.05, 0.5, 5):  # until its first token comes sooner than that
+            asked = HI | {"timeout": seconds, "stream": stream}
+            answer = await client.post(CHAT, json=asked)
+            if answer.status_code == 200 or not stream:
+                break
     assert answer.status_code == (200 if stream else 408)
     error = frames(answer.text)[-2]["error"] if stream else answer.json()["error"]
     assert error["code"] == 408
     assert error["param"] == "timeout"
-    assert "0.05 s" in error["message"]
+    assert f"{seconds:g} s" in error["message"]
     assert engine.aborted == engine.closed
     assert not state.active
 
