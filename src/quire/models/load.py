@@ -116,10 +116,10 @@ def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
         _can_be_floats(resolved, platform, remedy)
         return
     if kernels_for(getattr(torch, resolved.dtype)) is None:
-        log.warning(
-            "quantized weights run in plain torch, many times slower: there are kernels for bfloat16, not %s here",
-            resolved.dtype,
-        )
+        why = f"there are kernels for bfloat16, not {resolved.dtype}"
+        if resolved.dtype == "bfloat16":
+            why = "no native CPU kernels run here"
+        log.warning("quantized weights run in plain torch, many times slower: %s", why)
 
 
 def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:

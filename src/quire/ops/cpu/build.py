@@ -2,6 +2,7 @@
 
 Knows sources, flags and files. Does not know what the kernels do, and imports nothing but the standard library:
 `setup.py` uses it too. A build is named by a hash of its sources and flags, so a new version never meets an old library.
+One of the cache ends with a hash of itself: the linker maps a file that was cut short, and the process dies where it reads it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ FLAGS = (
     "-ffp-contract=off",
 )
 PATIENCE_S = 600  # a file takes 3 s alone; a machine may be slow, and busy, and frozen for a while
+SEAL = 32  # bytes
 
 
 class CannotBuild(Exception):
@@ -80,7 +82,7 @@ def library(isa: Isa) -> Path:
     if (INSTALLED / name).exists():
         return INSTALLED / name
     root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
-    if (root / name).exists():
+    if is_whole(root / name):
         return root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,15 @@ def library(isa: Isa) -> Path:
         raise CannotBuild(f"{root} cannot be written ({why}); set QUIRE_CACHE_ROOT") from None
     log.info("compiled the CPU kernels for %s into %s", isa.name, made)
     return made
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a library is there as it was made: a disk that was full or a machine that was switched off leaves others."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-SEAL:] == hashlib.sha256(data[:-SEAL]).digest()
 
 
 def make(isa: Isa, folder: Path) -> Path:
@@ -109,6 +120,8 @@ def make(isa: Isa, folder: Path) -> Path:
             list(pool.map(_run, jobs))
         whole = Path(scratch) / target.name
         _run([*command, "-shared", *map(str, sorted(objects.values())), "-o", str(whole)])
+        with whole.open("ab") as file:
+            file.write(hashlib.sha256(whole.read_bytes()).digest())
         os.replace(whole, target)  # whole or not at all, whoever else builds
     return target
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from quire import env
+from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.ops.cpu import build, isa
 
@@ -121,29 +122,43 @@ def load(name: str) -> Kernels:
 
 @functools.cache
 def best() -> Kernels | None:
-    """The best build that runs here; None, said once, where there is none."""
+    """The best build that runs here; None, said once, where there is none.
+
+    Raises:
+        ConfigError: QUIRE_CPU_ISA names none.
+    """
     wanted = str(env.get("CPU_ISA"))
     if wanted == "none":
         return None
-    reasons, failures = [], []
-    for each in isa.usable():
-        if wanted not in ("auto", each.name):
+    usable = [each.name for each in isa.usable()]
+    _check(wanted, usable)
+    reasons: dict[str, list[str]] = {}  # why -> builds
+    failures: list[str] = []
+    for name in usable:
+        if wanted not in ("auto", name):
             continue
         try:
-            found = load(each.name)
+            found = load(name)
         except (build.CannotBuild, OSError) as why:
-            reasons.append(f"{each.name}: {why}")
+            reasons.setdefault(str(why), []).append(name)
             if not isinstance(why, build.Missing):
-                failures.append(reasons[-1])
+                failures.append(f"{name}: {why}")
         else:
+            log.info("CPU kernels: %s", name)
             if failures:
-                log.warning("the kernels for %s run, as others failed: %s", each.name, "; ".join(failures))  # fmt: skip
+                log.warning(
+                    "the kernels for %s run, as others failed: %s", name, "; ".join(failures)
+                )
             return found
-    if not reasons:
-        names = ", ".join(each.name for each in isa.usable())
-        reasons = [f"QUIRE_CPU_ISA={wanted}: this CPU runs {names}; or auto, or none"]
     log.warning(
         "no native CPU kernels (%s): linears and attention run in plain torch, slower",
-        "; ".join(reasons),
+        "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
     )
     return None
+
+
+def _check(wanted: str, usable: list[str]) -> None:
+    if wanted != "auto" and wanted not in usable:
+        known = any(each.name == wanted for each in isa.ISAS)
+        what = "this CPU cannot run it" if known else "there is no such build"
+        raise ConfigError(f"QUIRE_CPU_ISA={wanted}: {what}; choose auto, {', '.join(usable)}, or none for plain torch")  # fmt: skip

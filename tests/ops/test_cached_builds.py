@@ -1,0 +1,96 @@
+"""Libraries of the cache directory, and what is said where no build can be had. No compiler is called here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.ops.cpu import build, isa, library
+
+PORTABLE = isa.ISAS[-1]
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The cache's folder of kernels, with a compiler that writes what it is asked for."""
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(build, "INSTALLED", tmp_path / "nothing")
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[-1]).write_bytes(b"code" * 99))
+    return tmp_path / "kernels"
+
+
+def refuse(command: list[str]) -> None:
+    raise build.CannotBuild("it was compiled again")
+
+
+@pytest.mark.parametrize("left", [0, 10, 64, 400, -1])
+def test_a_library_that_was_cut_short_is_made_anew(
+    left: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build.library(PORTABLE)
+    assert made.parent == cache
+    whole = made.read_bytes()
+    made.write_bytes(whole[:left])
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_run", refuse)
+        with pytest.raises(build.CannotBuild, match="compiled again"):
+            build.library(PORTABLE)
+    assert build.library(PORTABLE) == made
+    assert made.read_bytes() == whole
+    monkeypatch.setattr(build, "_run", refuse)
+    assert build.library(PORTABLE) == made
+    assert [path.name for path in cache.iterdir()] == [made.name]
+
+
+def test_a_changed_byte_is_seen(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build.library(PORTABLE)
+    data = bytearray(made.read_bytes())
+    data[7] ^= 1
+    made.write_bytes(data)
+    monkeypatch.setattr(build, "_run", refuse)
+    with pytest.raises(build.CannotBuild, match="compiled again"):
+        build.library(PORTABLE)
+
+
+def best() -> library.Kernels | None:
+    return library.best.__wrapped__()
+
+
+def test_one_reason_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(name: str) -> library.Kernels:
+        raise build.Missing("there is no compiler" if name != "portable" else "no libgomp")
+
+    monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(isa, "usable", lambda: [isa.ISAS[3], isa.ISAS[4], PORTABLE])
+    assert best() is None
+    (line,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert "(avx512, avx2: there is no compiler; portable: no libgomp)" in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("amx2", "there is no such build"), ("amx", "this CPU cannot run it")]
+)
+def test_a_build_that_cannot_be_had_is_refused(
+    name: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_ISA", name)
+    monkeypatch.setattr(isa, "usable", lambda: [isa.ISAS[4], PORTABLE])
+    with pytest.raises(ConfigError, match=f"CPU_ISA={name}: {says}; choose auto, avx2, portable, or none"):  # fmt: skip
+        best()
+
+
+def test_the_log_says_which_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
+    monkeypatch.setattr(library, "load", lambda name: f"a build called {name}")
+    with caplog.at_level(logging.INFO):
+        assert best() == "a build called portable"
+    assert "CPU kernels: portable" in caplog.text
