@@ -60,7 +60,7 @@ max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc schedu
 max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn
 mamba_cache_dtype=float32 guided_decoding_backend=outlines
 guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tokenizer_pool_extra_config={"a":1} renderer_num_workers=4
-safetensors_load_strategy=eager enable_mfu_metrics show_hidden_metrics_for_version=0.9
+safetensors_load_strategy=eager show_hidden_metrics_for_version=0.9
 collect_detailed_traces=all enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9

@@ -11,6 +11,7 @@ from quire import env
 from quire.bench import serve_options
 from quire.config.options import options
 from quire.config.server import ServerConfig
+from quire.observe.rows import COUNTS
 from quire.server import launch, listen
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES
 
@@ -49,6 +50,7 @@ def test_limits_are_those_of_the_code():
 
 def test_every_metric_that_is_named_exists():
     text = make_state(ScriptedEngine()).metrics.render().decode()
+    text += str(list(COUNTS.values()))
     for page in (SERVING, TROUBLE):
         for name in re.findall(r"`((?:vllm|quire):\w+)`", page):
             assert name.removesuffix("_total") in text, name

@@ -28,6 +28,8 @@ class ObserveConfig:
     """Count how long blocks of KV live, lie idle, and come back into use."""
     kv_cache_metrics_sample: float = 0.01
     """The share of blocks that this watches."""
+    enable_mfu_metrics: bool = False
+    """Count the floating-point operations and the bytes of weights and KV that steps take by the sums (estimated_* in /metrics)."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OpenTelemetry), as http://host:4318/v1/traces; needs quire[otlp]."""
     fail_on_environ_validation: bool = False

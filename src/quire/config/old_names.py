@@ -172,7 +172,7 @@ _rows("W", "weights are mapped from safetensors files as they are", """
 _rows("W", "logging is set by QUIRE_LOGGING_LEVEL and QUIRE_LOGGING_CONFIG_PATH", """
     logging_config= log_config_file= enable_log_outputs enable_log_deltas log_error_stack""")
 _rows("W", "metrics of this kind come later; the others are on", """
-    enable_mfu_metrics show_hidden_metrics_for_version=
+    show_hidden_metrics_for_version=
     enable_per_request_metrics enable_logging_iteration_details""")
 _rows("W", "the server does not have this switch", """
     enable_offline_docs h11_max_header_count= fingerprint_mode=full exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint enable_flash_late_interaction

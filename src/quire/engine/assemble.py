@@ -21,7 +21,7 @@ from quire.config.keys import read_keys
 from quire.config.resolve import resolve
 from quire.config.structured import wishes
 from quire.config.wire import from_wire, to_wire
-from quire.engine import admin, live, rest
+from quire.engine import admin, costs, live, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.host import EngineHost, Patience
@@ -137,6 +137,8 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     scheduler = build_scheduler(resolved, about, cut, [gate])
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
+    if resolved.asked.observe.enable_mfu_metrics:
+        costs.count(core, resolved, about.layer_specs())
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= admin.functions(core) | rest.functions(core)
     core.functions |= live.functions(core, cut.bytes_per_block)

@@ -46,6 +46,7 @@ class EngineCore:
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
         self.caller = 0  # the front room that asked for the function that runs
         self.said: Outbox = []  # what a function has to tell besides its reply
+        self.counts: dict[str, float] = {}  # what else is told of its steps, by whoever counts it
         self.state = "awake"
         self.idle = True
         self.broken: BaseException | None = None  # why no step can be trusted any more
@@ -170,4 +171,5 @@ class EngineCore:
             deferred=scheduler.deferred,
             residency=kv.pool.told(),
             state=self.state,
+            counts=dict(self.counts),
         )

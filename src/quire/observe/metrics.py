@@ -35,7 +35,7 @@ from quire.config.engine import Resolved
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
 from quire.observe.processes import FamilyCollector, Processes
-from quire.observe.rows import ALIASES, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
+from quire.observe.rows import ALIASES, COUNTS, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
 from quire.protocol.output import EngineStats, Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,6 +64,10 @@ class SnapshotCollector(Collector):
             yield self.metric(row, stats)
         for key, told in stats.residency.items():
             yield self.histogram(*STAYS[key], told)
+        for key, count in stats.counts.items():
+            counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
+            counter.add_metric([self.model_name, ENGINE], count)
+            yield counter
 
     def histogram(self, name: str, help: str, told: list[float]) -> Metric:
         metric = HistogramMetricFamily(name, help, labels=["model_name", "engine"])

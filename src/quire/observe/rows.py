@@ -114,6 +114,13 @@ STAYS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """Histograms that the engine makes itself, by their names in EngineStats.residency."""
 
+COUNTS: dict[str, tuple[str, str]] = {
+    "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, by the sums."),
+    "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, by the sums."),
+    "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, by the sums."),
+}  # fmt: skip
+"""Counters that are told when they are asked for, by their names in EngineStats.counts."""
+
 ALIASES: dict[str, str] = {
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }

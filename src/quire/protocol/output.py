@@ -74,6 +74,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     deferred: int = 0  # of those who wait: how many are not held up by want of room
     residency: dict[str, list[float]] = {}  # lives of blocks: counts by bucket, then the sum
     state: str = "awake"  # or what it has given back (engine/rest.py)
+    counts: dict[str, float] = {}  # of what was asked to be counted besides
 
 
 class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
