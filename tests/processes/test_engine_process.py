@@ -236,13 +236,22 @@ def test_killing_the_parent_leaves_no_orphan(path: str, tmp_path: Path) -> None:
     assert not Path(f"/proc/{int(pid)}").exists()
 
 
+WAKE = """
+for one in {0}; do
+    while [ -e /proc/$one ] && ! grep -q "^State:.*stopped" /proc/$one/status; do sleep 0.1; done
+done
+sleep 6
+kill -CONT {0}
+"""
+
+
 def test_being_frozen_together_is_no_hang(start: Callable) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
     client = start(Patience(heartbeat=4.0))
     before = client.host.child.pid
     ids = submit(client, "r", 2, 200)
     seen = begun(client, ids)
-    script = f"sleep 6; kill -CONT {before} {os.getpid()}"
+    script = WAKE.format(f"{before} {os.getpid()}")
     with subprocess.Popen(["sh", "-c", script], start_new_session=True):
         os.kill(before, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from serving import Served, children, has_torch
+from serving import PATIENCE_S, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 from quire.engine.host import Patience, State
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -63,7 +63,7 @@ def clients(server: Served) -> Iterator[list[httpx.Client]]:
     """One of each process."""
     found: dict[int, httpx.Client] = {}
     while len(found) < 2:
-        client = httpx.Client(base_url=server.url, timeout=60)
+        client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
         pid = process_of(client)
         if pid in found:
             client.close()
@@ -96,7 +96,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self.url + TEXT, json=LONG, timeout=60) as answer:
+            with httpx.stream("POST", self.url + TEXT, json=LONG, timeout=PATIENCE_S) as answer:
                 self.events += (line for line in answer.iter_lines() if line)
         except httpx.HTTPError as error:
             self.error = error
@@ -186,7 +186,7 @@ def test_a_pause_and_a_sleep_are_everybodys(
     found: list[httpx.Response] = []
 
     def ask() -> None:
-        found.append(httpx.post(server.url + TEXT, json=GREEDY, timeout=60))
+        found.append(httpx.post(server.url + TEXT, json=GREEDY, timeout=PATIENCE_S))
 
     late = [threading.Thread(target=ask) for _ in range(8)]
     for thread in late:
@@ -197,7 +197,7 @@ def test_a_pause_and_a_sleep_are_everybodys(
     assert not found
     assert other.post(on).status_code == 200
     for thread in late:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert [one.json()["choices"][0]["text"] for one in found] == [text] * 8
     assert one.get(f"/{flag}").json() == {flag: False}
 
@@ -220,7 +220,7 @@ def test_requests_are_ended_whoever_took_them(server: Served, clients: list[http
         answer = server.client.post("/abort_requests", json=body)
         assert answer.json() == {"status": "aborted", "request_ids": ended}
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     clients[0].post("/resume")
     for answer in found.values():
         assert [one["finish_reason"] for one in answer.json()["choices"]] == ["abort"] * 2
@@ -232,7 +232,7 @@ def test_load_is_of_all(server: Served, clients: list[httpx.Client]):
     until(lambda: clients[0].get("/load").json() == {"server_load": 8})
     clients[0].post("/resume")
     for stream in streams:
-        stream.join(60)
+        stream.join(PATIENCE_S)
     until(lambda: clients[1].get("/load").json() == {"server_load": 0})
 
 
@@ -246,7 +246,7 @@ def in_the_middle(server: Served, client: httpx.Client, count: int) -> list[Stre
             return streams
         client.post("/resume")  # some had ended before they were told to stand still
         for stream in streams:
-            stream.join(60)
+            stream.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -262,13 +262,13 @@ def test_one_that_dies_or_hangs_is_replaced(
     os.kill(old[0], blow)
     survivor.post("/resume")
     for stream in streams:
-        stream.join(60)
+        stream.join(PATIENCE_S)
     broken = [stream for stream in streams if stream.error is not None]
     whole = [stream for stream in streams if stream.events[-1:] == ["data: [DONE]"]]
     assert len(broken) + len(whole) == 16
     assert 0 < len(whole) < 16
     until(lambda: len(set(fronts(server)) - {old[0]}) == 2)
-    server.client = httpx.Client(base_url=server.url, timeout=30)
+    server.client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
     until(lambda: server.client.get("/health/ready").status_code == 200)
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
@@ -280,7 +280,7 @@ def test_one_that_dies_or_hangs_is_replaced(
     name = "quire:process_restarts_total"
     until(lambda: server.metric(name) == before[name] + 1)
     for _ in range(8):
-        answer = httpx.post(server.url + TEXT, json=GREEDY, timeout=30)
+        answer = httpx.post(server.url + TEXT, json=GREEDY, timeout=PATIENCE_S)
         assert answer.status_code == 200
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
@@ -305,14 +305,14 @@ def test_one_that_dies_while_it_waits_for_a_sleep_holds_nobody_back(
     until(lambda: other.get("/load").json() == {"server_load": 1})
     time.sleep(0.2)  # on its way
     os.kill(struck, signal.SIGKILL)
-    waiting.join(60)
+    waiting.join(PATIENCE_S)
     os.kill(engine, signal.SIGCONT)
     assert failed
     until(lambda: struck not in fronts(server) and len(fronts(server)) == 2)
     assert other.get("/is_paused").json() == {"is_paused": False}
     assert other.post(TEXT, json=GREEDY).status_code == 200
     server.client.close()  # it may be of the one that is gone
-    server.client = httpx.Client(base_url=server.url, timeout=30)
+    server.client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
     until(lambda: server.client.get("/health/ready").status_code == 200)
 
 
@@ -323,7 +323,7 @@ def test_told_to_stop_all_end_what_runs(server: Served):
     family = children(server.process.pid)
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
-        stream.join(60)
+        stream.join(PATIENCE_S)
     assert {stream.events[-1] for stream in streams} == {"data: [DONE]"}
     for stream in streams:
         choices = [choice for event in stream.events[:-1] for choice in json.loads(event[6:])["choices"]]  # fmt: skip
@@ -353,7 +353,7 @@ def test_a_keeper_that_was_stopped_blames_nobody(
 def test_killing_the_parent_leaves_nobody(tmp_path: Path):
     server = Served(make_checkpoint(tmp_path), "--api-server-count", "2")
     try:
-        until(lambda: len(children(server.process.pid)) == 3, 60)
+        until(lambda: len(children(server.process.pid)) == 3)
         family = children(server.process.pid)
     finally:
         server.process.kill()
@@ -368,7 +368,7 @@ def test_one_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_pat
         os.kill(first, signal.SIGKILL)
         server.until("it is not started again")
         for _ in range(12):  # none of these waits in the queue of the dead one
-            assert httpx.get(server.url + "/health/ready", timeout=10).status_code == 200
+            assert httpx.get(server.url + "/health/ready", timeout=PATIENCE_S).status_code == 200
         family = children(server.process.pid)
         os.kill(second, signal.SIGKILL)
         assert server.wait() == 1

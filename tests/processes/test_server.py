@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import SOURCE, Served, children, has_torch
+from serving import PATIENCE_S, SOURCE, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,7 +37,7 @@ def server(checkpoint: str) -> Iterator[Served]:
         yield found
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -59,7 +59,7 @@ def text_of(events: list[Any]) -> str:
 def test_the_printed_command_works(server: Served):
     body = json.loads(server.curl[server.curl.index("-d") + 1])
     url = next(word for word in server.curl if word.startswith("http"))
-    answer = httpx.post(url, json=body, timeout=30)
+    answer = httpx.post(url, json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] > 0
 
@@ -91,7 +91,7 @@ def test_many_streams_at_once_say_what_each_says_alone(server: Served):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert [together.get(at) for at in range(len(prompts))] == alone
 
 
@@ -159,7 +159,7 @@ def test_a_search_ends_with_whoever_asked_for_it(server: Served):
     ended.start()
     until(lambda: server.metric("vllm:generation_tokens_total") > before + 40)
     server.post("/abort_requests")
-    ended.join(30)
+    ended.join(PATIENCE_S)
     assert {choice["finish_reason"] for choice in found[0]["choices"]} == {"abort"}
     until(lambda: server.metric(*counted) == aborted + 4 + 4)
 
@@ -168,7 +168,7 @@ def test_a_search_ends_with_whoever_asked_for_it(server: Served):
 def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
     body = {"prompt": ["a"] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     before = server.metric("vllm:generation_tokens_total")
-    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_S)
     client.request("POST", TEXT, json.dumps(body), {"Content-Type": "application/json"})
     if stream:
         with client.getresponse() as answer:
@@ -228,7 +228,7 @@ def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str)
     for name, place in (("there", ["--url", server.url]), ("here", [checkpoint, "--dtype", "float32", "--kv-cache-memory-bytes", "4M"])):  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "quire", "complete", *place, *flags],
-            env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, timeout=90,
+            env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout.decode().removesuffix("\n")
@@ -244,10 +244,10 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     before = server.metric("quire:process_restarts_total")
 
     def run(at: int) -> None:
-        with httpx.stream("POST", server.url + TEXT, json=body, timeout=60) as answer:
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=PATIENCE_S) as answer:
             lines = answer.iter_lines()
             next(lines)
-            begun.wait(60)
+            begun.wait(PATIENCE_S)
             rest = [line.removeprefix("data: ") for line in lines if line]
         assert rest[-1] == "[DONE]"
         ends[at] = rest[-2]
@@ -256,16 +256,16 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     for thread in threads:
         thread.start()
     (engine,) = [child for child in children(server.process.pid) if has_torch(child)]
-    begun.wait(60)
+    begun.wait(PATIENCE_S)
     os.kill(engine, blow)
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert len(ends) == 32
     errors = [end for end in ends.values() if '"error":{"message":"' in end]
     assert errors  # some were in the middle
     assert all('"code":500' in error for error in errors)
     assert server.client.get("/health").status_code == 200  # it heals itself
-    until(lambda: server.client.get("/health/ready").status_code == 200, 60)
+    until(lambda: server.client.get("/health/ready").status_code == 200)
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     until(lambda: server.metric("quire:process_restarts_total") == before + 1)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
-from serving import Served
+from serving import PATIENCE_S, Served
 from tiny_llama import make_checkpoint
 
 TEXT = "/v1/completions"
@@ -25,7 +25,9 @@ def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
 
         def flood() -> None:
             body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
-            found = httpx.post(server.url + TEXT, json=body, headers=bearer("h"), timeout=120)
+            found = httpx.post(
+                server.url + TEXT, json=body, headers=bearer("h"), timeout=PATIENCE_S
+            )
             done.append(found.status_code)
 
         threads = [threading.Thread(target=flood) for _ in range(FLOOD)]
@@ -37,7 +39,9 @@ def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
         for _ in range(5):
             before = len(done)
             body = {"prompt": "b", "max_tokens": 2, "ignore_eos": True}
-            found = httpx.post(server.url + TEXT, json=body, headers=bearer("l"), timeout=60)
+            found = httpx.post(
+                server.url + TEXT, json=body, headers=bearer("l"), timeout=PATIENCE_S
+            )
             assert found.status_code == 200
             waited.append(len(done) - before)
         assert len(done) < FLOOD  # the flood was there all the time
@@ -45,7 +49,7 @@ def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
         # this process stood still between an answer and the count.)
         assert sorted(waited)[2] <= 12, waited
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert done == [200] * FLOOD
         told = server.client.get("/metrics").text
         assert 'quire:key_requests_total{key="light",model_name="tiny"} 5.0' in told
