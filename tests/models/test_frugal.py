@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from quire.layers.embedding import Head
 from quire.layers.linear import Linear
 from quire.models import frugal
-from quire.quantization import int8
+from quire.quantization import int8, registry
 
 PAGES = 64
 
@@ -71,6 +74,30 @@ def test_parts_wait_for_the_join_and_then_lie_side_by_side():
     layer.weight.data.zero_()
     layer.join()  # nothing waits any more
     assert not layer.weight.any()
+
+
+@pytest.mark.parametrize("make", [lambda: Linear(4, 3), lambda: Head(3, 4)])
+def test_what_is_converted_waits_for_the_join_too(make):
+    """(An untied head of float32 lay there in bfloat16 beside its int8 form, and so did half the layers' weights.)"""
+    with torch.device("meta"):
+        layer = make()
+    (slot,) = layer.slots("layer").values()
+    stored = torch.randn(3, 4).half()
+    slot.fill(stored, torch.device("cpu"), "layer.weight")
+    assert layer.weight.is_meta
+    layer.join()
+    assert torch.equal(layer.weight, stored.float())
+    whole = torch.randn(3, 4)
+    slot.fill(whole, torch.device("cpu"), "layer.weight")
+    assert layer.weight.data_ptr() == whole.data_ptr()  # nothing to convert: nothing to wait for
+
+
+def test_the_head_as_it_was_is_gone_when_layers_are_made_small(monkeypatch):
+    head, layer, seen = Head(64, 64), Linear(64, 64), []
+    before = weakref.ref(head.weight)
+    monkeypatch.setattr(registry, "quantize_layer", lambda *told: seen.append(before()))
+    assert registry.quantize_model(nn.ModuleList([layer, head]), "int8") == 2
+    assert seen == [None]
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 20])

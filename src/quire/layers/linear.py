@@ -95,6 +95,7 @@ class Linear(Layer):
 
     weight: Tensor
     bias: Tensor | None
+    can_wait = True
 
     def __init__(
         self,

@@ -35,9 +35,9 @@ class Slot(NamedTuple):
         return tuple(shape)
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
-        """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made. A part of one waits
-        in the CPU's memory, which is a mapped file's as a rule, until the layer's `join`: copies of a whole model at once
-        would cost what the model does.
+        """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made. A part of one, and
+        one to be converted for a layer that `can_wait`, waits in the CPU's memory, which is a mapped file's as a rule, until
+        the layer's `join`: copies of a whole model at once would cost what the model does.
 
         Raises:
             ConfigError: it has another shape, or is quantized where it should not be, or the other way round; `called`
@@ -49,21 +49,23 @@ class Slot(NamedTuple):
             raise ConfigError(
                 f"weight {called} is stored as {_name(tensor)}; by config.json it should be {_name(into)}"
             )
-        if self.dim is None:
-            made = tensor.to(device=device, dtype=into.dtype)
-            set_parameter(self.layer, self.name, made)
-        elif device.type == "cpu" and isinstance(self.layer, Layer):
-            self.layer.waiting = (*self.layer.waiting, (self, tensor))
+        layer, is_part, converts = self.layer, self.dim is not None, tensor.dtype != into.dtype
+        here = device.type == "cpu"
+        if here and isinstance(layer, Layer) and (is_part or (converts and layer.can_wait)):
+            layer.waiting = (*layer.waiting, (self, tensor))
         else:
             self.put(tensor, device)
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
-        """Copy a part into its place."""
+        """Bring it into its place: a part by a copy."""
         into = self.layer.get_parameter(self.name)
+        if self.dim is None:
+            set_parameter(self.layer, self.name, tensor.to(device=device, dtype=into.dtype))
+            return
         if into.is_meta:
             set_parameter(self.layer, self.name, torch.empty_like(into, device=device))
             into = self.layer.get_parameter(self.name)
-        into.data.narrow(self.dim or 0, self.start, self.length).copy_(tensor)
+        into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
 
     def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
         """Dimensions of one element may be there or not; what each part has may be there once for all of them."""
@@ -104,7 +106,10 @@ def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
 class Layer(nn.Module):
     """A module with weights of its own."""
 
-    waiting: tuple[tuple[Slot, Tensor], ...] = ()  # parts that came and are not in their places yet
+    waiting: tuple[tuple[Slot, Tensor], ...] = ()  # what came and is not in its place yet
+    can_wait = (
+        False  # whether what has to be converted may wait: nobody asks for it before the `join`
+    )
 
     def join(self) -> None:
         """Put what waits into its places, in memory of its own."""

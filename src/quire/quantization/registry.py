@@ -115,8 +115,9 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
             quantize_layer(layer, name, apart)
             count += 1
         elif isinstance(layer, Head) and layer.plain and not apart:
-            table_VD = layer.table_VD
-            weight = HEADS[name](table_VD, False, kernels_for(table_VD.dtype))
+            layer.join()
+            kernels = kernels_for(layer.table_VD.dtype)
+            weight = HEADS[name](layer.table_VD, False, kernels)  # no name for the table: it goes
             layer.multiply = weight.multiply
             if layer.table is layer:
                 let_go(layer, weight.outs, weight.ins)
@@ -137,11 +138,13 @@ def pack_model(model: nn.Module) -> int:
             if Packed.takes(layer.weight, layer.silu):
                 settle(layer, Packed(kernels, layer.weight, layer.silu))
                 count += 1
-        elif isinstance(layer, Head) and layer.plain and Packed.takes(layer.table_VD):
-            tables[id(layer.table)] = packed = Packed(kernels, layer.table_VD)
-            layer.multiply = packed.multiply
-            let_go(layer.table, packed.outs, packed.ins)
-            count += 1
+        elif isinstance(layer, Head) and layer.plain:
+            layer.join()
+            if Packed.takes(layer.table_VD):
+                tables[id(layer.table)] = packed = Packed(kernels, layer.table_VD)
+                layer.multiply = packed.multiply
+                let_go(layer.table, packed.outs, packed.ins)
+                count += 1
     for layer in model.modules():
         if isinstance(layer, Embedding) and id(layer) in tables:
             layer.rows = tables[id(layer)].rows
