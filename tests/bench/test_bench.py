@@ -11,6 +11,7 @@ import pytest
 from quire.bench import offline, report, steps
 from quire.bench.__main__ import main
 from quire.bench.contenders import Run, agreement
+from quire.bench.host import HOST, HostCost
 from quire.bench.machine import FLOOR, Probe, Shares, seconds
 from quire.bench.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
 
@@ -94,11 +95,16 @@ def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypa
     monkeypatch.setattr(offline.machine, "probe", lambda _: Probe(1e10, 1e12))
     monkeypatch.setattr(offline, "Transformers", lambda *_: peer)
     monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
+    parts = dict.fromkeys(HOST, 0.25)
+    made_up = [HostCost(4, parts, model=98.0, step=100.0)]
+    monkeypatch.setattr(offline.host, "measure_all", lambda shape, cache, rows, count: made_up)
     parser = argparse.ArgumentParser()
     offline.add_arguments(parser)
+    assert parser.parse_args([]).shape == ["qwen3-0.6b", "llama-3.2-1b"]
     words = [
         "--shape",
         "tiny",
+        "tiny-llama",
         "--rounds",
         "2",
         "--out",
@@ -109,7 +115,10 @@ def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypa
     assert offline.run(parser.parse_args(words)) == 0
     assert ours.closed
     assert peer.closed
-    first, page = sorted((tmp_path / "results").iterdir())
+    (first,) = (tmp_path / "results").glob("*-tiny-[!l]*.json")
+    assert len(list((tmp_path / "results").glob("*-tiny-llama-*"))) == 2
+    page = first.with_suffix(".md")
+    assert "| 4 | 100.000 | 98.000 | 2.000 | 2.0% | 0.250 |" in page.read_text()
     result = json.loads(first.read_text())
     assert [row["workload"] for row in result["workloads"]] == [w.name for w in WORKLOADS]
     row = result["workloads"][2]
@@ -118,10 +127,11 @@ def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypa
     assert row["agreement"] == 1.0
     assert row["floor_s"] <= row["predicted_s"]
     assert len(result["probes"]) == 3
+    assert [row["share"] for row in result["host"]] == [0.02]
     assert page.read_text() in capsys.readouterr().out
     assert offline.run(parser.parse_args([*words, "--no-peer", "--workloads", "8x128/64"])) == 0
     assert "| 8x128/64 | 0.5 | 1.02e+03 |" in capsys.readouterr().out
-    assert len(list((tmp_path / "results").iterdir())) == 4  # the first was not overwritten
+    assert len(list((tmp_path / "results").iterdir())) == 8  # the first was not overwritten
 
 
 def test_the_last_result_is_the_last(tmp_path):
@@ -140,7 +150,17 @@ def test_the_last_result_is_the_last(tmp_path):
 
 def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
-    words = ["--shape", "tiny", "--dtype", "float32", "--rounds", "1", "--workloads", "8x128/64"]
+    words = [
+        "--shape",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--rounds",
+        "1",
+        "--workloads",
+        "8x128/64",
+        "--host-rows",
+    ]
     words += ["--threads", "1", "--out", str(tmp_path / "results"), "--cache", str(tmp_path)]
     assert main(["offline", *words]) == 0
     (kept,) = (tmp_path / "results").glob("*.json")

@@ -31,6 +31,7 @@ GOALS = {
 }  # rows -> the host's share of a step, on a model of the smallest size that is worth serving
 GOAL_SHAPE = "qwen3-0.6b"
 PROMPT = 16
+STEPS = 20  # that are measured
 WARM = 3  # steps that do not count
 HOST = ("plan", "batch", "launch", "sample", "commit", "publish", "other")
 
@@ -214,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--shape", choices=shapes.SHAPES, default=GOAL_SHAPE, help="model")
     add("--rows", nargs="+", type=int, default=[1, 32, 256], metavar="N")
-    add("--steps", type=int, default=20, help="decode steps to measure; medians are told")
+    add("--steps", type=int, default=STEPS, help="decode steps to measure; medians are told")
     add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
     add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
@@ -224,11 +225,15 @@ def main(argv: Sequence[str]) -> int:
     if given.out is not None:
         from quire.bench import report
 
-        kept = {"command": " ".join(["quire bench host", *argv]), "shape": given.shape}
-        kept["rows"] = [asdict(cost) | {"host": cost.host, "share": cost.share} for cost in costs]
+        command = " ".join(["quire bench host", *argv])
+        result = {"command": command, "shape": given.shape, "rows": kept(costs)}
         title = f"What a step costs the host, {given.shape}"
-        print(f"kept in {report.keep(given.out, 'host', title, kept, table(costs))}")
+        print(f"kept in {report.keep(given.out, 'host', title, result, table(costs))}")
     return 0
+
+
+def kept(costs: Sequence[HostCost]) -> list[dict[str, Any]]:
+    return [asdict(cost) | {"host": cost.host, "share": cost.share} for cost in costs]
 
 
 def table(costs: Sequence[HostCost]) -> str:

@@ -1,7 +1,7 @@
-"""`quire bench` and `make bench`: offline throughput beside Transformers, and the cost of a step.
+"""`quire bench` and `make bench`: offline throughput beside Transformers, and what a step costs the host.
 
-Five workloads on a random checkpoint, the contenders in turn within each round, medians over rounds, one
-result file. Nothing is fetched.
+Five workloads on a random checkpoint of each shape, the contenders in turn within each round, medians over rounds, one
+result file a shape. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.bench import machine, report, shapes, steps
+from quire.bench import host, machine, report, shapes, steps
 from quire.bench.contenders import Contender, Quire, Transformers, agreement
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+SHAPES = ["qwen3-0.6b", "llama-3.2-1b"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    parser.add_argument(
+        "--shape", nargs="+", choices=shapes.SHAPES, default=SHAPES, metavar="NAME",
+        help=f"models, one after the other, of {', '.join(shapes.SHAPES)}; unset: {' and '.join(SHAPES)}",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=ITEMSIZE, default="bfloat16", help="number format")
     parser.add_argument("--rounds", type=int, default=3, help="how often each workload is run")
     parser.add_argument(
@@ -32,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWSxIN/OUT",
         help=f"of {', '.join(w.name for w in shapes.WORKLOADS)}; unset: all",
     )
+    parser.add_argument(
+        "--host-rows", nargs="*", type=int, default=[1, 32, 256], metavar="N",
+        help="what a step of so many rows costs the host; none: not measured",
+    )  # fmt: skip
     parser.add_argument("--no-peer", action="store_true", help="do not run Transformers beside it")
     parser.add_argument(
         "--threads", type=int, help="compute threads of both; unset: the engine's choice"
@@ -60,9 +68,14 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     Args:
         words: the command line that `args` came from, for the record.
     """
+    for name in args.shape:
+        _run(shapes.SHAPES[name], args, words)
+    return 0
+
+
+def _run(shape: shapes.Shape, args: argparse.Namespace, words: Sequence[str]) -> None:
     import torch
 
-    shape = shapes.SHAPES[args.shape]
     chosen = [w for w in shapes.WORKLOADS if not args.workloads or w.name in args.workloads]
     cache = args.cache or Path(tempfile.gettempdir()) / "quire-bench"
     print(f"random {shape.name} checkpoint in {cache}", flush=True)
@@ -80,8 +93,11 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     finally:
         for contender in contenders:
             contender.close()
-    _keep(result, args.out)
-    return 0
+    costs = []
+    if args.host_rows:
+        costs = host.measure_all(shape, cache, args.host_rows, host.STEPS)
+        print("\n".join(cost.line(shape.name) for cost in costs))
+    _keep(result, costs, args.out)
 
 
 def _engine(path: Path, args: argparse.Namespace, chosen: list[shapes.Workload]) -> Quire:
@@ -142,12 +158,15 @@ def _measure(
     }
 
 
-def _keep(result: dict[str, Any], folder: Path) -> None:
+def _keep(result: dict[str, Any], costs: Sequence[host.HostCost], folder: Path) -> None:
     kind = machine.slug(result["machine"])
+    result["host"] = host.kept(costs)
     last = report.last_like(result, folder, kind)
     folder.mkdir(parents=True, exist_ok=True)
-    path = report.free_name(folder, f"{result['date']}-{kind}")
+    path = report.free_name(folder, f"{result['date']}-{result['shape']}-{kind}")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = report.page(result, last)
+    if costs:
+        text += f"\nWhat a step of the whole engine costs the host, in bfloat16:\n\n{host.table(costs)}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nkept in {path}")
