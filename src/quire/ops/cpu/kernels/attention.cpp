@@ -240,7 +240,7 @@ void run_split(const Call& call, const Item& item, Packed& packed, long split, S
                      m.query_steps.data, m.weight_steps.data, (int)item.count};
     begin_few(few, call.cache);
     for (long start = first; start < stop; start += TILE) meet_few(call, reach, m, packed.tokens, start, few, start == first, s);
-    return;
+    return end_few(few, call.cache);
   }
   packed.begin(first, stop);
   for (long i = 0; i < item.count; i += ROWS) {

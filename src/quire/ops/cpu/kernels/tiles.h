@@ -8,7 +8,7 @@
 
 namespace quire {
 
-constexpr long AHEAD = 32;  // tokens: how far ahead the cache is fetched
+constexpr long AHEAD = 64;  // tokens: how far ahead the cache is fetched
 
 inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
@@ -26,7 +26,12 @@ struct Fetches {
   long each = 1;
   void some(long lines) {
     if (!from) return;
-    for (long i = 0; i < lines; i += each) fetch(from + i * LINE);
+    if (each == 1) {
+#pragma GCC unroll 16
+      for (long i = 0; i < lines; i++) fetch(from + i * LINE);
+    } else {
+      for (long i = 0; i < lines; i += each) fetch(from + i * LINE);
+    }
     from += lines * LINE;
   }
 };
