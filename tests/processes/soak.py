@@ -50,6 +50,7 @@ ODD_PATIENCE_S = 5.0
 GRAMMARS = 80
 PATIENCE_S = 240.0
 SETTLED_S = 60.0
+POOL = 4 + (os.cpu_count() or 1)  # the most threads of an event loop's own pool
 
 
 def asked(path: str, prompt: str, length: int, stream: bool) -> dict[str, Any]:
@@ -257,7 +258,8 @@ def settled(server: Served) -> bool:
 
 
 def leaks(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    allowed = {"files": before["files"] + 2, "threads": before["threads"] + 2, "MiB": before["MiB"] * 1.03 + 16}  # fmt: skip
+    # A thread more of a pool is made when none of them is free, which a short first round may not have come to.
+    allowed = {"files": before["files"] + 2, "threads": before["threads"] + POOL + 2, "MiB": before["MiB"] * 1.03 + 16}  # fmt: skip
     return [f"{before[name]:.0f} {name} became {after[name]:.0f}" for name, most in allowed.items() if after[name] > most]  # fmt: skip
 
 
