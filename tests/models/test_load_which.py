@@ -146,7 +146,15 @@ def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "cannot be read"), ("[]", "a list, not an object")]
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "a list, not an object"),
+        (
+            '{"rope_scaling": "yarn"}',
+            "rope_scaling='yarn' in config.json or hf_overrides: this is an object",
+        ),
+    ],
 )
 def test_a_config_that_is_none_is_named(copy: Path, text: str, said: str) -> None:
     (copy / "config.json").write_text(text)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "serve": ("quire.cli.serve", "an HTTP server that speaks OpenAI's protocol"),
-    "chat": ("quire.cli.chat", "talk to a running server"),
-    "complete": ("quire.cli.complete", "complete text with a running server"),
+    "chat": ("quire.cli.chat", "talk to a model, or to a running server"),
+    "complete": ("quire.cli.complete", "complete text, here or on a running server"),
     "bench": (
         "quire.bench.__main__",
         "load a server, or measure the engine, alone or beside Transformers",

@@ -106,7 +106,7 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
     """config.json with `hf_overrides` put over it, of the text model if that is nested in a wrapper.
 
     Raises:
-        ModelNotFound: no config.json there. ConfigError: it is no JSON object.
+        ModelNotFound: no config.json there. ConfigError: it is no JSON object, or its rotary positions are none.
     """
     file = Path(path) / "config.json"
     try:
@@ -117,7 +117,14 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, not an object")
-    return text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
+    found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(found.get(key) or {}, Mapping):
+            raise ConfigError(
+                f"{key}={found[key]!r} in config.json or hf_overrides: this is an object such as"
+                " {'rope_type': 'linear', 'factor': 2.0}"
+            )
+    return found
 
 
 BESIDE = {
