@@ -21,6 +21,7 @@ constexpr long FAR = 6;  // steps ahead that a panel is fetched when it is used 
 // memory is never idle.
 template <Kind KIND, class F>
 struct Beside {
+  static constexpr bool PASSES = true;
   Ahead ahead;
   const Job<F>* job;
   const typename F::Sum* sums;

@@ -57,6 +57,7 @@ constexpr long STEP = STEP_OF<Bf16>, HALF = HALF_OF<Bf16>;
 // L2 cache's own prefetcher loses the trace, and the product waits behind them for the core's 16 fill buffers: one row of x
 // by two cores, AMX, 24 GB/s instead of 28, 32 rows 20 instead of 24.
 struct Ahead {
+  static constexpr bool PASSES = false;  // whether B should leave the L1 cache to A
   const char* from;
   int lines;
   void step() {
@@ -84,6 +85,16 @@ inline int touched(int rows) { return rows > 16 ? 32 : rows ? 16 : 0; }  // of A
 inline void begin_products() { configure(16, 16); }
 inline void end_products() { _tile_release(); }
 
+template <class F, bool PASSES>
+inline void load_columns(const typename F::Weight* b) {
+  if constexpr (PASSES) {
+    _tile_stream_loadd(6, b, 64);
+    _tile_stream_loadd(7, b + HALF_OF<F>, 64);
+  } else {
+    _tile_loadd(6, b, 64);
+    _tile_loadd(7, b + HALF_OF<F>, 64);
+  }
+}
 template <class F>
 inline void multiply_upper() {
   if constexpr (std::is_same_v<F, Bf16>) {
@@ -113,6 +124,9 @@ inline void multiply_lower() {
 
 // `a1` is A's 17th row, or null when there are 16 rows or fewer. a_row, c_row: bytes from row to row; a_next, b_next: elements
 // from step to step. `beside` has something to do at each step: an Ahead, or more.
+//
+// A panel that passes by is loaded as what is not used again soon: A, which every panel meets, is found in the L1 cache then. 32
+// rows, int8, weights from memory, two cores: 24.0 -> 25.6 GB/s.
 template <class F, bool ADD, class Beside>
 inline void product(const typename F::Value* a, const typename F::Value* a1, long a_row, long a_next,
                     const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Beside beside) {
@@ -129,8 +143,7 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
     for (long k = 0; k < steps; k++) {
       beside.step();
       _tile_loadd(4, a, a_row);
-      _tile_loadd(6, b, 64);
-      _tile_loadd(7, b + HALF_OF<F>, 64);
+      load_columns<F, Beside::PASSES>(b);
       multiply_upper<F>();
       a += a_next, b += b_next;
     }
@@ -148,8 +161,7 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
   for (long k = 0; k < steps; k++) {
     beside.step();
     _tile_loadd(4, a, a_row);
-    _tile_loadd(6, b, 64);
-    _tile_loadd(7, b + HALF_OF<F>, 64);
+    load_columns<F, Beside::PASSES>(b);
     multiply_upper<F>();
     _tile_loadd(5, a1, a_row);
     multiply_lower<F>();
