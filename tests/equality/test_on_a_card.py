@@ -4,10 +4,14 @@ no step waits for the device, and the tokens are those of the plain functions on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import card
@@ -15,9 +19,12 @@ import interpreted  # noqa: F401
 
 from quire.bench.gpu_shapes import CONFIGS, client_of, write_config
 from quire.engine.client import InlineClient
+from quire.errors import NotEnoughMemory
 from quire.ops.dispatch import OPS
+from quire.platforms import cuda
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.worker import cache
 
 COUNT = 3
 ASKED = [
@@ -54,27 +61,71 @@ def ask(client: InlineClient, which: list[int]) -> list[list[int]]:
     return list(got.values())
 
 
-def test_no_step_waits_and_tokens_are_the_hosts(tmp_path: Path, monkeypatch) -> None:
+OPTIONS = {
+    "dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 6,
+    "max_model_len": 128, "max_num_batched_tokens": 64, "async_scheduling": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(CONFIGS, "tiny", {**CONFIGS["tiny"], "num_hidden_layers": 1})
     write_config(tmp_path, "tiny")
-    options = {
-        "dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 6,
-        "max_model_len": 128, "max_num_batched_tokens": 64, "async_scheduling": True,
-    }  # fmt: skip
-    everyone = list(range(len(ASKED)))
-    with client_of(str(tmp_path), attention_backend="torch_sdpa", **options) as client:
-        want = ask(client, everyone)
+    return str(tmp_path)
+
+
+@contextmanager
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
-    with (
-        np.errstate(all="ignore"),
-        card.chosen(monkeypatch),
-        client_of(str(tmp_path), **options) as client,
-    ):
+    with np.errstate(all="ignore"), card.chosen(monkeypatch):
+        yield
+
+
+def test_no_step_waits_and_tokens_are_the_hosts(folder: str, monkeypatch) -> None:
+    options = OPTIONS
+    everyone = list(range(len(ASKED)))
+    with client_of(folder, attention_backend="torch_sdpa", **options) as client:
+        want = ask(client, everyone)
+    with on_a_card(monkeypatch), client_of(folder, **options) as client:
         assert client.ready.device == "cuda"
         ask(client, [0])  # the room for what is sent is made
         card.waits.clear()
         assert ask(client, everyone) == want
         assert client.core.executor.worker.source.replays
     assert card.waits == []
+
+
+def source_with(folder: str, **more: Any) -> Any:
+    with client_of(folder, **{**OPTIONS, **more}) as client:
+        return client.core.executor.worker.source
+
+
+def test_which_steps_are_recorded(folder: str, monkeypatch) -> None:
+    with on_a_card(monkeypatch):
+        assert source_with(folder).sizes == [1, 2, 4, 6]
+        assert source_with(folder, cudagraph_capture_sizes=[3, 5, 700]).sizes == [3, 5]
+        assert not hasattr(source_with(folder, enforce_eager=True), "replays")
+
+
+def test_the_cache_takes_its_share_of_what_the_card_has_left(folder: str, monkeypatch) -> None:
+    """Less a reserve; and what another program takes meanwhile is said before the server is ready."""
+    room, size = 20 << 20, 64 << 30  # the rows could use 32 MiB
+    free = [cuda.RESERVE + room]
+    many = {"max_num_seqs": 256, "max_model_len": 512, "max_num_batched_tokens": 256}
+    options = {**OPTIONS, **many, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.8}
+    with on_a_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], size))
+        with client_of(folder, **options) as client:
+            layer = client.core.executor.worker.model.attention_layers()[0]
+            assert 0.6 * room < sum(part.nbytes for part in layer.cache) <= 0.8 * room
+        allocate = cache.allocate_cache
+
+        def meanwhile(*args: Any) -> Any:
+            free.append(1 << 10)
+            return allocate(*args)
+
+        monkeypatch.setattr(cache, "allocate_cache", meanwhile)
+        with pytest.raises(NotEnoughMemory, match="another program may have taken memory"):
+            source_with(folder)
