@@ -7,10 +7,14 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from quire.bench import quality
+from quire.bench import quality, rounded
 from quire.bench.__main__ import main
+from quire.bench.shapes import SHAPES, checkpoint
 from quire.config.quantized import online_schemes
+from tests.models.test_native import build
+from tests.quantization.test_quantized_formats import floats_of
 
 
 def test_every_scheme_of_the_engine_is_in_it_and_bfloat16_is_first():
@@ -18,7 +22,33 @@ def test_every_scheme_of_the_engine_is_in_it_and_bfloat16_is_first():
     assert next(iter(found.items())) == ("bfloat16", {})
     asked = [keywords.get("quantization") for keywords in found.values()]
     assert set(online_schemes()) == {name for name in asked if name}
-    assert {"int8", "fp8_e4m3"} <= {keywords.get("kv_cache_dtype") for keywords in found.values()}
+    assert {"int8", "fp8_e4m3", "fp8_e5m2"} <= {k.get("kv_cache_dtype") for k in found.values()}
+    assert {"gptq", "awq", "compressed-tensors", "fp8"} == {
+        rounded.FORMS[k[quality.STORED]][1]["quant_method"]
+        for k in found.values()
+        if quality.STORED in k
+    }
+
+
+LARGEST_STEP = {
+    "compressed-tensors int8": 1 / 127,
+    "GPTQ": 2 / 15,
+    "AWQ": 2 / 15,
+    "fp8": 32 / 448 + 1 / 127,
+}
+"""From one number to the next, of the largest weight; fp8 is made int8 besides."""
+
+
+@pytest.mark.parametrize("form", rounded.FORMS)
+def test_a_rounded_checkpoint_is_the_model_but_for_half_a_step(form, tmp_path):
+    path = checkpoint(SHAPES["tiny-llama"], "float32", tmp_path)
+    model = build(rounded.checkpoint(path, form, tmp_path / "made"))
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if not name.endswith(("o_proj.weight", "down_proj.weight")):
+            continue
+        got = floats_of(model.get_submodule(name.removesuffix(".weight")))
+        top = float(tensor.abs().max())
+        assert 0 < float((got - tensor).abs().max()) <= 0.52 * LARGEST_STEP[form] * top
 
 
 def test_divergence_worked_by_hand():
@@ -46,12 +76,23 @@ def test_page_tells_the_difference_and_what_could_not_run():
 
 
 def test_a_small_run(tmp_path, capsys):
-    words = ["quality", "--each", "2", "--only", "json", "--texts", "1", "--schemes", "int8 KV"]
+    words = [
+        "quality",
+        "--each",
+        "2",
+        "--only",
+        "json",
+        "--texts",
+        "1",
+        "--schemes",
+        "int8 KV",
+        "GPTQ checkpoint",
+    ]
     assert main([*words, "--out", str(tmp_path)]) == 0
     (kept,) = tmp_path.glob("*-quality-*.json")
-    base, short = json.loads(kept.read_text())["schemes"].values()
+    base, short, stored = json.loads(kept.read_text())["schemes"].values()
     assert base["right"] == {"json": 2}
     assert base["kl_worst"] == 0.0
-    assert 0.0 < short["kl_mean"] < 0.01
+    assert 0.0 < short["kl_mean"] < stored["kl_mean"] < 0.02
     assert main(["quality", "--only", "nothing"]) == 2
     assert "--only nothing: not one of json" in capsys.readouterr().err

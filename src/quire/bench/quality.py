@@ -1,7 +1,7 @@
 """`quire bench quality`: what short numbers cost in quality, on the embedded model.
 
-Every scheme of `--quantization` that is made while loading and every short `--kv-cache-dtype`, against bfloat16, by two
-measures. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
+Every scheme of `--quantization` that is made while loading, every short `--kv-cache-dtype` and checkpoints of other tools'
+formats (written here: `rounded.py`), against bfloat16, by two measures. `fp8` is not there twice: on a CPU it is `int8`. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
 match. And the distributions of the next token: the same texts are read in short pieces, so that later ones attend to what
 the cache made of earlier ones, and at each place the divergence KL(bfloat16 || scheme) is worked out over the whole
 vocabulary. Nothing is timed, so other load does no harm.
@@ -10,13 +10,16 @@ vocabulary. Nothing is timed, so other load does no harm.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.bench import rounded
 from quire.config.cache import KV_DTYPES
 from quire.config.quantized import online_schemes
 from quire.errors import ConfigError, QuireError
@@ -25,22 +28,24 @@ from quire.protocol.params import SamplingParams
 
 BASE = "bfloat16"
 ANSWER = 260  # tokens at the most: see tools/tiny_model/evaluate.py
+STORED = "stored"  # among keywords: the format of a checkpoint that is to be written first
 PIECE = 16  # tokens of a text that are read in one step
 LONGEST = 1024  # tokens of a text
 
 
 def schemes() -> dict[str, dict[str, Any]]:
-    """Name -> keywords of the engine; the first is what the others are compared with."""
+    """Name -> keywords of the engine, or the format of its checkpoint; the first is what the others are compared with."""
     weights: dict[str, dict[str, Any]] = {
         f"{name} weights": {"quantization": name} for name in online_schemes()
     }
     short = [name for name in dict.fromkeys(KV_DTYPES.values()) if ELEMENTS[name].itemsize == 1]
     cache: dict[str, dict[str, Any]] = {f"{name} KV": {"kv_cache_dtype": name} for name in short}
-    both = {}
-    if weights and cache:
-        (one, first), (other, second) = next(iter(weights.items())), next(iter(cache.items()))
-        both = {f"{one}, {other}": {**first, **second}}
-    return {BASE: {}, **weights, **cache, **both}
+    both = {
+        f"{one} weights, int8 KV": {"quantization": one, "kv_cache_dtype": "int8"}
+        for one in ("int8", "int4")
+    }
+    stored = {f"{form} checkpoint": {STORED: form} for form in rounded.FORMS}
+    return {BASE: {}, **weights, **cache, **both, **stored}
 
 
 @dataclass(slots=True)
@@ -86,7 +91,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for name, keywords in chosen.items():
         try:
-            found, read = _run(given.model, keywords, exams, texts, given.texts)
+            with _written(given.model, keywords) as asked:
+                found, read = _run(asked, exams, texts, given.texts)
         except QuireError as why:
             if base is None:
                 raise
@@ -108,19 +114,33 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _exams(model: str, only: Sequence[str] | None, each: int) -> dict[str, list[Any]]:
-    """Task -> its prompts. Raises ConfigError: no such task, or not in the repository."""
-    from transformers import PreTrainedTokenizerFast
+@contextlib.contextmanager
+def _written(model: str, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All keywords of the engine; inside, the checkpoint is there."""
+    if STORED not in keywords:
+        yield {"model": model, **keywords}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = rounded.checkpoint(_folder(model), keywords[STORED], Path(folder))
+        yield {"model": str(made)}
 
+
+def _folder(model: str) -> Path:
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
     from quire.models.hf import locate
 
+    return Path(locate(ModelConfig(model=model), LoadConfig()))
+
+
+def _exams(model: str, only: Sequence[str] | None, each: int) -> dict[str, list[Any]]:
+    """Task -> its prompts. Raises ConfigError: no such task, or not in the repository."""
+    from transformers import PreTrainedTokenizerFast
+
     evaluate = _tasks("evaluate")
     if wrong := [name for name in only or () if name not in evaluate.EXAMS]:
         raise ConfigError(f"--only {', '.join(wrong)}: not one of {', '.join(evaluate.EXAMS)}")
-    folder = locate(ModelConfig(model=model), LoadConfig())
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(_folder(model))
     return {
         name: evaluate.prompts(evaluate.EXAMS[name], tokenizer, each)
         for name in only or evaluate.EXAMS
@@ -138,7 +158,6 @@ def _tasks(module: str) -> Any:
 
 
 def _run(
-    model: str,
     keywords: dict[str, Any],
     exams: dict[str, list[Any]],
     texts: list[list[int]],
@@ -148,7 +167,7 @@ def _run(
     from quire.api.llm import LLM
 
     prompt_of, answer = _tasks("chat").prompt_of, _tasks("evaluate").Answer
-    common: dict[str, Any] = {"model": model, "dtype": BASE, "disable_log_stats": True}
+    common: dict[str, Any] = {"dtype": BASE, "disable_log_stats": True}
     params = SamplingParams(temperature=0, max_tokens=ANSWER)
     found = Found({}, [], None)
     spoken: list[list[int]] = []
