@@ -127,8 +127,9 @@ def parse(row: Variable, text: str) -> Any:
             return row.kind(text)
         except ValueError:
             pass
+    wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[row.kind]
     raise ValueError(
-        f"the environment variable QUIRE_{row.name} (or VLLM_{row.name}) is {text!r}: not a {row.kind.__name__}"
+        f"the environment variable QUIRE_{row.name} (or VLLM_{row.name}) is {text!r}: it takes {wanted}"
     )
 
 

@@ -118,6 +118,7 @@ def test_the_process_stays_there():
     for value, says in (
         (str(core), f"[{core}] {{{core}}}"),
         ("auto", f"{sorted(node) if node < allowed else []} {node}"),
+        ("", f"{sorted(node) if node < allowed else []} {node}"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code],

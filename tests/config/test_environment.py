@@ -49,7 +49,7 @@ def test_none_of_them_is_a_stranger(warnings):
 def test_a_value_of_another_kind_is_said_at_start(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "perhaps")
     bare = name.partition("_")[2]
-    with pytest.raises(ValueError, match=f"QUIRE_{bare} .* is 'perhaps': not a"):
+    with pytest.raises(ValueError, match=f"QUIRE_{bare} .* is 'perhaps': it takes "):
         engine_config({})
     with pytest.raises(SystemExit) as ended:
         parse([])

@@ -34,7 +34,7 @@ def bind_to_cores(computing: bool = True) -> list[int]:
         return []  # only Linux binds
     allowed = sorted(os.sched_getaffinity(0))
     cores = chosen_cores(
-        str(env.get("CPU_OMP_THREADS_BIND")),
+        _bind(),
         int(env.get("CPU_NUM_OF_RESERVED_CPU")),
         allowed,
         one_node(allowed) if computing else allowed,
@@ -107,9 +107,13 @@ def threads_here() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = sorted(os.sched_getaffinity(0))
-    if str(env.get("CPU_OMP_THREADS_BIND")) not in ("auto", "nobind"):
+    if _bind() not in ("auto", "nobind"):
         return len(cores)
     return threads(cores)
+
+
+def _bind() -> str:
+    return str(env.get("CPU_OMP_THREADS_BIND")).strip() or "auto"  # deployments set it to nothing
 
 
 def _free(folder: Path) -> int:
