@@ -88,6 +88,17 @@ def test_the_next_call_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
         call("--only", "step")
 
 
+def test_midnight_between_two_calls(tmp_path: Path) -> None:
+    noon = 1_700_000_000 // gpu.DAY * gpu.DAY + gpu.DAY // 2
+    file = gpu.result_file(tmp_path, noon)
+    assert file.name == "2023-11-14-gpu.json"
+    file.write_text(json.dumps({"machine": {"flops": 3.0}}))
+    assert gpu.result_file(tmp_path, noon + gpu.DAY) == file
+    assert gpu.result_file(tmp_path, noon + 2 * gpu.DAY).name == "2023-11-16-gpu.json"
+    file.write_text(json.dumps({name: {} for name in gpu.SECTIONS}))
+    assert gpu.result_file(tmp_path, noon + gpu.DAY).name == "2023-11-15-gpu.json"
+
+
 def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> None:
     def broken(run, found) -> None:
         raise RuntimeError("no such instruction")

@@ -45,6 +45,7 @@ SECTIONS = {
 }
 """Name -> module, function, seconds that it may take; the most wanted first."""
 GRACE = 5.0  # seconds that a section has to end by itself
+DAY = 86400
 
 
 class Found(dict[str, Any]):
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         section(asked.section, run, Path(asked.file))
         return 0
     asked.out.mkdir(parents=True, exist_ok=True)
-    path = asked.out / f"{time.strftime('%Y-%m-%d')}-gpu.json"
+    path = result_file(asked.out)
     whole = Found(path, path.is_file())
     wanted = [name for name in SECTIONS if _wanted(name, whole, asked.only)]
     for name in wanted:
@@ -216,6 +217,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = f"see {', '.join(bad)}" if bad else "all well"
     print(f"{path}: {told}" + (f"; still to do: {', '.join(missing)}" if missing else ""))
     return 1 if bad else 0
+
+
+def result_file(folder: Path, now: float | None = None) -> Path:
+    """Today's; or yesterday's, if that has not everything and today has none: a call may begin after midnight."""
+    now = time.time() if now is None else now
+    today, before = (
+        folder / f"{time.strftime('%Y-%m-%d', time.gmtime(at))}-gpu.json" for at in (now, now - DAY)
+    )
+    if today.is_file() or not before.is_file():
+        return today
+    whole = json.loads(before.read_text(encoding="utf-8"))
+    return before if any(_wanted(name, whole, None) for name in SECTIONS) else today
 
 
 def _well(part: dict[str, Any]) -> bool:
