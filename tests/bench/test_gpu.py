@@ -76,7 +76,7 @@ def test_the_next_call_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(gpu, "SECTIONS", {name: ("", "", most) for name, most in sizes.items()})
     assert call("--seconds", "100") == ["machine", "kernels", "steps"]
     assert "see kernels; still to do: engine" in capsys.readouterr().out
-    assert call("--seconds", "400") == ["kernels", "engine"]
+    assert call("--seconds", "400") == ["engine", "kernels"]
     assert call("--seconds", "400", "--only", "steps") == ["steps"]
     assert call() == []
     found = json.loads(next(tmp_path.glob("*-gpu.json")).read_text())

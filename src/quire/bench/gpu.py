@@ -3,7 +3,7 @@
 Knows the order of the sections and what is left of the time. Each section is a process: one that fails, hangs or loses the
 device takes nobody with it, and what it found until then is kept. What is known is on disk after each figure. A section
 begins where its time still fits the call; what the result file already has is not done again, unless it is named or
-failed. So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
+failed (then it comes last). So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
 
     machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16, fp8 and int8 products
     kernels     every kernel against its definition (`gpu_checks.py`)
@@ -202,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = result_file(asked.out)
     whole = Found(path, path.is_file())
     wanted = [name for name in SECTIONS if _wanted(name, whole, asked.only)]
+    # What failed may fail again: what is not known yet goes before. The ceilings are in every floor.
+    wanted.sort(key=lambda name: name in whole and name != "machine")
     for name in wanted:
         if run.left < SECTIONS[name][2] and name != wanted[0]:
             print(f"== {name}: no time left in this call", flush=True)
