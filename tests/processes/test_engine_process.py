@@ -51,7 +51,7 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         host = EngineHost(to_wire(resolved), frontends, patience)
         client = ProcessClient(resolved, host.folder, host)
         made.append(client)
-        client.wait_ready(120)
+        client.wait_ready(200)  # a test has 240
         return client
 
     yield make
@@ -64,7 +64,7 @@ Got = dict[str, list[EngineOutput]]
 
 
 def collect(
-    client: ProcessClient, ids: set[str], before: Got | None = None, within: float = 120.0
+    client: ProcessClient, ids: set[str], before: Got | None = None, within: float = 200.0
 ) -> Got:
     """All outputs of these, with what came `before`."""
     got: Got = {id: [] for id in ids} | (before or {})
