@@ -243,6 +243,22 @@ def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: library.Kernels) -> 
     assert torch.equal(paged.run(kernels, [(0, 0, 1100)], 0, 0.0, False), torch.cat(parts))
 
 
+def test_scores_that_grow_along_the_context(kernels: library.Kernels) -> None:
+    """What weights are measured by rises on the way, in every other query, by more than a float could take."""
+    paged = Paged([(60, 700), (2, 690)], 4, 2, 64, 64, 16)
+    paged.q[..., 0] = torch.where(torch.arange(62 * 4).view(62, 4) % 3 < 2, 8.0, -8.0)
+    for row, (_, length) in enumerate(paged.sizes):
+        at = torch.arange(length)
+        steps = sum((at >= first).float() * by for first, by in ((40, 30), (300, 60), (650, 120)))
+        blocks = paged.table[row][at // paged.block].long()
+        paged.keys[blocks, :, at % paged.block, 0] = steps[:, None].bfloat16()
+    whole = paged.run(kernels, [(0, 0, 60), (1, 0, 2)], 0, 0.0, False)
+    near(whole, paged.definition(0, 0.0, False), 0.02)
+    parts = [paged.run(kernels, [(0, a, a + 5)], 0, 0.0, False) for a in range(0, 60, 5)]
+    parts += [paged.run(kernels, [(1, a, a + 1)], 0, 0.0, False) for a in range(2)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
 # -- rows ------------------------------------------------------------------------------------------
 @pytest.fixture
 def bound(kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,20 +7,17 @@
 //
 //   item      one row of the batch, one key/value head, up to GROUP of its queries; all splits, or one
 //   query     a token times one of the heads that share the key/value head
-//   scores    [queries, TILE] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
+//   scores    [queries, 32] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
 // Keys and values are repacked for the product (tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
 // otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights. Int8 is met by bytes: halves.h.
 //
-// Of a prompt of 1024 tokens, heads of 128, AMX: the products take half of the time, 25 cycles of the clock's counter where
-// TMUL needs 13, for 10 of them are the scores' way to memory; the softmax a third; packing and the rest a sixth. Tiles of 128
-// or 512 tokens, the next block's scores among this one's softmax, fetching panels into the L1 cache: no gain, or a loss.
+// Where a prompt's time goes, and what brought nothing: decision 42.
 #include <atomic>
 #include <vector>
 
 #include "exports.h"
-#include "few.h"
-#include "softmax.h"
+#include "prompts.h"
 
 namespace quire {
 
@@ -31,100 +28,47 @@ constexpr long GROUP = 2048, LEAST_GROUP = 64;
 // step of quire-tiny a twentieth less. From memory that prefetcher is too late: heads of 128, 32 rows of 544, a fifth slower.
 constexpr long NEAR_BYTES = 8 << 20;
 
-struct Memory {  // of one thread
-  Scratch<bf16> keys, values, q, columns, weights;
-  Scratch<float> scores, scales, running, merged;
-  Scratch<float> query_steps, weight_steps, ordered;  // halves.h
-};
-
 inline State state_in(float* memory, long count) {
   const long wide = padded(count, 16);
   return {memory, memory + wide, memory + 2 * wide};
 }
 inline long state_size(const Call& call, long count) { return 2 * padded(count, 16) + count * call.cache.E; }
 
-// A split of the cache while an item's queries meet it: packed once, as far as they have asked for.
-struct Packed {
-  Memory& m;
-  const Tokens& tokens;
-  bool few;  // nothing is packed: few.h
-  long first = 0, stop = 0;
-  long keys = 0, values = 0;  // tokens from `first` on that are packed
-
-  void begin(long from, long to) {  // from: a multiple of TILE
-    if (first <= from && to <= stop) return;
-    first = from, stop = to, keys = values = 0;
-    const long room = padded(to - from, TILE);
-    m.keys.at_least(room * tokens.cache.D), m.values.at_least(room * tokens.cache.E), m.scales.at_least(2 * room);
-  }
-  float* scales_of(long tile) const { return m.scales.data + 2 * (tile - first); }
-  const bf16* keys_until(long tile, long width) {
-    const long D = tokens.cache.D;
-    for (; keys < tile - first + width; keys += 32) {
-      float* scales = scales_of(first + keys / TILE * TILE) + keys % TILE;
-      pack_32_keys(tokens, first + keys, m.keys.data + keys * D, scales, scales + TILE);
+// All queries of an item, if they are few, against the tokens [first, stop) of a split.
+void meet_few(const Call& call, const Reach& reach, const Tokens& tokens, const Few& few, long first, long stop, State s) {
+  Running running(reach, 0, few.count, s.sums);
+  bool found = false;
+  with_softmax(call, running, [&](auto softmax) {
+    for (long start = first; start < stop; start += TILE) {
+      const long end = std::min(start + TILE, tokens.end);
+      const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
+      long met = from;
+      const auto meet_values = [&](long to) {
+        if (met == to) return found;
+        values_of_few(few, tokens, start, met, to, !found, s.sums);
+        met = to;
+        return found = true;
+      };
+      for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
+      for (long t = from; t < width; t += 32) {
+        softmax.begin({few.scores + t, TILE, few.weights + t, TILE, few.scales + t, start + t});
+        softmax.end([&] { return meet_values(t); });
+      }
+      meet_values(width);
     }
-    return m.keys.data + (tile - first) * D;
-  }
-  const bf16* values_until(long tile, long width) {
-    const long E = tokens.cache.E;
-    for (; values < tile - first + width; values += 32) {
-      bf16* to = m.values.data + values / TILE * TILE * E;
-      if (tokens.cache.kind == HALVED)
-        pack_32_by_fours(tokens, first + values, to + values % TILE / 64 * STEP + values % 64 / 4 * 32, HALVED_PANEL);
-      else
-        pack_32_values(tokens, first + values, 0, E, to + values % TILE / 32 * STEP, PANEL);
-    }
-    return m.values.data + (tile - first) * E;
-  }
-  static constexpr long PANEL = TILE / 32 * STEP, HALVED_PANEL = TILE / 64 * STEP_BYTES;
-};
-
-void weights_of(const Call& call, const Reach& reach, Memory& m, const float* scales, long start, long end, long first, int count,
-                long width, State s) {
-  const long kind = call.cache.kind;
-  const auto way = kind == HALVED        ? soften<HalvedWeights>
-                   : kind != SHORT       ? soften<ShortWeights<true, false>>
-                   : call.softcap > 0    ? soften<ShortWeights<false, false>>
-                                         : soften<ShortWeights<false, true>>;
-  way(call, reach, m.scores.data, m.weights.data, m.weight_steps.data, scales, start, end, first, count, width, s);
+  });
+  running.end(s);
 }
 
-// Queries [first, first + count) of an item against the tile from `start` on; `fresh`: the first one they meet. False: they see
-// nothing of it.
-bool meet(const Call& call, const Reach& reach, Memory& m, Packed& packed, long start, long first, int count, bool fresh, State s) {
-  const long D = call.cache.D, E = call.cache.E;
-  const long end = std::min(start + TILE, packed.tokens.end), to = std::min(end, reach.position(first + count - 1) + 1);
-  if (to <= start || reach.low(first) >= end) return false;
-  const bool halved = call.cache.kind == HALVED;
-  const long width = padded(to - start, halved ? 64 : 32);
-  const bf16 *keys = packed.keys_until(start, width), *q = m.q.data + first * D;
-  if (halved)
-    scores_by_halves(q, m.query_steps.data + first, count, keys, D, width, m.scores.data);
-  else
-    for (long t = 0; t < width; t += 32)
-      product_of_rows<Bf16, false>(count, q, D, keys + t * D, STEP, D / 32, m.scores.data + t, TILE);
-  weights_of(call, reach, m, packed.scales_of(start), start, end, first, count, width, s);
-  const bf16* values = packed.values_until(start, width);
-  float* sums = s.sums + first * E;
-  if (halved) {
-    values_by_halves(m.weights.data, m.weight_steps.data, count, values, Packed::HALVED_PANEL, E, width, fresh, sums);
-    return true;
+// The same by bytes (halves.h).
+void meet_few_halves(const Call& call, const Reach& reach, const Tokens& tokens, const Few& few, long first, long stop, State s) {
+  for (long start = first; start < stop; start += TILE) {
+    const long end = std::min(start + TILE, tokens.end);
+    const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
+    for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
+    soften_halves(call, reach, few.scores, few.weights, few.weight_steps, few.scales, start, end, 0, few.count, width, s);
+    values_of_few(few, tokens, start, from, width, start == first, s.sums);
   }
-  const auto product = fresh ? product_of_rows<Bf16, false> : product_of_rows<Bf16, true>;
-  for (long e = 0; e < E; e += 32)
-    product(count, m.weights.data, TILE, values + e / 32 * Packed::PANEL, STEP, width / 32, sums + e, E, {nullptr, 0});
-  return true;
-}
-
-// All queries of an item, if they are few, against the tile from `start` on; `fresh`: the first one they meet.
-void meet_few(const Call& call, const Reach& reach, Memory& m, const Tokens& tokens, long start, const Few& few, bool fresh,
-              State s) {
-  const long end = std::min(start + TILE, tokens.end);
-  const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
-  for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
-  weights_of(call, reach, m, few.scales, start, end, 0, few.count, width, s);
-  values_of_few(few, tokens, start, from, width, fresh, s.sums);
 }
 
 // Queries of an item come in runs: those of one token lie side by side, in q and in o.
@@ -233,22 +177,19 @@ void run_split(const Call& call, const Item& item, Packed& packed, long split, S
   Memory& m = packed.m;
   const long stop = std::min(packed.tokens.end, (split + 1) * SPLIT);
   const long first = std::max(reach.low(0) / TILE * TILE, split * SPLIT);
+  const bool halved = call.cache.kind == HALVED;
   std::fill_n(s.top, item.count, LOWEST);
   memset(s.total, 0, item.count * sizeof(float));
   if (packed.few) {
     const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data,
                      m.query_steps.data, m.weight_steps.data, (int)item.count};
     begin_few(few, call.cache);
-    for (long start = first; start < stop; start += TILE) meet_few(call, reach, m, packed.tokens, start, few, start == first, s);
+    (halved ? meet_few_halves : meet_few)(call, reach, packed.tokens, few, first, stop, s);
     return end_few(few, call.cache);
   }
   packed.begin(first, stop);
-  for (long i = 0; i < item.count; i += ROWS) {
-    const int count = (int)std::min<long>(ROWS, item.count - i);
-    bool fresh = true;
-    for (long start = first; start < stop; start += TILE) fresh &= !meet(call, reach, m, packed, start, i, count, fresh, s);
-    if (fresh) memset(s.sums + i * call.cache.E, 0, count * call.cache.E * sizeof(float));
-  }
+  for (long i = 0; i < item.count; i += ROWS)
+    (halved ? meet_many_halves : meet_many)(call, reach, packed, i, (int)std::min<long>(ROWS, item.count - i), s);
 }
 
 // All splits of an item, one after the other.

@@ -24,6 +24,7 @@ struct Call {
 
 struct State {  // of `count` queries: [count], [count], [count, E]
   float *top, *total, *sums;
+  State from(long i, long E) const { return {top + i, total + i, sums + i * E}; }
 };
 
 struct Item {

@@ -17,7 +17,8 @@ struct Few {
   bf16* packed;            // room for 32 tokens
   float *scores, *scales;  // [count, TILE], [2, TILE]
   bf16* weights;           // [count, TILE]
-  const float *query_steps, *weight_steps;  // halves.h: [count]
+  const float* query_steps;  // halves.h: [count]
+  float* weight_steps;
   int count;
 };
 

@@ -10,7 +10,7 @@
 // The two bytes take the place of one bf16 in every buffer. Sums of values lie as [E / 64, 4, 16]: at [p, w] is column 4 w + p,
 // so the four columns of a word come apart.
 #pragma once
-#include "attention.h"
+#include "softmax.h"
 
 namespace quire {
 
@@ -49,24 +49,6 @@ inline float halve_query(const float* x, long D, uint8_t* to) {
   return top / QUERY_STEPS;
 }
 
-// Weights of a query and a tile: [2, TILE] bytes.
-struct HalvedWeights {
-  static constexpr bool PLAIN = false, HALVED = true;
-  uint8_t* to;
-  const float* scales;  // of values
-  Floats steps;         // how many make 1
-
-  HalvedWeights(bf16* row, const float* scales, float step)
-      : to((uint8_t*)row), scales(scales + TILE), steps(floats(step > TINY ? 1 / step : 0.f)) {}
-  void put(long t, Floats x, Floats y) const {
-    const Floats early = load(scales + t) * steps, late = load(scales + t + 16) * steps;
-    store_halves<false>(to + t, to + TILE + t, to_ints(x * early), to_ints(y * late));
-  }
-  void zero(long from, long end) const {
-    if (from < end) memset(to + from, 0, end - from), memset(to + TILE + from, 0, end - from);
-  }
-};
-
 inline Floats put_together(Ints high, Ints low, float base) { return fma(to_floats(high), floats(base), to_floats(low)); }
 
 inline Floats score_of(Ints high, Ints low, float step) { return put_together(high, low, 128.f) * floats(step); }
@@ -75,6 +57,117 @@ inline void add_values(float* sums, Ints high, Ints low, float step, bool fresh)
   const Floats found = put_together(high, low, 256.f);
   store(sums, fresh ? found * floats(step) : fma(found, floats(step), load(sums)));
 }
+
+// -- the softmax -------------------------------------------------------------------------------------------------------
+//
+// A tile at a time, and top is the largest score so far: of larger weights too little would be left to the small ones.
+
+// The keys [from, to) of a tile that a query sees.
+struct Seen {
+  long from, to;
+  bool any() const { return to > from; }
+  bool operator==(const Seen& other) const { return from == other.from && to == other.to; }
+  Mask some(long t) const { return span(from - t, to - t); }  // of the 16 from t on
+};
+
+// Calls f(t, all) for each 32 that hold something seen; `all`, a type: nothing else is among them.
+template <class F>
+inline void each_32(Seen seen, const F& f) {
+  long t = seen.from / 32 * 32;
+  if (t < seen.from) f(t, std::false_type{}), t += 32;
+  for (; t + 32 <= seen.to; t += 32) f(t, std::true_type{});
+  if (t < seen.to) f(t, std::false_type{});
+}
+
+// Scores get their factors; the largest, of each 16 lanes one. scales: [2, TILE], keys' and values'.
+inline Floats peak(const Call& call, float* scores, Seen seen, const float* scales) {
+  const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
+  const float softcap = call.softcap;
+  Floats early = lowest, late = lowest;
+  const auto score = [&](long t, bool all) {
+    Floats x = load(scores + t) * factor * load(scales + t);
+    if (softcap > 0) x = tanh_of(x) * floats(softcap * LOG2E);
+    store(scores + t, x);
+    return all ? x : select(seen.some(t), x, lowest);
+  };
+  each_32(seen, [&](long t, auto all) {
+    early = max(early, score(t, all));
+    late = max(late, score(t + 16, all));
+  });
+  return max(early, late);
+}
+
+inline float step_of(const float* value_scales, Seen seen) {
+  Floats most = floats(0.f);
+  if (!seen.any()) return 0.f;
+  each_32(seen, [&](long t, auto all) {
+    for (long n = t; n < t + 32; n += 16) {
+      const Floats some = load(value_scales + n);
+      most = max(most, all ? some : keep(seen.some(n), some));
+    }
+  });
+  return max_of(most) / WEIGHT_STEPS;
+}
+
+// Scores -> weights, [2, TILE] bytes, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
+inline Floats weigh(const float* scores, uint8_t* to, const float* value_scales, Seen seen, long width, float step, float top) {
+  const Floats steps = floats(step > TINY ? 1 / step : 0.f), below = floats(-top);
+  Floats early = floats(0.f), late = floats(0.f);
+  const auto zero = [&](long from, long end) {
+    if (from < end) memset(to + from, 0, end - from), memset(to + TILE + from, 0, end - from);
+  };
+  const auto weight = [&](long t, bool all) {
+    const Floats x = weight_of(load(scores + t) + below);
+    return all ? x : keep(seen.some(t), x);
+  };
+  zero(0, seen.from / 32 * 32);
+  each_32(seen, [&](long t, auto all) {
+    const Floats x = weight(t, all), y = weight(t + 16, all);
+    early = early + x;
+    late = late + y;
+    const Floats x_steps = load(value_scales + t) * steps, y_steps = load(value_scales + t + 16) * steps;
+    store_halves<false>(to + t, to + TILE + t, to_ints(x * x_steps), to_ints(y * y_steps));
+  });
+  zero(padded(seen.to, 32), width);
+  return early + late;
+}
+
+// Scores of `count` queries -> weights: [count, TILE] each; the state moves on. steps: of the weights, [count].
+inline void soften_halves(const Call& call, const Reach& reach, float* scores, bf16* weights, float* steps, const float* scales,
+                          long start, long end, long first, int count, long width, State s) {
+  Seen seen[LANES_OF_ROWS];
+  alignas(64) float lanes[LANES_OF_ROWS][16], top[LANES_OF_ROWS], before[LANES_OF_ROWS], shrink[LANES_OF_ROWS], total[LANES_OF_ROWS];
+  s = s.from(first, call.cache.E);
+  for (int i = 0; i < count; i++) {
+    const long position = reach.position(first + i), low = reach.low(first + i);
+    seen[i] = {std::max<long>(0, low - start), std::min(end, position + 1) - start};
+    if (seen[i].any()) store(lanes[i], peak(call, scores + i * TILE, seen[i], scales));
+  }
+  largest_of(lanes, count, top);
+  for (int i = 0; i < count; i++) {
+    before[i] = s.top[i];
+    top[i] = seen[i].any() ? std::max(before[i], top[i]) : before[i];
+  }
+  for (int i = 0; i < count; i += 16) store(shrink + i, exp2_below(load(before + i) - load(top + i)));
+  for (int i = 0; i < count; i++) {
+    steps[i] = i && seen[i] == seen[i - 1] ? steps[i - 1] : step_of(scales + TILE, seen[i]);
+    uint8_t* to = (uint8_t*)(weights + i * TILE);
+    if (seen[i].any())
+      store(lanes[i], weigh(scores + i * TILE, to, scales + TILE, seen[i], width, steps[i], top[i]));
+    else
+      memset(to, 0, width), memset(to + TILE, 0, width), store(lanes[i], floats(0.f));
+  }
+  sums_of(lanes, count, total);
+  for (int i = 0; i < count; i++) {
+    s.total[i] = s.total[i] * shrink[i] + total[i];
+    s.top[i] = top[i];
+    if (before[i] == top[i] || before[i] == LOWEST) continue;  // before any key there is nothing to shrink
+    float* sums = s.sums + i * call.cache.E;
+    for (long e = 0; e < call.cache.E; e += 16) store(sums + e, floats(shrink[i]) * load(sums + e));
+  }
+}
+
+// -- products ----------------------------------------------------------------------------------------------------------
 
 #ifdef QUIRE_AMX
 

@@ -1,28 +1,24 @@
-// Scores of a tile -> weights, and the running softmax: the largest score so far, the sum of all weights, the sums of values.
+// Scores -> weights, 32 tokens at a time, and the running softmax: what scores are lessened by, the sum of all weights, the sums
+// of values.
+//
+// A weight is 2^(score - top), and top need not be the largest score: floats and bf16 hold 2^20 as exactly as 1. So top is the
+// largest of the first 32 scores among which the query sees one, and rises, to the largest of 32 again, only where weights would
+// be too large. Scores are then looked at once, and sums seldom shrink. Which 32 tokens belong together is their place in the
+// cache, so a query's top does not depend on its company. (Halves of bytes need the largest score: halves.h.)
 #pragma once
-#include <type_traits>
-
-#include "halves.h"
+#include "attention.h"
 
 namespace quire {
 
-// The keys [from, to) of a tile that a query sees.
-struct Seen {
-  long from, to;
-  bool any() const { return to > from; }
-  bool operator==(const Seen& other) const { return from == other.from && to == other.to; }
-  Mask some(long t) const { return span(from - t, to - t); }  // of the 16 from t on
-};
-
-// What scores are multiplied by before 2^x. PLAIN: neither codes nor a softcap, and the product is left to `weigh`.
+// What scores are multiplied by before 2^x, or before the softcap.
 inline float factor_of(const Call& call) { return call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E; }
 
-// 2^x of x that are not above 0, but for rounding; relative error up to 8e-5, a fiftieth of what rounding to bf16 loses.
+// 2^x, relative error up to 8e-5, a fiftieth of what rounding to bf16 loses; of x from 127 on, what is too large.
 inline Floats weight_of(Floats x) {
 #if defined(__AVX512DQ__)
   const Floats part = _mm512_reduce_ps(x, 9);  // less the whole number below
 #else
-  x = max(x, floats(-126.f));
+  x = min(max(x, floats(-126.f)), floats(126.f));
   const Floats whole = nearest(x - floats(0.5f)), part = x - whole;
 #endif
   Floats p = fma(floats(0.07802452f), part, floats(0.22606717f));
@@ -35,90 +31,7 @@ inline Floats weight_of(Floats x) {
 #endif
 }
 
-// Calls f(t, all) for each 32 that hold something seen; `all`, a type: nothing else is among them.
-template <class F>
-inline void each_32(Seen seen, const F& f) {
-  long t = seen.from / 32 * 32;
-  if (t < seen.from) f(t, std::false_type{}), t += 32;
-  for (; t + 32 <= seen.to; t += 32) f(t, std::true_type{});
-  if (t < seen.to) f(t, std::false_type{});
-}
-
-// The largest scores, of each 16 lanes one. scales: of codes, [2, TILE], keys' and values'.
-template <bool PLAIN>
-inline Floats peak(const Call& call, float* scores, Seen seen, const float* scales) {
-  const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
-  const bool coded = call.cache.kind != SHORT;
-  const float softcap = call.softcap;
-  Floats early = lowest, late = lowest;
-  const auto score = [&](long t, bool all) {
-    Floats x = load(scores + t);
-    if (!PLAIN) {
-      x = x * factor;
-      if (coded) x = x * load(scales + t);
-      if (softcap > 0) x = tanh_of(x) * floats(softcap * LOG2E);
-      store(scores + t, x);
-    }
-    return all ? x : select(seen.some(t), x, lowest);
-  };
-  each_32(seen, [&](long t, auto all) {
-    early = max(early, score(t, all));
-    late = max(late, score(t + 16, all));
-  });
-  return max(early, late);
-}
-
-// Of HALVED weights.
-inline float step_of(const float* value_scales, Seen seen) {
-  Floats most = floats(0.f);
-  if (!seen.any()) return 0.f;
-  each_32(seen, [&](long t, auto all) {
-    for (long n = t; n < t + 32; n += 16) {
-      const Floats some = load(value_scales + n);
-      most = max(most, all ? some : keep(seen.some(n), some));
-    }
-  });
-  return max_of(most) / WEIGHT_STEPS;
-}
-
-// Weights of a query and a tile as the values' product takes them: of bf16, of codes (halves.h has another kind). PLAIN: neither
-// codes nor a softcap.
-template <bool CODED, bool IS_PLAIN>
-struct ShortWeights {
-  static constexpr bool PLAIN = IS_PLAIN, HALVED = false;
-  bf16* to;
-  const float* scales;
-  ShortWeights(bf16* row, const float* scales, float) : to(row), scales(scales + TILE) {}
-  void put(long t, Floats x, Floats y) const {
-    if (CODED)
-      store(to + t, x * load(scales + t), y * load(scales + t + 16));
-    else
-      store(to + t, x, y);
-  }
-  void zero(long from, long end) const {  // multiples of 32
-    for (long t = from; t < end; t += 32) store(to + t, floats(0.f), floats(0.f));
-  }
-};
-
-// Scores -> weights, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
-template <class W>
-inline Floats weigh(const float* scores, const W& weights, Seen seen, long width, float by, float top) {
-  const Floats factor = floats(by), below = floats(-top);
-  Floats early = floats(0.f), late = floats(0.f);
-  const auto weight = [&](long t, bool all) {
-    const Floats x = weight_of(fma(load(scores + t), factor, below));
-    return all ? x : keep(seen.some(t), x);
-  };
-  weights.zero(0, seen.from / 32 * 32);
-  each_32(seen, [&](long t, auto all) {
-    const Floats x = weight(t, all), y = weight(t + 16, all);
-    early = early + x;
-    late = late + y;
-    weights.put(t, x, y);
-  });
-  weights.zero(padded(seen.to, 32), width);
-  return early + late;
-}
+constexpr int LANES_OF_ROWS = (ROWS + 15) / 16 * 16;
 
 // lanes: [count, 16] -> of each row one number, as max_of and sum_of find it. Many are turned, and found side by side.
 template <class F, class G>
@@ -137,44 +50,164 @@ inline void reduce(float (*lanes)[16], int count, float* found, const F& both, c
     store(found + i, x[0]);
   }
 }
+inline void largest_of(float (*lanes)[16], int count, float* found) {
+  reduce(lanes, count, found, [](Floats a, Floats b) { return max(a, b); }, [](Floats x) { return max_of(x); });
+}
+inline void sums_of(float (*lanes)[16], int count, float* found) {
+  reduce(lanes, count, found, [](Floats a, Floats b) { return a + b; }, [](Floats x) { return sum_of(x); });
+}
 
-// Scores of `count` queries -> weights: [count, TILE] each; the state moves on. steps: of HALVED weights, [count].
-template <class W>
-void soften(const Call& call, const Reach& reach, float* scores, bf16* weights, float* steps, const float* scales, long start,
-            long end, long first, int count, long width, State s) {
-  constexpr bool PLAIN = W::PLAIN;
-  constexpr int MOST = (ROWS + 15) / 16 * 16;
-  Seen seen[MOST];
-  alignas(64) float lanes[MOST][16], top[MOST], before[MOST], shrink[MOST], total[MOST];
-  const float factor = PLAIN ? factor_of(call) : 1.f;
-  s = {s.top + first, s.total + first, s.sums + first * call.cache.E};
-  for (int i = 0; i < count; i++) {
-    const long position = reach.position(first + i), low = reach.low(first + i);
-    seen[i] = {std::max<long>(0, low - start), std::min(end, position + 1) - start};
-    if (seen[i].any()) store(lanes[i], peak<PLAIN>(call, scores + i * TILE, seen[i], scales));
+// Queries of an item, in the order of their positions, among a split: what they see, and have found so far.
+struct Running {
+  int count;
+  float* sums;                 // [count, E]
+  long low[ROWS], high[ROWS];  // each sees [low, high)
+  int turn = 0;
+  float top[LANES_OF_ROWS];
+  alignas(64) float totals[2][LANES_OF_ROWS][16];  // of each 16 lanes one: before 32 tokens, and after them
+
+  Running(const Reach& reach, long first, int count, float* sums) : count(count), sums(sums) {
+    for (int i = 0; i < count; i++) {
+      low[i] = reach.low(first + i), high[i] = reach.position(first + i) + 1;
+      top[i] = LOWEST;
+      store(totals[0][i], floats(0.f));
+    }
   }
-  reduce(lanes, count, top, [](Floats a, Floats b) { return max(a, b); }, [](Floats x) { return max_of(x); });
-  for (int i = 0; i < count; i++) {
-    before[i] = s.top[i];
-    top[i] = seen[i].any() ? std::max(before[i], top[i] * factor) : before[i];
+  void end(State s) {  // of these queries
+    std::copy_n(top, count, s.top);
+    alignas(64) float found[LANES_OF_ROWS];
+    sums_of(totals[turn], count, found);
+    std::copy_n(found, count, s.total);
   }
-  for (int i = 0; i < count; i += 16) store(shrink + i, exp2_below(load(before + i) - load(top + i)));
-  for (int i = 0; i < count; i++) {
-    if (W::HALVED) steps[i] = i && seen[i] == seen[i - 1] ? steps[i - 1] : step_of(scales + TILE, seen[i]);
-    const W to(weights + i * TILE, scales, steps[i]);
-    if (seen[i].any())
-      store(lanes[i], weigh(scores + i * TILE, to, seen[i], width, factor, top[i]));
-    else
-      to.zero(0, width), store(lanes[i], floats(0.f));
+};
+
+// 32 tokens from `start` on: scores that are to become weights. scales: of codes, the keys', and TILE further on the values'.
+struct Block {
+  const float* scores;
+  long score_row;
+  bf16* weights;
+  long weight_row;
+  const float* scales;
+  long start;
+};
+
+enum Way { PLAIN, CAPPED, CODED };  // PLAIN: neither a softcap nor codes
+
+template <Way WAY>
+class Softmax {
+  static constexpr float MOST = 0x1p32f;  // two weights may be that together
+
+ public:
+  Softmax(const Call& call, Running& running) : r(running), E(call.cache.E), factor(floats(factor_of(call))), softcap(call.softcap) {}
+
+  void begin(const Block& next) {
+    block = next, most = floats(0.f), waits = true;
+    all = r.low[r.count - 1] <= block.start && block.start + 32 <= r.high[0];
+    if (!begun) begun = begin_at_largest(0, r.count);
   }
-  reduce(lanes, count, total, [](Floats a, Floats b) { return a + b; }, [](Floats x) { return sum_of(x); });
-  for (int i = 0; i < count; i++) {
-    s.total[i] = s.total[i] * shrink[i] + total[i];
-    s.top[i] = top[i];
-    if (before[i] == top[i] || before[i] == LOWEST) continue;  // before any key there is nothing to shrink
-    float* sums = s.sums + i * call.cache.E;
-    for (long e = 0; e < call.cache.E; e += 16) store(sums + e, floats(shrink[i]) * load(sums + e));
+
+  // The block becomes weights. meet(): those before it meet their values, in case that a top rises; false if there are none.
+  template <class F>
+  void end(const F& meet) {
+    if (!waits) return;
+    all ? weigh<true>(0, r.count) : weigh<false>(0, r.count);
+    if (any(less(floats(MOST), most))) rise(meet());
+    r.turn ^= 1, waits = false;
   }
+
+ private:
+  Running& r;
+  const long E;
+  const Floats factor;
+  const float softcap;
+  Block block{};
+  bool begun = false;  // each query has a top
+  bool waits = false;  // the block is to become weights
+  bool all = false;    // each query sees all of it
+  Floats most{};       // of the sums of two weights
+
+  // 16 scores, less top.
+  Floats score(const float* scores, const float* key_scales, Floats below) const {
+    Floats x = load(scores);
+    if (WAY == PLAIN) return fma(x, factor, below);
+    x = x * factor;
+    if (WAY == CODED) x = x * load(key_scales);
+    if (softcap > 0) x = tanh_of(x) * floats(softcap * LOG2E);
+    return x + below;
+  }
+
+  // Which of 16 tokens, from the block's t-th on, query i sees.
+  Mask seen(int i, long t) const {
+    alignas(64) static const int32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints place = load(places) + (int32_t)(block.start + t);
+    return both(less(ints((int32_t)r.low[i] - 1), place), less(place, ints((int32_t)r.high[i])));
+  }
+
+  // The tops of those among queries [from, to) that have none and see something; true if then all have.
+  bool begin_at_largest(int from, int to) {
+    alignas(64) float lanes[LANES_OF_ROWS][16], found[LANES_OF_ROWS];
+    const Floats lowest = floats(LOWEST), nothing = floats(0.f);
+    for (int i = from; i < to; i++) {
+      const float* at = block.scores + i * block.score_row;
+      const Floats early = select(seen(i, 0), score(at, block.scales, nothing), lowest);
+      const Floats late = select(seen(i, 16), score(at + 16, block.scales + 16, nothing), lowest);
+      store(lanes[i - from], max(max(early, late), lowest));
+    }
+    largest_of(lanes, to - from, found);
+    bool have = true;
+    for (int i = from; i < to; i++) {
+      if (r.top[i] == LOWEST) r.top[i] = found[i - from];
+      have &= r.top[i] != LOWEST;
+    }
+    return have;
+  }
+
+  // Of queries [from, to); ALL: they see the whole block. What a loop has in registers may not be changed by what it stores.
+  template <bool ALL>
+  __attribute__((noinline)) void weigh(int from, int to) {
+    const Softmax self = *this;
+    const Block& b = self.block;
+    const float *scores = b.scores + from * b.score_row, *before = r.totals[r.turn][from];
+    float* after = r.totals[!r.turn][from];
+    bf16* weights = b.weights + from * b.weight_row;
+    Floats most = self.most;
+    for (int i = from; i < to; i++, scores += b.score_row, weights += b.weight_row, before += 16, after += 16) {
+      const Floats below = floats(-r.top[i]);
+      Floats x = weight_of(self.score(scores, b.scales, below)), y = weight_of(self.score(scores + 16, b.scales + 16, below));
+      if (!ALL) x = keep(self.seen(i, 0), x), y = keep(self.seen(i, 16), y);
+      const Floats both = x + y;
+      store(after, load(before) + both);
+      most = max(both, most);  // what is no number is passed over
+      if (WAY == CODED) x = x * load(b.scales + TILE), y = y * load(b.scales + TILE + 16);
+      store(weights, x, y);
+    }
+    this->most = most;
+  }
+
+  // A query with weights that are too large goes on from the largest score of the block. found: there are sums.
+  __attribute__((noinline)) void rise(bool found) {
+    for (int i = 0; i < r.count; i++) {
+      most = floats(0.f);
+      weigh<false>(i, i + 1);
+      if (!any(less(floats(MOST), most))) continue;
+      const float before = r.top[i];
+      r.top[i] = LOWEST;
+      begin_at_largest(i, i + 1);
+      const Floats shrink = exp2_below(floats(before - r.top[i]));
+      float *total = r.totals[r.turn][i], *sums = r.sums + i * E;
+      store(total, load(total) * shrink);
+      for (long e = 0; found && e < E; e += 16) store(sums + e, load(sums + e) * shrink);
+      weigh<false>(i, i + 1);
+    }
+  }
+};
+
+// Calls f with a Softmax.
+template <class F>
+inline void with_softmax(const Call& call, Running& running, const F& f) {
+  if (call.cache.kind != SHORT) return f(Softmax<CODED>(call, running));
+  if (call.softcap > 0) return f(Softmax<CAPPED>(call, running));
+  f(Softmax<PLAIN>(call, running));
 }
 
 }  // namespace quire
