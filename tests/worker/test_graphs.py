@@ -137,13 +137,13 @@ def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
     pace = Pace(share=0.25, clock=clock)
     graphs = source(recorder, pace=pace)
     run(graphs, a_batch(rng, [1] * 4))
-    pace.free_at = 0.0
+    clock.now = 10.0
     pace.took(2.0)
-    for at, rows, sizes in ((5.9, 1, [4]), (6.0, 1, [4, 1]), (6.0, 2, [4, 1, 2])):
+    for at, rows, sizes in ((15.9, 1, [4]), (16.0, 1, [4, 1]), (16.0, 2, [4, 1, 2])):
         clock.now = at
         run(graphs, a_batch(rng, [1] * rows))
         assert recorder.sizes == sizes
-        pace.free_at = min(pace.free_at, 6.0)
+        pace.free_at = min(pace.free_at, 16.0)
     assert graphs.eager == 0
 
 
