@@ -155,6 +155,12 @@ def test_older_writers_leave_a_file_of_their_own(
         build(path)
 
 
+def test_one_group_is_a_scale_a_row(made: Callable[[str], Path], caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        build(made("gptq one group"))
+    assert "quantized: gptq, 4 bits with a scale a row; activations" in caplog.text
+
+
 def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: Any) -> None:
     path = made("fp8 blocks")
     with caplog.at_level(logging.INFO):
@@ -164,9 +170,14 @@ def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: An
 
 @pytest.mark.parametrize(("scheme", "kind"), [("int4", Int4Weight), ("int8", Int8Weight)])
 def test_an_fp8_checkpoint_may_be_made_smaller(
-    made: Callable[[str], Path], scheme: str, kind: type
+    made: Callable[[str], Path], scheme: str, kind: type, caplog: Any
 ) -> None:
-    model = build(made("fp8"), quantization=scheme)
+    with caplog.at_level(logging.INFO):
+        model = build(made("fp8"), quantization=scheme)
+    assert (
+        f"7 layers are quantized: fp8, 8-bit floats with a scale a tensor, made {scheme}\n"
+        in caplog.text
+    )
     schemes: list[Any] = [m.scheme for m in model.modules() if isinstance(m, Linear)]
     assert len(schemes) == 8
     assert all(isinstance(one, Made) and isinstance(one.weight, kind) for one in schemes)

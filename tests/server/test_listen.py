@@ -16,7 +16,7 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
 from quire.server import launch, listen
 from quire.server.app import build_app
-from quire.server.greeting import curl_line, failure
+from quire.server.greeting import curl_line, failure, stages_table
 
 
 async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
@@ -200,3 +200,10 @@ def test_a_failed_start_is_one_report():
     assert report.endswith("quire serve: error: no room")
     assert report.count("no room") == 1
     assert "Traceback" in report
+
+
+def test_the_stages_of_a_start_are_all_of_it() -> None:
+    lines = stages_table([("import torch", 1.5), ("short", 0.001), ("load the model", 2.25)], 5.0)
+    seconds = {line.rpartition("  ")[0].strip(): line.split()[-2] for line in lines.splitlines()}
+    assert list(seconds.values()) == ["1.50", "2.25", "1.25", "5.00"]
+    assert "the rest: imports of the server, processes, the tokenizer" in seconds

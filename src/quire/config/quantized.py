@@ -95,22 +95,25 @@ class Layout:
     shifted: bool = False  # stored zero points are one too small (GPTQ's first format)
     inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
 
-    def says(self, apart: bool = False) -> str:
-        """apart: on a device of its own."""
-        per = f"groups of {self.group}" if self.group > 0 else f"a scale a {self.strategy}"
+    def says(self, apart: bool = False, online: str | None = None) -> str:
+        """apart: on a device of its own. online: what `--quantization` makes of 8-bit floats."""
+        one = "row" if self.strategy == "group" else self.strategy
+        per = f"groups of {self.group}" if self.group > 0 else f"a scale a {one}"
+        if self.kind == "float" and online not in (None, "fp8"):
+            return f"8-bit floats with {per}, made {online}"
         if self.kind == "float" and apart:
             return f"8-bit floats with {per}; activations by token in 8-bit floats"
         if self.kind == "ct-int" and apart:
             return "int8 with a scale a row; activations by token in int8"
         if apart:
-            return f"{self.bits} bits in {per}; activations as they are"
+            return f"{self.bits} bits with {per}; activations as they are"
         if self.kind == "float":
             return "8-bit floats, made int8 with a scale a row: a CPU multiplies bytes"
         if self.kind == "ct-int":
             return "int8 with a scale a row"
         if self.bits == 8:
-            return f"8 bits in {per}, made int8 with a scale a row"
-        return f"{self.bits} bits in {per}; activations by token in 8 bits"
+            return f"8 bits with {per}, made int8 with a scale a row"
+        return f"{self.bits} bits with {per}; activations by token in 8 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,9 @@ class Quantized:
                         return layout
         return None
 
-    def says(self, apart: bool = False) -> str:
+    def says(self, apart: bool = False, online: str | None = None) -> str:
         """For the log: what there is, and what it becomes."""
-        kinds = [layout.says(apart) for layout in dict.fromkeys(self.layouts())]
+        kinds = [layout.says(apart, online) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     def layouts(self) -> Iterator[Layout]:

@@ -208,7 +208,7 @@ def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
     if stored.layout_of("lm_head") is not None and model.lm_head.table is model.lm_head:
         model.lm_head = Linear(model.cfg.hidden_size, model.cfg.vocab_size)
     count = expect_stored(model, stored, resolved.quantization, apart)
-    log.info("%d layers are quantized: %s", count, stored.says(apart))
+    log.info("%d layers are quantized: %s", count, stored.says(apart, resolved.quantization))
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
