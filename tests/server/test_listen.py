@@ -8,6 +8,7 @@ import resource
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from scripted import ScriptedEngine, make_state
 
@@ -74,6 +75,13 @@ def test_a_head_that_does_not_come_is_not_waited_for():
     nothing, half, *good = asyncio.run(talk(config, b"", b"GET /version HT", *[whole] * 9))
     assert nothing == half == b""
     assert any(answer.startswith(b"HTTP/1.1 200") for answer in good)
+
+
+def test_clients_give_up_idle_connections_before_the_server_does():
+    """(Both did after 5 s; a request that was on its way just then failed.)"""
+    app = build_app(make_state(ScriptedEngine()))
+    server = listen.http_server(app, ServerConfig(host="127.0.0.1", port=0))
+    assert server.config.timeout_keep_alive > 90 > (httpx.Limits().keepalive_expiry or 0)
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded():

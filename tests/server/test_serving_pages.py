@@ -44,6 +44,7 @@ def test_limits_are_those_of_the_code():
         launch.MOST_QUEUED, launch.MOST_QUEUED_TOKENS, int(server.receive_timeout),
     ):  # fmt: skip
         assert f", {number:,} |" in SERVING, number
+    assert f"| {listen.KEEP_ALIVE_S} | closed |" in SERVING
     assert (listen.HEAD_BYTES, server.max_body_bytes) == (64 << 10, 16 << 20)
     assert f"({server.shutdown_timeout} s)" in SERVING
 

@@ -29,7 +29,9 @@ LOOPBACKS = (LOOPBACK, "localhost", "::1")
 BACKLOG = 2048
 MOST_FILES = 1 << 16
 HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
-KEEP_ALIVE_S = 5
+KEEP_ALIVE_S = 100
+"""How long a connection may be idle: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx 60, Go 90).
+Where we were the first to close, or closed at the same time, a request on its way would find nobody."""
 LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
 
 
