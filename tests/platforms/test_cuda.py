@@ -13,6 +13,7 @@ from quire.attention.base import BACKENDS
 from quire.errors import ConfigError, NotEnoughMemory
 from quire.layers.linear import Linear
 from quire.layers.weights import set_parameter
+from quire.logging import get_logger
 from quire.models.offload import Offload
 from quire.ops.dispatch import MODULES
 from quire.platforms import cuda, facts
@@ -39,9 +40,11 @@ def platform(allocated: int, reserved: int, free: int, monkeypatch) -> cuda.Cuda
 
 
 def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
-    with caplog.at_level(logging.INFO):
-        assert facts.facts().device == "cpu"
-    assert "A card is here and not used" in caplog.text
+    monkeypatch.setattr(facts, "logger", get_logger("quire.platforms.facts"))  # it warns once
+    with caplog.at_level(logging.WARNING):
+        assert facts.facts().device == facts.facts().device == "cpu"
+    (said,) = caplog.messages
+    assert said == "A card is here and not used: Quire has not been run on a card yet; QUIRE_DEVICE=cuda takes it"  # fmt: skip
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     found = facts.facts()
     assert (found.device, found.depth, found.block_size, found.dtypes[0]) == (
