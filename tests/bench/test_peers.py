@@ -41,7 +41,7 @@ def a_result() -> dict[str, object]:
     return {
         "date": "2026-01-01", "command": "-", "commit": "-", "shape": "tiny", "rounds": 3,
         "machine": {
-            "cpu": "Intel", "cores": 2, "memory_gib": 1.0, "capability": "-", "load": 0.0, "system": "-", "python": "-", "torch": "-"
+            "cpu": "Intel", "cores": 2, "memory_gib": 1.0, "capability": "-", "kernels": "amx", "load": 0.0, "system": "-", "python": "-", "torch": "-"
         },
         "engines": {
             "quire": {"group": "16 bits", **started}, "a": {"group": "16 bits", **started}, "b": {"group": "16 bits", **started},
@@ -69,6 +69,7 @@ def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
 
 def test_page_has_a_row_for_what_could_not_run_and_for_other_machines():
     text = beside.page(a_result())
+    assert "GiB, -, kernels amx, load 0.0" in text
     assert (
         "| 16 bits | 1x32/64 | **quire** | 3 | 32 | 32 | 1.75x | 20.0 | 1 | 60% | 100% | 2.0 |"
         in text

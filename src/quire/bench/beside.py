@@ -119,7 +119,8 @@ def page(result: dict[str, Any]) -> str:
         f"# {result['shape']} beside other engines, {result['date']}",
         "",
         f"Command: `{result['command']}`, commit {result['commit']}.",
-        f"Machine: {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['capability']}, load {about['load']:.1f}"
+        f"Machine: {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['capability']},"
+        f" kernels {about['kernels']}, load {about['load']:.1f}"
         f" at the start; {about['system']}. Python {about['python']}, torch {about['torch']}.",
         "",
         f"{result['rounds']} rounds, the engines in turn within each; medians. Random weights, greedy, no end of text, prefix caches"
