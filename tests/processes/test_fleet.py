@@ -309,6 +309,7 @@ def test_one_that_dies_while_it_waits_for_a_sleep_holds_nobody_back(
     os.kill(engine, signal.SIGCONT)
     assert failed
     until(lambda: struck not in fronts(server) and len(fronts(server)) == 2)
+    until(lambda: other.get("/health/ready").status_code == 200)  # were it stopped for long
     assert other.get("/is_paused").json() == {"is_paused": False}
     assert other.post(TEXT, json=GREEDY).status_code == 200
     server.client.close()  # it may be of the one that is gone
