@@ -1,11 +1,13 @@
-"""Libraries of the cache directory, and what is said where no build can be had. No compiler is called here."""
+"""Libraries of the cache directory, and what is said of the one that is taken, or where none can be had."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quire.errors import ConfigError
 from quire.ops.cpu import build, isa, library
@@ -90,7 +92,26 @@ def test_the_log_says_which_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
-    monkeypatch.setattr(library, "load", lambda name: f"a build called {name}")
+    made = SimpleNamespace(threads=torch.get_num_threads)
+    monkeypatch.setattr(library, "load", lambda name: made)
     with caplog.at_level(logging.INFO):
-        assert best() == "a build called portable"
+        assert best() is made
     assert "CPU kernels: portable" in caplog.text
+    assert "threads of their own" not in caplog.text
+
+
+def test_another_pool_of_threads_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
+    monkeypatch.setattr(library, "load", lambda name: SimpleNamespace(threads=lambda: before))
+    best()
+    assert "the kernels have threads of their own" in caplog.text
+    assert torch.get_num_threads() == before
+
+
+def test_the_kernels_use_torchs_threads() -> None:
+    if (found := library.best()) is None:
+        pytest.skip("no native kernels run here")
+    assert library.shares_threads(found.threads)

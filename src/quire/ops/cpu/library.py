@@ -97,6 +97,7 @@ class Kernels:
     layer: Callable[..., None]
     layers: Callable[..., None]
     step: Callable[..., int]
+    threads: Callable[[], int]
 
     def __init__(self, which: isa.Isa):
         self.isa = which
@@ -145,6 +146,11 @@ def best() -> Kernels | None:
                 failures.append(f"{name}: {why}")
         else:
             log.info("CPU kernels: %s", name)
+            if not shares_threads(found.threads):
+                log.warning(
+                    "the kernels have threads of their own, which compete with torch's for the cores: was it clang that compiled"
+                    " them? Its OpenMP is another one; CXX=g++ and another QUIRE_CACHE_ROOT make new ones"
+                )
             if failures:
                 log.warning(
                     "the kernels for %s run, as others failed: %s", name, "; ".join(failures)
@@ -155,6 +161,16 @@ def best() -> Kernels | None:
         "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
     )
     return None
+
+
+def shares_threads(threads: Callable[[], int]) -> bool:
+    """Whether somebody's number of threads is torch's, now and when that changes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        return threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check(wanted: str, usable: list[str]) -> None:
