@@ -23,11 +23,6 @@ namespace quire {
 
 constexpr long GROUP = 2048, LEAST_GROUP = 64;
 
-// A call that reads no more than this finds it in the L3 cache: one line of four is fetched ahead then, and the core's own
-// prefetcher brings the others without its fill buffers. Heads of 64, 64 rows of 64 tokens: alone 0.98 -> 0.80 us an item, in a
-// step of quire-tiny a twentieth less. From memory that prefetcher is too late: heads of 128, 32 rows of 544, a fifth slower.
-constexpr long NEAR_BYTES = 8 << 20;
-
 inline State state_in(float* memory, long count) {
   const long wide = padded(count, 16);
   return {memory, memory + wide, memory + 2 * wide};
@@ -183,10 +178,10 @@ void run_split(const Call& call, const Item& item, Packed& packed, long split, S
   if (packed.few) {
     const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data,
                      m.query_steps.data, m.weight_steps.data, (int)item.count};
-    begin_few(few, call.cache);
-    (halved ? meet_few_halves : meet_few)(call, reach, packed.tokens, few, first, stop, s);
-    return end_few(few, call.cache);
+    begin_few(few, call.cache, m.shape);
+    return (halved ? meet_few_halves : meet_few)(call, reach, packed.tokens, few, first, stop, s);
   }
+  m.shape.take(16);
   packed.begin(first, stop);
   for (long i = 0; i < item.count; i += ROWS)
     (halved ? meet_many_halves : meet_many)(call, reach, packed, i, (int)std::min<long>(ROWS, item.count - i), s);
@@ -328,6 +323,7 @@ void attend(const Call& call) {
   {
     static thread_local Memory memory;
     begin_products();
+    memory.shape = {};
     queue.run([&](long i, long next) { run_item(call, items[i], next < 0 ? nullptr : &items[next], memory, work.found.data()); });
     end_products();
     if (!work.divided.empty()) {
@@ -349,8 +345,5 @@ EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const void* key
                             float softcap) {
   if (halved(kind, D, E)) kind = HALVED;
   Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
-  long tokens = 0;
-  for (long row = 0; row < rows; row++) tokens += lengths[row];
-  if (tokens * kv_heads * (D + E) * (kind == SHORT ? 2 : 1) <= NEAR_BYTES) cache.each = 4;
   attend({q, o, cache, starts, lengths, sinks, q_step, rows, heads, window, scale, softcap});
 }

@@ -8,6 +8,7 @@ struct Memory {  // of one thread
   Scratch<bf16> keys, values, q, columns, weights;
   Scratch<float> scores, scales, running, merged;
   Scratch<float> query_steps, weight_steps, ordered;  // halves.h
+  Shape shape;                                        // few.h
 };
 
 // A split of the cache while an item's queries meet it: packed once, as far as they have asked for.

@@ -17,21 +17,15 @@ struct Paged {
   const float *key_scales, *value_scales;  // of codes
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
-  long each = 1;  // of so many lines one is fetched ahead
 };
 
 // What is to be fetched, some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads wait for one.
 struct Fetches {
   const char* from;  // or null
-  long each = 1;
   void some(long lines) {
     if (!from) return;
-    if (each == 1) {
 #pragma GCC unroll 16
-      for (long i = 0; i < lines; i++) fetch(from + i * LINE);
-    } else {
-      for (long i = 0; i < lines; i += each) fetch(from + i * LINE);
-    }
+    for (long i = 0; i < lines; i++) fetch(from + i * LINE);
     from += lines * LINE;
   }
 };
@@ -61,7 +55,7 @@ struct Tokens {
       of = next, t += next ? next->first - stop : 0;
       if (!of || t >= of->end) return {nullptr};
     }
-    return {(const char*)data + of->slot(t) * size, cache.each};
+    return {(const char*)data + of->slot(t) * size};
   }
 };
 
