@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import weakref
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from quire.models import frugal
 from quire.quantization import int8, registry
 
 PAGES = 64
+FIXED_NOREPLACE = 0x100000  # of Linux: there, or nowhere
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
     path, tensor = mapped
     whole = float(tensor.double().sum())
     assert resident(path) == PAGES * 4096
-    assert frugal.let_go([path]) == PAGES * 4096
+    assert frugal.let_go([path], [tensor]) == PAGES * 4096
     assert resident(path) == 0
     assert float(tensor.double().sum()) == whole
 
@@ -48,7 +51,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
 def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
     path, tensor = mapped
     tensor[5] = -1.0
-    assert frugal.let_go([path]) == 0
+    assert frugal.let_go([path], [tensor]) == 0
     assert float(tensor[5]) == -1.0
 
 
@@ -57,8 +60,29 @@ def test_other_files_are_left_alone(mapped, tmp_path):
     assert float(tensor[0]) == 0.0
     held = resident(path)
     assert held > 0
-    assert frugal.let_go([tmp_path / "another"]) == 0
+    assert frugal.let_go([tmp_path / "another"], [tensor]) == 0
     assert resident(path) == held
+
+
+def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatch):
+    """(Two engines that were loaded at once: one gave back pages of a file that the other had done with, and in whose
+    place its weights lay by then.)"""
+    path, _ = mapped
+    copy = tmp_path / "smaps"
+    gone = torch.from_file(str(path), shared=False, size=PAGES * 1024)
+    place, size = gone.data_ptr(), PAGES * 4096
+    copy.write_text(frugal.SMAPS.read_text())
+    monkeypatch.setattr(frugal, "SMAPS", copy)
+    del gone
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)  # fmt: skip
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED_NOREPLACE
+    if libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != place:
+        pytest.skip("another thread was quicker")
+    ctypes.memset(place, 7, size)
+    frugal.let_go([path], [])
+    assert ctypes.string_at(place, size) == b"\7" * size
+    libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
 
 
 def test_parts_wait_for_the_join_and_then_lie_side_by_side():

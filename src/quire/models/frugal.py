@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 WHILE_LOADING = 1 << 20
 AFTER = 32 << 20  # the most that glibc would have come to by itself
@@ -40,17 +42,21 @@ def separate_blocks() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def let_go(files: Iterable[str | Path]) -> int:
+def let_go(files: Iterable[str | Path], held: Iterable[Tensor]) -> int:
     """Give back what was read of mapped files; how many bytes. They stay mapped, and in the system's cache.
 
-    A mapping that was written to is left alone: its changes are nowhere else.
+    Only mappings in which one of the tensors `held` lies: another may be gone, and its place another thread's, before
+    its pages are let go. And none that was written to: its changes are nowhere else.
     """
     names = {str(Path(file).resolve()) for file in files}
     libc = ctypes.CDLL(None, use_errno=True)
     if not SMAPS.exists() or not hasattr(libc, "madvise"):
         return 0
-    given = 0
+    given, alive = 0, list(held)
+    places = [tensor.data_ptr() for tensor in alive]
     for start, end, resident in _unchanged(SMAPS.read_text(encoding="utf-8"), names):
+        if not any(start <= place < end for place in places):
+            continue
         pages = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
         if libc.madvise(*pages, mmap.MADV_DONTNEED) == 0:
             given += resident

@@ -196,7 +196,8 @@ def _with_weights(
         model.recordable = model.movable = False
     if "native" in platform.kernels:
         fuse_model(model)
-        let_go(files)  # of which little is still in use: norms, the table of embeddings
+        # Little of them is still in use: norms, the table of embeddings.
+        let_go(files, (*model.parameters(), *model.buffers()))
     return source
 
 
