@@ -58,22 +58,31 @@ inline Ints meet(Ints sums, const Part& w, const Word& x) {
 
 #ifdef QUIRE_AMX
 
-// Tiles 0..3 sums, 4 and 5 `rows` of x, 6 and 7 outputs, all signed; `deep` inputs at once, 32 or 64.
-inline void configure_nibbles(int deep, int rows = 16) {
+inline Ints bytes_minus(Ints a, Ints b) { return (Ints)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
+
+// Tiles 0 and 1 sums of `upper` rows, 2 and 3 of `lower` ones, 4 and 5 these rows of x, 6 and 7 outputs, all signed; `deep` inputs
+// at once, 32 or 64.
+inline void configure_nibbles(int deep, int upper = 16, int lower = 16) {
+  const int rows[8] = {upper, upper, lower, lower, upper, lower, deep / 4, deep / 4};
   TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? deep : 64);
-    config.rows[i] = (uint8_t)(i >= 6 ? deep / 4 : rows);
+    config.rows[i] = (uint8_t)rows[i];
   }
   load_config(config);
 }
 
-// Sums of up to 16 rows and 32 outputs stay in tiles while inputs are met; x: x_row bytes from row to row; left, right:
-// [deep / 4][64] of 16 outputs each.
+// Sums of up to 16 rows, or of up to 32 if there are LOWER ones, and 32 outputs stay in tiles while inputs are met; x: x_row bytes
+// from row to row; left, right: [deep / 4][64] of 16 outputs each.
+template <bool LOWER>
 inline void begin_sums() {
   _tile_zero(0);
   _tile_zero(1);
+  if (!LOWER) return;
+  _tile_zero(2);
+  _tile_zero(3);
 }
+template <bool LOWER>
 inline void meet_few(const int8_t* x, long x_row, const int8_t* left, const int8_t* right) {
   written();
   _tile_loadd(4, x, x_row);
@@ -81,33 +90,25 @@ inline void meet_few(const int8_t* x, long x_row, const int8_t* left, const int8
   _tile_loadd(7, right, 64);
   _tile_dpbssd(0, 4, 6);
   _tile_dpbssd(1, 4, 7);
+  if (!LOWER) return;
+  _tile_loadd(5, x + 16 * x_row, x_row);
+  _tile_dpbssd(2, 5, 6);
+  _tile_dpbssd(3, 5, 7);
 }
+template <bool LOWER>
 inline void end_sums(int32_t* sums) {  // [rows][32]
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
+  if (!LOWER) return;
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
 inline void meet_tiles(const int8_t* x, const int8_t* w, long times, int deep, int32_t* sums) {
-  written();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (long i = 0; i < times; i++, x += 32 * deep, w += 32 * deep) {
-    _tile_loadd(4, x, deep);
-    _tile_loadd(6, w, 64);
-    _tile_loadd(7, w + 16 * deep, 64);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_loadd(5, x + 16 * deep, deep);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-  }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 16 * 32, 128);
-  _tile_stored(3, sums + 16 * 32 + 16, 128);
+  begin_sums<true>();
+  for (long i = 0; i < times; i++, x += 32 * deep, w += 32 * deep) meet_few<true>(x, deep, w, w + 16 * deep);
+  end_sums<true>(sums);
 }
 
 inline void end_tiles() { _tile_release(); }

@@ -45,7 +45,6 @@ inline LeafF as_floats(LeafI x) { return (LeafF)x; }
 inline LeafI as_ints(LeafF x) { return (LeafI)x; }
 inline LeafI logical_right(LeafI x, int bits) { return (LeafI)((LeafU)x >> bits); }
 // Modulo 2^32; the operators may not overflow.
-inline LeafI wrapping_minus(LeafI a, LeafI b) { return (LeafI)((LeafU)a - (LeafU)b); }
 inline LeafI wrapping_plus(LeafI a, LeafI b) { return (LeafI)((LeafU)a + (LeafU)b); }
 inline LeafI wrapping_times(LeafI a, LeafI b) { return (LeafI)((LeafU)a * (LeafU)b); }
 
@@ -262,7 +261,7 @@ QUIRE_EACH_1(rounded) QUIRE_EACH_1(inverse) QUIRE_EACH_1(low_bytes) QUIRE_EACH_1
     return {name(a.lo, b.lo), name(a.hi, b.hi)};                                                               \
   }
 QUIRE_EACH_2(max) QUIRE_EACH_2(min) QUIRE_EACH_2(times_power) QUIRE_EACH_2(less) QUIRE_EACH_2(both)
-QUIRE_EACH_2(multiply_shorts) QUIRE_EACH_2(wrapping_minus) QUIRE_EACH_2(wrapping_plus) QUIRE_EACH_2(wrapping_times)
+QUIRE_EACH_2(multiply_shorts) QUIRE_EACH_2(wrapping_plus) QUIRE_EACH_2(wrapping_times)
 #undef QUIRE_EACH_2
 
 template <class V>
