@@ -63,21 +63,20 @@ struct Running {
   float* sums;                 // [count, E]
   long low[ROWS], high[ROWS];  // each sees [low, high)
   int turn = 0;
-  float top[LANES_OF_ROWS];
+  float below[LANES_OF_ROWS];  // -top
   alignas(64) float totals[2][LANES_OF_ROWS][16];  // of each 16 lanes one: before 32 tokens, and after them
 
   Running(const Reach& reach, long first, int count, float* sums) : count(count), sums(sums) {
     for (int i = 0; i < count; i++) {
       low[i] = reach.low(first + i), high[i] = reach.position(first + i) + 1;
-      top[i] = LOWEST;
+      below[i] = -LOWEST;
       store(totals[0][i], floats(0.f));
     }
   }
   void end(State s) {  // of these queries
-    std::copy_n(top, count, s.top);
     alignas(64) float found[LANES_OF_ROWS];
     sums_of(totals[turn], count, found);
-    std::copy_n(found, count, s.total);
+    for (int i = 0; i < count; i++) s.top[i] = -below[i], s.total[i] = found[i];
   }
 };
 
@@ -156,8 +155,8 @@ class Softmax {
     largest_of(lanes, to - from, found);
     bool have = true;
     for (int i = from; i < to; i++) {
-      if (r.top[i] == LOWEST) r.top[i] = found[i - from];
-      have &= r.top[i] != LOWEST;
+      if (r.below[i] == -LOWEST) r.below[i] = -found[i - from];
+      have &= r.below[i] != -LOWEST;
     }
     return have;
   }
@@ -172,7 +171,7 @@ class Softmax {
     bf16* weights = b.weights + from * b.weight_row;
     Floats most = self.most;
     for (int i = from; i < to; i++, scores += b.score_row, weights += b.weight_row, before += 16, after += 16) {
-      const Floats below = floats(-r.top[i]);
+      const Floats below = floats(r.below[i]);
       Floats x = weight_of(self.score(scores, b.scales, below)), y = weight_of(self.score(scores + 16, b.scales + 16, below));
       if (!ALL) x = keep(self.seen(i, 0), x), y = keep(self.seen(i, 16), y);
       const Floats both = x + y;
@@ -190,10 +189,10 @@ class Softmax {
       most = floats(0.f);
       weigh<false>(i, i + 1);
       if (!any(less(floats(MOST), most))) continue;
-      const float before = r.top[i];
-      r.top[i] = LOWEST;
+      const float before = r.below[i];
+      r.below[i] = -LOWEST;
       begin_at_largest(i, i + 1);
-      const Floats shrink = exp2_below(floats(before - r.top[i]));
+      const Floats shrink = exp2_below(floats(r.below[i] - before));
       float *total = r.totals[r.turn][i], *sums = r.sums + i * E;
       store(total, load(total) * shrink);
       for (long e = 0; found && e < E; e += 16) store(sums + e, load(sums + e) * shrink);
