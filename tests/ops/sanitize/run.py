@@ -2,6 +2,7 @@
 calls it over generated shapes beside plain loops (`*.cpp` here). No torch.
 
     python tests/ops/sanitize/run.py [build ...]
+    python tests/ops/sanitize/run.py threads [build ...]     with the thread sanitizer, which sees no tiles
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from pathlib import Path
 from quire.ops.cpu import build, isa
 
 HERE = Path(__file__).parent
-FLAGS = (
-    "-O1",
-    "-g",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
-)
+THREADS = "threads"  # its folder here, too: what stands in for OpenMP's runtime
+FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer")
+MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RACES = ("-fsanitize=thread",)
 # A leak check needs ptrace, and the kernels keep their scratch memory until the end.
-OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "TSAN_OPTIONS": "halt_on_error=1",
+    "OMP_NUM_THREADS": "2",
+}
 
 
 def compile_all(sources: Iterable[Path], flags: tuple[str, ...], folder: Path) -> list[str]:
@@ -37,25 +39,29 @@ def compile_all(sources: Iterable[Path], flags: tuple[str, ...], folder: Path) -
     return list(objects.values())
 
 
-def run(which: isa.Isa, checks: list[str], folder: Path) -> int:
+def run(which: isa.Isa, checks: list[str], flags: tuple[str, ...], folder: Path) -> int:
     """The program's exit status: 0 if all is well, 77 if the operating system does not give what it needs."""
     folder.mkdir()
-    kernels = compile_all(build.SOURCES.glob("*.cpp"), which.flags, folder)
+    kernels = compile_all(build.SOURCES.glob("*.cpp"), (*which.flags, *flags), folder)
     program = str(folder / which.name)
-    command = [build.compiler(), *build.FLAGS, *FLAGS, *checks, *kernels, "-o", program]
+    command = [build.compiler(), *build.FLAGS, *FLAGS, *flags, *checks, *kernels, "-o", program]
     subprocess.run(command, check=True)
     print(f"{which.name}: ", end="", flush=True)
-    return subprocess.run([program], env={**os.environ, **OPTIONS}).returncode
+    # The thread sanitizer of gcc 12 wants addresses where it expects them.
+    still = ["setarch", "-R"] if flags is RACES else []
+    return subprocess.run([*still, program], env={**os.environ, **OPTIONS}).returncode
 
 
 def main(wanted: list[str]) -> int:
+    flags, sources = MEMORY, list(HERE.glob("*.cpp"))
+    if wanted[:1] == [THREADS]:
+        flags, wanted = RACES, wanted[1:]
+        sources += (HERE / THREADS).glob("*.cpp")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checks = compile_all(
-            HERE.glob("*.cpp"), (), folder
-        )  # once: they call kernels, and hold none
+        checks = compile_all(sources, flags, folder)  # once: they call kernels, and hold none
         codes = {
-            which.name: run(which, checks, folder / which.name)
+            which.name: run(which, checks, flags, folder / which.name)
             for which in isa.usable()
             if not wanted or which.name in wanted
         }
