@@ -264,9 +264,10 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     threads = [threading.Thread(target=run, args=(at,)) for at in range(32)]
     for thread in threads:
         thread.start()
-    (engine,) = [child for child in children(server.process.pid) if has_torch(child)]
+    engines = [child for child in children(server.process.pid) if has_torch(child)]
+    assert len(engines) == 1, server.output[-4000:]
     begun.wait(PATIENCE_S)
-    os.kill(engine, blow)
+    os.kill(engines[0], blow)
     for thread in threads:
         thread.join(PATIENCE_S)
     assert len(ends) == 32
