@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.platforms.cores import chosen_cores, one_node, threads
+from quire.platforms.cores import all_but_one, chosen_cores, one_node, threads
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,31 @@ def test_a_thread_for_each_core_that_the_quota_keeps_running(
     root = machine(two_sockets(tmp_path), files)
     assert threads([4, 5, 6, 7, 12, 13, 14, 15], root) == count
     assert threads([4, 12], root) == 1
+
+
+def test_of_many_cores_one_is_left_to_the_server(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    everything = list(range(16))
+    assert all_but_one(everything, everything, root) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+    ]
+    assert all_but_one(everything, one_node(everything, root), root) == []  # a node is free
+    assert all_but_one(everything[:15], everything[:15], root)[0] == 1  # 8 physical ones still
+    assert all_but_one(list(range(7)), list(range(7)), root) == []
+    assert all_but_one(list(range(9)), list(range(9)), tmp_path / "says nothing") == list(range(1, 9))  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux binds")

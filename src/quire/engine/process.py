@@ -29,6 +29,7 @@ from quire.engine.lifeline import STOP, Speaker
 from quire.engine.pulse import Pulse, Timed
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
+from quire.platforms.cores import leave_a_core
 from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import ToEngine
 
@@ -137,7 +138,10 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
 
     link = Link(folder, frontends)
     told = folder.parent / asked.FILE
-    core, ready = build_core(from_wire(sys.stdin.buffer.read()))
+    resolved = from_wire(sys.stdin.buffer.read())
+    if resolved.device == "cpu":
+        leave_a_core()
+    core, ready = build_core(resolved)
     pulse = Pulse(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
     core.executor = Timed(core.executor, pulse)
     # A function may load a model; nobody is served meanwhile, so it must not take for ever either.

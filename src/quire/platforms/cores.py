@@ -19,6 +19,7 @@ from quire.platforms import facts
 
 logger = get_logger(__name__)
 NAME = "QUIRE_CPU_OMP_THREADS_BIND"
+MANY = 8  # physical cores, of which one can be spared
 
 
 def bind_to_cores(computing: bool = True) -> list[int]:
@@ -43,6 +44,34 @@ def bind_to_cores(computing: bool = True) -> list[int]:
         os.sched_setaffinity(0, cores)
         logger.info("computing on cores %s", ",".join(map(str, cores)))
     return cores
+
+
+def leave_a_core() -> list[int]:
+    """Keep this process off one core of many, for the processes beside it; the cores it stays on, or [] if on all.
+
+    A team of threads as large as the machine waits, at each barrier, for the one that shares its core with whoever takes
+    requests: up to a slice of the scheduler (8 ms were seen). Of few cores none can be spared.
+    """
+    if (
+        not hasattr(os, "sched_setaffinity")
+        or _bind() != "auto"
+        or env.get("CPU_NUM_OF_RESERVED_CPU")
+    ):
+        return []  # somebody has chosen
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = all_but_one(allowed, one_node(allowed))
+    if cores:
+        os.sched_setaffinity(0, cores)
+        logger.info("core %d is left to the HTTP server", min(set(allowed) - set(cores)))
+    return cores
+
+
+def all_but_one(allowed: list[int], node: list[int], root: Path = Path("/")) -> list[int]:
+    """All but the first physical core; [] if there are fewer than MANY, or some are free on another node anyway."""
+    if len(node) < len(allowed) or threads(node, root) < MANY:
+        return []
+    first = {node[0], *_siblings(node[0], root)}
+    return [core for core in node if core not in first]
 
 
 def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) -> list[int]:
@@ -95,11 +124,14 @@ def threads(cores: list[int], root: Path = Path("/")) -> int:
     seen: set[int] = set()
     count = 0
     for core in cores:
-        topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
         count += core not in seen
-        seen.update(_cores_in(topology / "thread_siblings_list"))
+        seen.update(_siblings(core, root))
     quota = facts.cpu_quota(root)
     return max(1, count if quota is None else min(count, int(quota)))
+
+
+def _siblings(core: int, root: Path) -> list[int]:
+    return _cores_in(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
 
 
 def threads_here() -> int:
