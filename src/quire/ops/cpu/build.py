@@ -111,7 +111,7 @@ def make(isa: Isa, folder: Path) -> Path:
     """
     command, texts = [compiler(), *FLAGS, *isa.flags], sources()
     target = folder / file_name(isa, texts)
-    log.info("compiling the CPU kernels for %s: half a minute or more, once", isa.name)
+    log.info("compiling the CPU kernels for %s, once: ten seconds of two cores", isa.name)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for name, text in texts.items():
             (Path(scratch) / name).write_bytes(text)
