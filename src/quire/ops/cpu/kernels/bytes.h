@@ -4,12 +4,10 @@
 
 namespace quire {
 
-// N rows, beside each other: one alone waits for its maximum, and for memory, four times as often (1024 x 2048, two cores: a
-// third of an int8 linear to 1024 outputs). Rows that follow are fetched meanwhile: 17 -> 30 GB/s by two cores. 64 bytes of row
-// i, from value k on, go to `to` + i * to_row + k / 64 * to_step.
+// What N rows are multiplied by to become bytes, the largest value of each 127; their scales, `next` apart.
 template <int N>
-inline void to_bytes(const bf16* x, long x_row, uint8_t* to, long to_row, long to_step, long ins, float* scales) {
-  Floats most[N], factor[N];
+inline void factors(const bf16* x, long x_row, long ins, Floats* factor, float* scales, long next) {
+  Floats most[N];
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) most[i] = floats(0.f);
   for (long k = 0; k < ins; k += 16)
@@ -19,8 +17,17 @@ inline void to_bytes(const bf16* x, long x_row, uint8_t* to, long to_row, long t
   for (int i = 0; i < N; i++) {
     const float top = max_of(most[i]);
     factor[i] = floats(top > 0 ? 127.f / top : 0.f);
-    scales[i] = top / 127.f;
+    scales[i * next] = top / 127.f;
   }
+}
+
+// N rows, beside each other: one alone waits for its maximum, and for memory, four times as often (1024 x 2048, two cores: a
+// third of an int8 linear to 1024 outputs). Rows that follow are fetched meanwhile: 17 -> 30 GB/s by two cores. 64 bytes of row
+// i, from value k on, go to `to` + i * to_row + k / 64 * to_step.
+template <int N>
+inline void to_bytes(const bf16* x, long x_row, uint8_t* to, long to_row, long to_step, long ins, float* scales) {
+  Floats factor[N];
+  factors<N>(x, x_row, ins, factor, scales, 1);
   for (long k = 0; k < ins; k += 64, to += to_step)
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {

@@ -6,6 +6,7 @@
 // Each group of a row of x is made to signed bytes with a scale of its own. Sums of a group are exact integers; groups are
 // added in their order, each by the same float instructions whatever path summed it, so that a row's bits do not depend on the
 // rows beside it.
+#include "bytes.h"
 #include "exports.h"
 #include "nibbles.h"
 #include "rows.h"
@@ -285,19 +286,11 @@ void multiply(const Job4& job) {
 // for its maximum, a division and its sum.
 template <int N>
 inline void groups_to_bytes(const bf16* x, int8_t* to, long group, float* scale, float* sum, long next) {
-  Floats most[N], factor[N];
+  Floats factor[N];
   Ints added[N];
+  factors<N>(x, group, group, factor, scale, next);
 #pragma GCC unroll 4
-  for (int i = 0; i < N; i++) most[i] = floats(0.f), added[i] = ints(0);
-  for (long k = 0; k < group; k += 16)
-#pragma GCC unroll 4
-    for (int i = 0; i < N; i++) most[i] = max(most[i], magnitude(widen(x + i * group + k)));
-#pragma GCC unroll 4
-  for (int i = 0; i < N; i++) {
-    const float top = max_of(most[i]);
-    factor[i] = floats(top > 0 ? 127.f / top : 0.f);
-    scale[i * next] = top / 127.f;
-  }
+  for (int i = 0; i < N; i++) added[i] = ints(0);
   for (long k = 0; k < group; k += 16)
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
