@@ -7,6 +7,7 @@
 #   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
 #   make bench-gpu    on a machine with a GPU: check every kernel and the engine, then time them, into benchmarks/results/
 #   make test-long    the slow tests
+#   make attack       hostile requests, files and connections against a server, one after the other (tests/attacks)
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make install      only make .venv
@@ -29,7 +30,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve test test-long sanitize soak check format bench bench-peers clean
+.PHONY: install serve test test-long attack sanitize soak check format bench bench-peers clean
 
 install: $(INSTALLED)
 
@@ -46,10 +47,13 @@ serve: install
 	$(BIN)/quire serve --host $(HOST) --port $(PORT) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 -p tests.halves --max-worker-restart=0 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not attack" -n 2 -p tests.halves --max-worker-restart=0 $(ARGS)
 
 test-long: install
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
+
+attack: install
+	$(BIN)/python -m pytest -m attack -o faulthandler_timeout=3600 tests $(ARGS)
 
 sanitize: install
 	$(BIN)/python tests/ops/sanitize/run.py $(ARGS)

@@ -1,0 +1,73 @@
+"""Servers to attack: the one of the folder, or one with flags of its own; never two at once, never another machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from attacked import AttackedServer, only_this_machine
+
+Start = Callable[..., AttackedServer]
+
+
+class Shared:
+    """The server that tests without flags of their own attack one after the other."""
+
+    def __init__(self) -> None:
+        self.stack, self.server = ExitStack(), None
+
+    server: AttackedServer | None
+
+    def get(self) -> AttackedServer:
+        if self.server is None or self.server.process.poll() is not None:
+            self.close()
+            self.server = self.stack.enter_context(AttackedServer())
+        return self.server
+
+    def close(self) -> None:
+        self.server = None
+        self.stack.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Shared]:
+    with only_this_machine():
+        held = Shared()
+        yield held
+        held.close()
+
+
+@pytest.fixture(autouse=True)
+def local() -> Iterator[None]:
+    with only_this_machine():
+        yield
+
+
+@pytest.fixture
+def server(shared: Shared) -> AttackedServer:
+    """The embedded model, without a key."""
+    return shared.get()
+
+
+@pytest.fixture
+def started(shared: Shared) -> Iterator[Start]:
+    """`started("--api-key", "k", key="k")`: a server with flags (and `env`) of its own, for one test."""
+    with ExitStack() as stack:
+
+        def start(*flags: str, env: dict[str, str] | None = None, **more: str) -> AttackedServer:
+            shared.close()
+            stack.close()
+            return stack.enter_context(AttackedServer(*flags, env=env, **more))
+
+        yield start
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The server ends with the last test of the folder, not with that of the run."""
+    here = os.path.dirname(__file__)
+    if nextitem is None or not str(nextitem.path).startswith(here):
+        held = getattr(item, "funcargs", {}).get("shared")
+        if held is not None:
+            held.close()
