@@ -102,6 +102,11 @@ def raw(name: str) -> str | None:
     return os.environ.get(f"VLLM_{name}") if value is None else value
 
 
+def spelt(name: str) -> str:
+    """The variable that `raw` reads, with its prefix."""
+    return f"QUIRE_{name}" if f"QUIRE_{name}" in os.environ else f"VLLM_{name}"
+
+
 def get(name: str) -> Any:
     """A variable of the table in its kind, or its default.
 

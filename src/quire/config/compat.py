@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from quire import env
 from quire.config.engine import EngineConfig
+from quire.config.keys import plain_keys
 from quire.config.old_names import OLD, Old
 from quire.config.options import coerce, options
 from quire.errors import ConfigError, Unsupported
@@ -48,7 +49,10 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
     if source == "keyword":
         _check_server_fields(fields)
     known = options()
+    plain_keys(coerce(known["api_key"], fields.get("api_key")), spelt("api_key", source))
     for name, value in env.fields().items():
+        if name == "api_key" and fields.get(name) is None and source == "flag":
+            plain_keys(value, env.spelt("API_KEY"))
         if fields.get(name) is None and not (
             source == "keyword" and known[name].section == "server"
         ):

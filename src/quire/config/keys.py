@@ -1,4 +1,4 @@
-"""The key file: who may ask, how much, and with which weight.
+"""API keys: those of --api-key, and the key file with each key's name, weight and limits.
 
     - name: team-a
       key: sk-...
@@ -7,18 +7,21 @@
       tokens_per_minute: 100000
       max_concurrency: 8
 
-JSON or YAML. Knows the file. Does not know requests.
+The file is JSON or YAML. This module reads and checks keys. It does not know requests.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
 
+PLAIN = "--api-key"
+"""Tenant names of the keys of --api-key begin with this text; no name in a key file may."""
 LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
 
 
@@ -34,6 +37,40 @@ class Key:
     """Tokens of prompts and outputs together."""
     max_concurrency: int | None = None
     """Requests at once."""
+
+
+def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
+    """The keys of --api-key, or of the variable that replaces it.
+
+    Raises:
+        ConfigError: a key is empty, or a header cannot carry it; keys are never part of the message.
+    """
+    if given is None:
+        return []
+    keys = [given] if isinstance(given, str) else [str(key) for key in given]  # YAML has numbers
+    if not keys:
+        raise ConfigError(f"{source}: a key is missing behind it; give one, or leave it out")
+    for key in keys:
+        check_key(source, key)
+    return keys
+
+
+def check_key(source: str, key: str) -> None:
+    """Refuse a key that cannot guard a server.
+
+    An empty key equals the missing header of a request without a key, so it would let every request in.
+
+    Raises:
+        ConfigError: the key is empty, has white space around it, or holds control characters.
+    """
+    if not key.strip():
+        raise ConfigError(
+            f"{source}: the key is empty, which would let every request in; give a key, or leave {source} out"
+        )
+    if key != key.strip():
+        raise ConfigError(f"{source}: the key begins or ends with white space; take that off")
+    if not key.isprintable():
+        raise ConfigError(f"{source}: the key holds control characters, which no header can carry")
 
 
 def read_keys(path: str) -> list[Key]:
@@ -79,6 +116,9 @@ def _entry(where: str, given: Any) -> Key:
     for name in ("name", "key"):
         if not isinstance(given.get(name), str) or not given[name]:
             raise ConfigError(f"{where}: `{name}` must be a text")
+    check_key(f"{where}, `key`", given["key"])
+    if given["name"].startswith(PLAIN):
+        raise ConfigError(f"{where}: `name` must not begin with {PLAIN}; choose another name")
     weight = given.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1e6:
         raise ConfigError(f"{where}: `weight` must be a number above 0")

@@ -102,3 +102,8 @@ class ServerConfig:
     """Seconds without a byte after which a request that is not complete is given up; 0: never."""
     max_completions: int = 4096
     """The most completions of one HTTP request: its prompts times n."""
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a request must bring a key. The address, the key check and the messages all ask here."""
+        return bool(self.api_key) or self.api_key_file is not None

@@ -16,10 +16,6 @@ from quire.protocol.output import Ready
 LONGEST = 0.005  # seconds; shorter stages are not worth a line
 
 
-def guarded(config: EngineConfig) -> bool:
-    return bool(config.server.api_key or config.server.api_key_file)
-
-
 def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) -> str:
     """What is served, where, and with which limits."""
     contexts = ready.num_tokens / max(1, ready.max_model_len)
@@ -29,7 +25,7 @@ def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) 
         ("context", f"{ready.max_model_len} tokens"),
         ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
         ("address", url),
-        ("API key", "needed" if guarded(config) else "none"),
+        ("API key", "needed" if config.server.needs_key else "none"),
     ]  # fmt: skip
     return table(rows)
 
@@ -57,7 +53,7 @@ def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
     body["max_tokens"] = 32
     words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = shlex.join(words)
-    if guarded(config):
+    if config.server.needs_key:
         line += ' -H "Authorization: Bearer $QUIRE_API_KEY"'
     return line
 

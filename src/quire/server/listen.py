@@ -135,11 +135,10 @@ def in_container() -> bool:
 
 
 def host_of(server: ServerConfig) -> str:
-    """Asked for, or loopback; all interfaces where nobody could reach it otherwise, or where a key guards it."""
+    """The address of --host; without it loopback, or all interfaces where a key is needed or in a container."""
     if server.host is not None:
         return server.host
-    guarded = server.api_key or server.api_key_file
-    return "0.0.0.0" if guarded or in_container() else LOOPBACK
+    return "0.0.0.0" if server.needs_key or in_container() else LOOPBACK
 
 
 def bind(server: ServerConfig) -> socket.socket:

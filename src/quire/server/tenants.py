@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 
-from quire.config.keys import Key, read_keys
+from quire.config.keys import Key, plain_keys, read_keys
 from quire.config.server import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.ledger import Account, Ledger
@@ -145,7 +145,7 @@ class Tenants:
         self, server: ServerConfig, clock: Clock = time.monotonic, ledger: Ledger | None = None
     ):
         self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
-        plain = [server.api_key] if isinstance(server.api_key, str) else list(server.api_key or [])
+        plain, self._needed = plain_keys(server.api_key), server.needs_key
         self._plain = [Tenant(Key(name="", key=key), clock) for key in plain]
         self._named: dict[str, Tenant] = {}
         self._digests: list[tuple[bytes, Tenant]] = []
@@ -153,7 +153,7 @@ class Tenants:
 
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
-        return bool(self._plain) or self.path is not None
+        return self._needed
 
     def reload(self) -> None:
         """Read the file again. Requests that run go on, also those of keys that are gone.
@@ -186,7 +186,9 @@ class Tenants:
         return {name: tenant.key.weight for name, tenant in self._named.items()}
 
     def find(self, given: bytes) -> Tenant | None:
-        """Whose key this is."""
+        """The tenant of a key; None for an unknown or empty one."""
+        if not given:
+            return None
         digest = sha256(given).digest()
         # All are compared, so that the time does not tell which one was close.
         same = [hmac.compare_digest(digest, known) for known, _ in self._digests]
