@@ -72,20 +72,20 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/python -m quire.bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 .cache/peers/.installed:
 	$(BIN)/python benchmarks/peers/install.py --torch "$(TORCH)"
 	@touch $@
 
 bench-peers: install .cache/peers/.installed
-	$(BIN)/python -m quire.bench peers $(ARGS)
+	$(BIN)/python -m benchmarks peers $(ARGS)
 
 # With the Python that has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3; again: what is still to do;
 # SECTIONS="steps serving": these, once more
 GPU_PYTHON ?= $(BIN)/python
 bench-gpu:
-	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m quire.bench gpu $(if $(SECTIONS),--only $(SECTIONS)) $(ARGS)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks gpu $(if $(SECTIONS),--only $(SECTIONS)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

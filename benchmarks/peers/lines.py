@@ -1,4 +1,4 @@
-"""How an engine that is measured talks to `quire bench peers`: one JSON object a line.
+"""How an engine that is measured talks to `python -m benchmarks peers`: one JSON object a line.
 
     said first      {"about": {...}}                                     it is ready
     asked           {"prompts": [[token, ...], ...], "output": tokens of each}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import lines
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the script's own folder is first on the path
 
 
 def main() -> None:
@@ -14,8 +17,8 @@ def main() -> None:
     import torch
 
     import quire
-    from quire.bench.contenders import Quire
-    from quire.bench.shapes import Workload
+    from benchmarks.offline.runners import Quire
+    from benchmarks.shapes import Workload
 
     options = {"kv_cache_memory_bytes": int(asked["kv_gib"] * 2**30), **asked["options"]}
     engine = Quire(asked["model"], asked["dtype"], asked["rows"], asked["length"], options)

@@ -1,4 +1,4 @@
-"""What constrained output costs vLLM on a CPU: the measure of `quire bench structured`, by the Python of its own environment.
+"""What constrained output costs vLLM on a CPU: the measure of `python -m benchmarks structured`, by the Python of its own environment.
 
     python structured_vllm.py '{"model": ..., "tokenizer": ..., "rows": 32, "output": 24, "rounds": 3, ...}'
 

@@ -55,7 +55,6 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know that there are any
     "quire/engine/assemble.py": "it puts the rooms together",
-    "quire/bench/structured.py": "it measures that feature alone",
     "quire/frontend/inputs.py": "a request that a feature cannot serve is refused before it travels",
 }
 GLOBALS = {

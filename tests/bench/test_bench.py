@@ -8,12 +8,13 @@ import time
 
 import pytest
 
-from quire.bench import offline, report, steps
-from quire.bench.__main__ import main
-from quire.bench.contenders import Run, agreement
-from quire.bench.host import HOST, HostCost
-from quire.bench.machine import FLOOR, Probe, Shares, seconds
-from quire.bench.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
+from benchmarks import result_files, scheduler_step
+from benchmarks.__main__ import main
+from benchmarks.host_overhead import HOST, HostCost
+from benchmarks.offline import run as offline
+from benchmarks.offline.runners import Run, agreement
+from benchmarks.roofline import FLOOR, Probe, Shares, seconds
+from benchmarks.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
 
 TINY = SHAPES["tiny"]
 
@@ -66,13 +67,13 @@ def test_prompts_are_the_same_in_every_run_and_share_nothing():
 
 
 def test_cost_of_a_step_is_measured_with_all_rows_in_it(monkeypatch):
-    cost = steps.measure(8, steps=20, depth=2)
+    cost = scheduler_step.measure(8, steps=20, depth=2)
     assert 0 < cost.total <= cost.worst
     assert max(cost.plan, cost.commit) <= cost.total
-    make = steps.make_scheduler
-    monkeypatch.setattr(steps, "make_scheduler", lambda rows, *more: make(rows - 1, *more))
+    make = scheduler_step.make_scheduler
+    monkeypatch.setattr(scheduler_step, "make_scheduler", lambda rows, *more: make(rows - 1, *more))
     with pytest.raises(RuntimeError, match="7 of 8 rows were planned"):
-        steps.measure(8, steps=20)
+        scheduler_step.measure(8, steps=20)
 
 
 class MadeUp:
@@ -92,12 +93,14 @@ class MadeUp:
 def test_whole_run_writes_a_result_and_compares_with_the_last(tmp_path, monkeypatch, capsys):
     ours, peer = MadeUp("quire"), MadeUp("transformers")
     monkeypatch.setattr(offline, "_engine", lambda *_: ours)
-    monkeypatch.setattr(offline.machine, "probe", lambda _: Probe(1e10, 1e12))
+    monkeypatch.setattr(offline.roofline, "probe", lambda _: Probe(1e10, 1e12))
     monkeypatch.setattr(offline, "Transformers", lambda *_: peer)
-    monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
+    monkeypatch.setattr(scheduler_step, "measure_all", lambda: [scheduler_step.measure(4, steps=5)])
     parts = dict.fromkeys(HOST, 0.25)
     made_up = [HostCost(4, parts, model=98.0, step=100.0)]
-    monkeypatch.setattr(offline.host, "measure_all", lambda shape, cache, rows, count: made_up)
+    monkeypatch.setattr(
+        offline.host_overhead, "measure_all", lambda shape, cache, rows, count: made_up
+    )
     parser = argparse.ArgumentParser()
     offline.add_arguments(parser)
     assert parser.parse_args([]).shape == ["qwen3-0.6b", "llama-3.2-1b"]
@@ -143,13 +146,13 @@ def test_the_last_result_is_the_last(tmp_path):
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps({**known, "name": name}))
     (tmp_path / "2026-01-04-cpu-2c.json").write_text(json.dumps({**known, "dtype": "bfloat16"}))
-    found = report.last_like(known, tmp_path, "cpu-2c")
+    found = result_files.last_like(known, tmp_path, "cpu-2c")
     assert found["name"] == "2026-01-03-cpu-2c-10"
-    assert report.last_like(known, tmp_path, "other-2c") is None
+    assert result_files.last_like(known, tmp_path, "other-2c") is None
 
 
 def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(steps, "measure_all", lambda: [steps.measure(4, steps=5)])
+    monkeypatch.setattr(scheduler_step, "measure_all", lambda: [scheduler_step.measure(4, steps=5)])
     words = [
         "--shape",
         "tiny",
@@ -165,7 +168,7 @@ def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch,
     assert main(["offline", *words]) == 0
     (kept,) = (tmp_path / "results").glob("*.json")
     result = json.loads(kept.read_text())
-    assert result["command"] == " ".join(["quire bench", *words])
+    assert result["command"] == " ".join(["python -m benchmarks", *words])
     assert {"cpu", "cores", "memory_gib", "kernels", "threads", "python", "torch"} <= set(
         result["machine"]
     )
@@ -176,6 +179,8 @@ def test_command_measures_the_real_engine_beside_its_peer(tmp_path, monkeypatch,
 
 
 def test_command_measures_a_step(monkeypatch, capsys):
-    monkeypatch.setattr(steps, "measure_all", lambda count: [steps.measure(4, steps=count)])
+    monkeypatch.setattr(
+        scheduler_step, "measure_all", lambda count: [scheduler_step.measure(4, steps=count)]
+    )
     assert main(["steps", "--steps", "5"]) == 0
     assert capsys.readouterr().out.startswith("     4 rows")

@@ -17,8 +17,9 @@ import card
 import interpreted  # noqa: F401
 from worker.test_graphs import Recorder
 
-from quire.bench import gpu, gpu_checks, gpu_peers, gpu_serving, gpu_timing
-from quire.bench.gpu_shapes import (
+from benchmarks.gpu import checks, engine, peers, timing
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.fixtures import (
     CONFIGS,
     client_of,
     kv_of,
@@ -108,7 +109,7 @@ def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> N
         raise ZeroDivisionError
 
     for name in ("rows", "attention", "sampling", "float8"):
-        monkeypatch.setattr(gpu_checks, name, broken)
+        monkeypatch.setattr(checks, name, broken)
     monkeypatch.setattr(gpu, "machine", half)
     code, found = ran(tmp_path, "machine", "kernels")
     assert code == 1
@@ -120,7 +121,7 @@ def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> N
 
 def test_8_bit_floats_are_checked(tmp_path: Path) -> None:
     found: dict[str, Any] = {"wrong": [], "distances": {}, "bits": {}}
-    gpu_checks.float8(gpu.Run("cpu", 100, True), found)
+    checks.float8(gpu.Run("cpu", 100, True), found)
     assert found["wrong"] == []
     assert found["bits"]["codes of 40 tokens by 32"] is True
     assert len(found["distances"]) == 6
@@ -128,14 +129,14 @@ def test_8_bit_floats_are_checked(tmp_path: Path) -> None:
 
 def test_int8_is_checked(tmp_path: Path) -> None:
     found: dict[str, Any] = {"wrong": [], "bits": {}}
-    gpu_checks.int8(gpu.Run("cpu", 100, True), found)
+    checks.int8(gpu.Run("cpu", 100, True), found)
     assert found["wrong"] == []
     assert len(found["bits"]) == 7
 
 
 def test_weights_of_few_bits_are_checked(tmp_path: Path) -> None:
     found: dict[str, Any] = {"wrong": [], "distances": {}}
-    gpu_checks.few_bits(gpu.Run("cpu", 100, True), found)
+    checks.few_bits(gpu.Run("cpu", 100, True), found)
     assert found["wrong"] == []
     assert len(found["distances"]) == 3
 
@@ -144,14 +145,12 @@ def test_calls_are_recorded_to_be_timed(monkeypatch) -> None:
     """Twice to warm up, then as often as a graph has them; what cannot be recorded is called as it is."""
     calls: list[str] = []
     run = gpu.Run("cuda", 100, True)
-    monkeypatch.setattr(gpu_timing, "CACHE", 64)
+    monkeypatch.setattr(timing, "CACHE", 64)
     with card.chosen(monkeypatch):
-        assert (
-            gpu_timing.cold(run, lambda: calls.append("a"), times=3) == 1e-9
-        )  # all take 1 ms there
+        assert timing.cold(run, lambda: calls.append("a"), times=3) == 1e-9  # all take 1 ms there
         assert len(calls) == 2 + 3
-        monkeypatch.setattr(gpu_timing, "_recorded", fails)
-        assert gpu_timing.cold(run, lambda: calls.append("a"), times=3) == 1e-3
+        monkeypatch.setattr(timing, "_recorded", fails)
+        assert timing.cold(run, lambda: calls.append("a"), times=3) == 1e-3
         assert len(calls) == 5 + 3 + 3
 
 
@@ -198,14 +197,14 @@ def test_sizes_are_recorded_when_asked_for(tmp_path: Path, monkeypatch) -> None:
             str(tmp_path), block_size=16, attention_backend="triton_attn", **options
         ) as client,
     ):
-        gpu_serving.record(client, [2])
-        assert gpu_serving._recorded(client) == [2]
+        engine.record(client, [2])
+        assert engine._recorded(client) == [2]
 
 
 def test_the_plain_loop_is_a_model(monkeypatch) -> None:
     """Its steps go on where its prompts end: the same next token as of the longer prompt, greedily."""
     torch.manual_seed(0)
-    model = gpu_peers.Plain("tiny", 3, 64, "cpu", torch.float32)
+    model = peers.Plain("tiny", 3, 64, "cpu", torch.float32)
     model.table.mul_(40)
     monkeypatch.setattr(model, "drawn", lambda x: (x @ model.table.T).argmax(-1))
     ids = torch.arange(5, 25)
@@ -219,7 +218,7 @@ def test_the_plain_loop_is_a_model(monkeypatch) -> None:
 
 def test_floors_of_a_load_are_those_of_a_card_that_waits_for_nothing() -> None:
     """Step after step of such a card: each takes its floor."""
-    run, cost = gpu.Run("cuda", 100, False), gpu_serving.Cost("llama-8b", 2.0, "flops")
+    run, cost = gpu.Run("cuda", 100, False), engine.Cost("llama-8b", 2.0, "flops")
     run.ceilings = {"bytes": 4e12, "flops": 7e14}
     rate, prompt, count = 10.0, 1024, 256
     now, came, left, gaps, first = 0.0, 0, list[int](), list[float](), list[float]()
@@ -235,17 +234,17 @@ def test_floors_of_a_load_are_those_of_a_card_that_waits_for_nothing() -> None:
         first += [now - due] if prompts else []
         gaps += [seconds] * len(left)
         left = [n - 1 for n in left if n > 1] + ([count - 1] if prompts else [])
-    got = gpu_serving.floors_of_load(run, cost, rate, prompt, count)
-    seen = gpu_serving._spread(gaps[len(gaps) // 2 :])
+    got = engine.floors_of_load(run, cost, rate, prompt, count)
+    seen = engine._spread(gaps[len(gaps) // 2 :])
     assert got["ITL p50"] == pytest.approx(seen["p50 ms"], rel=0.05)
     assert got["ITL p99"] == pytest.approx(seen["p99 ms"], rel=0.05)
     assert got["TTFT"] == pytest.approx(1e3 * min(first), rel=0.02)
-    assert gpu_serving.floors_of_load(run, cost, 100.0, prompt, count) == {}
+    assert engine.floors_of_load(run, cost, 100.0, prompt, count) == {}
 
 
 def test_the_device_is_idle_between_its_spans() -> None:
     spans = [(0.0, 1.0), (1.0, 2.0), (10.0, 14.0), (12.0, 16.0), (17.0, 20.0), (18.0, 19.0)]
-    assert gpu_serving._share_idle([*spans[:2], *spans[:2], *spans[2:]]) == 0.1
+    assert engine._share_idle([*spans[:2], *spans[:2], *spans[2:]]) == 0.1
 
 
 def test_floors_are_those_of_the_published_sizes() -> None:

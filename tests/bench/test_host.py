@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from quire.bench import host, loading, streaming
-from quire.bench.__main__ import main
-from quire.bench.host import HostCost, Stopwatch
+from benchmarks import host_overhead, model_load, streaming_cost
+from benchmarks.__main__ import main
+from benchmarks.host_overhead import HostCost, Stopwatch
 
 
 def test_parts_and_model_are_the_step():
@@ -16,7 +16,7 @@ def test_parts_and_model_are_the_step():
         "plan": 1.0, "batch": 2.0, "forward": 10.0, "head": 4.0, "finish": 7.0, "launch": 20.0, "result": 0.5, "commit": 1.5,
         "publish": 0.25,
     }  # fmt: skip
-    parts, model = host.parts(spent, 30.0)
+    parts, model = host_overhead.parts(spent, 30.0)
     assert model == 14.0
     assert parts == {
         "plan": 1.0, "batch": 2.0, "launch": 1.0, "sample": 3.5, "commit": 1.5, "publish": 0.25, "other": 6.75
@@ -25,12 +25,14 @@ def test_parts_and_model_are_the_step():
 
 
 def test_a_step_that_is_one_call_is_the_models():
-    parts, model = host.parts({"plan": 1.0, "whole": 17.0, "launch": 20.0, "result": 0.5}, 30.0)
+    parts, model = host_overhead.parts(
+        {"plan": 1.0, "whole": 17.0, "launch": 20.0, "result": 0.5}, 30.0
+    )
     assert (model, parts["launch"], parts["other"]) == (17.0, 3.0, 8.5)
 
 
 def test_share_and_verdict():
-    parts = dict.fromkeys(host.HOST, 0.1)
+    parts = dict.fromkeys(host_overhead.HOST, 0.1)
     cost = HostCost(1, parts, model=97.5, step=100.0)
     assert cost.share == pytest.approx(0.025)
     assert "goal 3%: met" in cost.line("qwen3-0.6b")
@@ -40,7 +42,7 @@ def test_share_and_verdict():
 
 def test_a_stopwatch_adds_up_until_it_is_read(monkeypatch):
     clock = iter([0.0, 0.002, 1.0, 1.003])
-    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(host_overhead.time, "perf_counter", lambda: next(clock))
     watch = Stopwatch()
     double = watch.around("double", lambda n: 2 * n)
     assert (double(1), double(2)) == (2, 4)
@@ -60,9 +62,9 @@ def test_host_measures_the_real_engine(tmp_path, capsys):
 
 def test_streaming_is_set_against_its_own_round():
     seconds = {"offline": [1.0, 2.0, 9.0], "streaming": [1.25, 2.5, 10.0], "generator": [0.1, 0.1, 0.1]}  # fmt: skip
-    assert streaming.cost_of(seconds) == pytest.approx(0.2)
+    assert streaming_cost.cost_of(seconds) == pytest.approx(0.2)
     found = {"clients": 4, "tokens": 100, "seconds": seconds}
-    assert "| 4 | 50.0 | 40.0 | 20.0% | 5% | 0.04 |" in streaming.table(found)
+    assert "| 4 | 50.0 | 40.0 | 20.0% | 5% | 0.04 |" in streaming_cost.table(found)
 
 
 def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
@@ -70,7 +72,7 @@ def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
 
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "config.json").write_text("{}")
-    folder = streaming.readable(tmp_path / "made", 512)
+    folder = streaming_cost.readable(tmp_path / "made", 512)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 512
     assert tokenizer.decode([300, 511]) == " 42 253"
@@ -78,8 +80,8 @@ def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
 
 def test_memory_of_loading_is_told_over_what_was_held_before():
     start = {"seconds": 5.0, "base": 100 << 20, "weights": 500 << 20, "peak": 650 << 20, "held": 610 << 20}  # fmt: skip
-    text = loading.table({"none": [start], "int8": [start | {"peak": 700 << 20}]})
+    text = model_load.table({"none": [start], "int8": [start | {"peak": 700 << 20}]})
     assert "| bfloat16 | 500 | 100 | 650 | 610 | 110% | 115% | 5.0 | 8 |" in text
     assert "| int8 | 500 | 100 | 700 | 610 | 120% | 115% | 5.0 | 8 |" in text
-    assert loading.anonymous("self") > 1 << 20
-    assert loading.anonymous(0) == 0
+    assert model_load.anonymous("self") > 1 << 20
+    assert model_load.anonymous(0) == 0

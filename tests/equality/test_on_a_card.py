@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 import card
 import interpreted  # noqa: F401
 
-from quire.bench.gpu_shapes import CONFIGS, client_of, write_config
+from benchmarks.gpu.fixtures import CONFIGS, client_of, write_config
 from quire.engine.client import InlineClient
 from quire.errors import NotEnoughMemory
 from quire.ops.dispatch import OPS

@@ -8,7 +8,7 @@ from pathlib import Path
 from scripted import ScriptedEngine, make_state
 
 from quire import env
-from quire.bench import serve_options
+from quire.bench.serve import cli
 from quire.config.options import options
 from quire.config.server import ServerConfig
 from quire.observe.rows import COUNTS
@@ -30,7 +30,7 @@ def test_every_route_is_in_the_table():
 
 def test_every_flag_and_variable_exists():
     flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url"}
-    flags |= serve_options.parser()._option_string_actions.keys()
+    flags |= cli.parser()._option_string_actions.keys()
     for page in (SERVING, TROUBLE):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) <= flags
     for name in re.findall(r"QUIRE_(\w+)", SERVING):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from quire.bench.__main__ import main
-from quire.bench.structured import Measured
+from benchmarks.__main__ import main
+from benchmarks.structured_outputs import Measured
 
 
 def test_sums():

@@ -1,1 +1,1 @@
-"""Measuring: offline throughput beside a peer, and what a step of the scheduler costs."""
+"""The commands of `quire bench`, which are those of `vllm bench`: serve, throughput, latency, startup."""

@@ -1,6 +1,6 @@
-"""`quire bench` and `python -m quire.bench`: what is measured is the first word.
+"""`quire bench` and `python -m quire.bench`: the first word names the benchmark.
 
-Imports only what that word needs: a load generator wants no torch.
+Imports only the module of that benchmark: the load generator must run without torch.
 """
 
 from __future__ import annotations
@@ -10,23 +10,12 @@ import sys
 from collections.abc import Sequence
 
 KINDS = {
-    "serve": "load a running server, ours or another's (vLLM's options and result file)",
-    "throughput": "many prompts at once, without a server",
-    "latency": "one batch, again and again, without a server",
-    "startup": "from nothing to ready, in new processes",
-    "loading": "memory while a model is loaded, and seconds to its first token",
-    "offline": "throughput beside Transformers; also without a word",
-    "peers": "throughput beside vLLM and OpenVINO, each in its own environment",
-    "serving": "what serving costs: the API process's CPU, tokens a second at 1, 16 and 64 clients",
-    "steps": "what a step costs the scheduler",
-    "host": "what a step of the whole engine costs beside the model, by part",
-    "streaming": "what streaming to clients costs, beside the same requests offline",
-    "quality": "what short weights and short keys and values cost the embedded model",
-    "divergence": "how often company changes a bf16 answer",
-    "structured": "what constrained output costs",
-    "gpu": "a GPU's kernels, steps and serving: checked, then timed",
+    "serve": ("serve.run", "load a running server (vLLM's options and result file)"),
+    "throughput": ("throughput", "many prompts at once, without a server"),
+    "latency": ("latency", "one batch, again and again, without a server"),
+    "startup": ("startup", "from nothing to ready, in new processes"),
 }
-"""Word -> what it measures, in the module of that name: its `main(argv) -> int`."""
+"""Word -> (module with `main(argv) -> int`, what it measures)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,17 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return 0
-    kind = words.pop(0) if words and words[0] in KINDS else "offline"
-    if kind == "offline" and words and not words[0].startswith("-"):
-        print(f"quire bench: error: {words[0]!r}: not one of {', '.join(KINDS)}", file=sys.stderr)
+    if not words or words[0] not in KINDS:
+        fault = (
+            f"{words[0]!r} is not a benchmark" if words else "the name of a benchmark is missing"
+        )
+        print(f"quire bench: error: {fault}: choose from {', '.join(KINDS)}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"quire.bench.{kind}").main(words))
+    return int(importlib.import_module(f"quire.bench.{KINDS[words[0]][0]}").main(words[1:]))
 
 
 def usage() -> str:
-    lines = ["usage: quire bench [WHAT] ...", ""]
-    lines += [f"  {name:<11} {words}" for name, words in KINDS.items()]
-    return "\n".join([*lines, "", "`quire bench WHAT --help` says more.", ""])
+    lines = ["usage: quire bench WHAT ...", ""]
+    lines += [f"  {name:<11} {about}" for name, (_, about) in KINDS.items()]
+    return "\n".join([*lines, "", "`quire bench WHAT --help` lists its options.", ""])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tqdm
 
-from quire.bench.words import Given, Own, keep, percentiles, prompts, read, start, told
+from quire.bench.cli import Given, Own, keep, percentiles, prompts, read, start, told
 
 OWN = {
     "input_len": Own(32, "tokens of each prompt"),

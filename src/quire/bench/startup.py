@@ -19,7 +19,7 @@ from typing import Any
 import tqdm
 
 from quire import env
-from quire.bench.words import Given, Own, keep, percentiles, prompts, read, start, told
+from quire.bench.cli import Given, Own, keep, percentiles, prompts, read, start, told
 from quire.errors import StartupError
 
 OWN = {

@@ -1,7 +1,7 @@
 """`quire bench throughput`: many prompts at once in this process, and how many a second are answered.
 
 Options, printout and the keys of the result file are those of `vllm bench throughput`. Transformers beside it:
-`quire bench offline`.
+`python -m benchmarks offline`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench import datasets
-from quire.bench.words import Given, Own, keep, prompts, read, start, told
+from quire.bench.cli import Given, Own, keep, prompts, read, start, told
+from quire.bench.serve import datasets
 from quire.errors import ConfigError, QuireError
 from quire.frontend.outputs import error_of
 
@@ -42,7 +42,7 @@ def measure(given: Given) -> int:
     own = given.own
     if own["backend"] not in ("quire", "vllm"):
         raise ConfigError(
-            f"--backend {own['backend']}: quire only; quire bench offline has Transformers beside it"
+            f"--backend {own['backend']}: quire only; python -m benchmarks offline has Transformers beside it"
         )
     with start(given.engine) as llm:
         batch, lengths = _prompts(llm, own)

@@ -12,7 +12,7 @@ COMMANDS = {
     "complete": ("quire.cli.complete", "complete text, here or on a running server"),
     "bench": (
         "quire.bench.__main__",
-        "load a server, or measure the engine, alone or beside Transformers",
+        "load a server, or measure the engine (the commands of vllm bench)",
     ),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
     "doctor": ("quire.cli.doctor", "would this model start here, and how much would fit?"),

@@ -1,4 +1,4 @@
-"""What `quire bench peers` found, as a page: each engine's speed beside the best of the others of its group.
+"""What `python -m benchmarks peers` found, as a page: each engine's speed beside the best of the others of its group.
 
 Knows the turns that were taken. Does not know how engines are run.
 """

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench import datasets
-from quire.bench.asking import KINDS
-from quire.bench.timeline import GAPS_MS
+from quire.bench.serve import datasets
+from quire.bench.serve.endpoints import KINDS
+from quire.bench.serve.timeline import GAPS_MS
 from quire.errors import ConfigError
 
 ABOUT = """Load a running server and say how fast it answers: any that speaks OpenAI's protocol. Status 0; 1 if no request

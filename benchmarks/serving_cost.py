@@ -1,4 +1,4 @@
-"""`quire bench serving`: what serving costs, from the socket inwards.
+"""`python -m benchmarks serving`: what serving costs, from the socket inwards.
 
 A server is started, loaded by 1, 16 and 64 clients that each send the next request when the last one has ended, and
 stopped. Said are tokens a second, TTFT, ITL, start-up, and the CPU time of the process that speaks HTTP: for a request
@@ -30,17 +30,17 @@ from typing import Any
 
 import tqdm
 
-from quire.bench import datasets, figures
-from quire.bench.asking import KINDS, Done, Prompt, ask
-from quire.bench.http import HttpFailed, Server
-from quire.bench.load import Arrivals, run
+from quire.bench.serve import datasets, metrics
+from quire.bench.serve.arrivals import Arrivals, run
+from quire.bench.serve.endpoints import KINDS, Done, Prompt, ask
+from quire.bench.serve.http_client import HttpFailed, Server
 from quire.engine.resident import family, resident_bytes
 from quire.errors import ConfigError, QuireError, StartupError
 
 START_S = 900.0
 STOP_S = 40.0
 WARM = 4  # requests before anything counts
-TOLD = figures.Told(("ttft", "itl"), (50.0, 99.0))
+TOLD = metrics.Told(("ttft", "itl"), (50.0, 99.0))
 QUIRE = (
     f"quire={shlex.quote(sys.executable)} -m quire serve {{model}} --host 127.0.0.1 --port {{port}}"
 )
@@ -53,7 +53,7 @@ KNOWN = {
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench serving", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
     add = parser.add_argument
     add("--model", default="quire-tiny", help="what every server is told to serve")
     add("--clients", nargs="+", type=int, default=[1, 16, 64], metavar="N")
@@ -85,9 +85,9 @@ def main(argv: Sequence[str]) -> int:
             for name, command, model in servers
         ]
     except QuireError as why:
-        print(f"quire bench serving: error: {why}", file=sys.stderr)
+        print(f"python -m benchmarks serving: error: {why}", file=sys.stderr)
         return 2 if isinstance(why, ConfigError) else 1
-    _tell(given, rounds, " ".join(["quire bench serving", *argv]))
+    _tell(given, rounds, " ".join(["python -m benchmarks serving", *argv]))
     return 0
 
 
@@ -229,7 +229,7 @@ async def _load(
         before, own = running.cpu(), time.process_time()
         done, seconds = await run(one, len(prompts), Arrivals(most=clients), 0, ended)
         after, own = running.cpu(), time.process_time() - own
-    if wrong := figures.failures(done):
+    if wrong := metrics.failures(done):
         raise HttpFailed(f"{label}: {wrong}")
     return Loaded(done, seconds, after[0] - before[0], after[1] - before[1], own)
 
@@ -239,7 +239,7 @@ def costs(short: Loaded, long: Loaded) -> dict[str, float]:
 
     A request costs what one with an answer of one token does; the other tokens cost the rest.
     """
-    found = figures.figures(long.done, long.seconds, TOLD)
+    found = metrics.figures(long.done, long.seconds, TOLD)
     requests, tokens = len(long.done), int(found["total_output_tokens"])
     request = short.api_cpu / len(short.done)
     token = (long.api_cpu - request * requests) / max(tokens - requests, 1)
@@ -314,12 +314,15 @@ def _tell(
     if given.out is None:
         print(table(result))
         return
-    from quire.bench import machine, report  # torch: not while anything is measured
+    from benchmarks import (
+        result_files,
+        roofline,  # torch: not while anything is measured
+    )
 
-    about, today = machine.describe(), datetime.date.today().isoformat()
+    about, today = roofline.describe(), datetime.date.today().isoformat()
     result = {"date": today, "machine": about, **result}
     given.out.mkdir(parents=True, exist_ok=True)
-    path = report.free_name(given.out, f"{today}-serving-{machine.slug(about)}")
+    path = result_files.free_name(given.out, f"{today}-serving-{roofline.slug(about)}")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = (
         f"# What serving {given.model} costs, {today}\n\n"

@@ -1,4 +1,4 @@
-"""`quire bench peers` and `make bench-peers`: the five offline workloads beside other engines, in one run.
+"""`python -m benchmarks peers` and `make bench-peers`: the five offline workloads beside other engines, in one run.
 
 Every engine is a process with an environment of its own (`benchmarks/peers/install.py` makes those of the others) and
 answers the same prompts, greedily. Within each round the engines take turns; who is not asked is stopped, so that
@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import result_files, roofline, shapes
+from benchmarks.offline.runners import agreement
+from benchmarks.peers.report import Turn, page
 from quire import env
-from quire.bench import machine, report, shapes
-from quire.bench.beside import Turn, page
-from quire.bench.contenders import agreement
 from quire.engine.resident import family, resident_bytes
 from quire.errors import ConfigError, QuireError, StartupError
 
@@ -80,7 +80,7 @@ ENGINES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
     add("--engines", nargs="+", choices=ENGINES, metavar="NAME", default=list(ENGINES),
@@ -100,9 +100,9 @@ def main(argv: Sequence[str]) -> int:
     # Who is told to end still lets go of engines that it has stopped: they would stay for ever.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return _measure(given, " ".join(["quire bench peers", *argv]))
+        return _measure(given, " ".join(["python -m benchmarks peers", *argv]))
     except QuireError as why:
-        print(f"quire bench peers: error: {why}", file=sys.stderr)
+        print(f"python -m benchmarks peers: error: {why}", file=sys.stderr)
         return 2 if isinstance(why, ConfigError) else 1
 
 
@@ -115,7 +115,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
     if given.prepare:
         print("\n".join(f"{name}: {path}" for name, path in models.items()))
         return 0
-    about = machine.describe()
+    about = roofline.describe()
     turns: list[Turn] = []
     engines: dict[str, dict[str, Any]] = {}
     for group in (BF16, SHORT):
@@ -136,7 +136,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
     result = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": command,
-        "commit": report.commit(),
+        "commit": result_files.commit(),
         "shape": shape.name,
         "rounds": given.rounds,
         "machine": about,
@@ -144,7 +144,9 @@ def _measure(given: argparse.Namespace, command: str) -> int:
         "turns": [turn.kept() for turn in turns],
     }
     given.out.mkdir(parents=True, exist_ok=True)
-    path = report.free_name(given.out, f"{result['date']}-peers-{shape.name}-{machine.slug(about)}")
+    path = result_files.free_name(
+        given.out, f"{result['date']}-peers-{shape.name}-{roofline.slug(about)}"
+    )
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = page(result)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -325,7 +327,7 @@ def _rounds(
     turns: list[Turn] = []
     if not running:
         return turns
-    probe = machine.probe("bfloat16")
+    probe = roofline.probe("bfloat16")
     for number in range(1, given.rounds + 1):
         for workload in chosen:
             if number > 1 and workload.name in given.once:
@@ -335,11 +337,11 @@ def _rounds(
             for name, one in running.items():
                 before = probe
                 answer = one.ask(prompts, workload.output)
-                probe = machine.probe("bfloat16")
+                probe = roofline.probe("bfloat16")
                 engine = ENGINES[name]
-                least = machine.seconds(
+                least = roofline.seconds(
                     shape, workload, engine.bytes_of_weights(shape), _between(before, probe, engine.speedup),
-                    machine.FLOOR, engine.bytes_of_kv(shape),
+                    roofline.FLOOR, engine.bytes_of_kv(shape),
                 )  # fmt: skip
                 ours = answer["tokens"] if ours is None else ours
                 turn = Turn(
@@ -351,7 +353,7 @@ def _rounds(
     return turns
 
 
-def _between(before: machine.Probe, after: machine.Probe, speedup: float) -> machine.Probe:
+def _between(before: roofline.Probe, after: roofline.Probe, speedup: float) -> roofline.Probe:
     """The better of both: a floor is the least that the time could have been."""
     read = max(before.bytes_per_s, after.bytes_per_s)
-    return machine.Probe(read, speedup * max(before.flops_per_s, after.flops_per_s))
+    return roofline.Probe(read, speedup * max(before.flops_per_s, after.flops_per_s))

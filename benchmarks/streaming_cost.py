@@ -1,4 +1,4 @@
-"""`quire bench streaming`: what streaming to clients costs, beside the same requests offline.
+"""`python -m benchmarks streaming`: what streaming to clients costs, beside the same requests offline.
 
 A server of ours and an engine in this process hold the same random checkpoint and take turns within each round: N requests
 that come at once, each token streamed as text to a client of its own; and the same prompts as one offline batch. The
@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire.bench import shapes
-from quire.bench.asking import KINDS, Done, Prompt, ask
-from quire.bench.figures import failures
-from quire.bench.http import HttpFailed
-from quire.bench.load import Arrivals, run
-from quire.bench.serving import Running, started
+from benchmarks import shapes
+from benchmarks.serving_cost import Running, started
+from quire.bench.serve.arrivals import Arrivals, run
+from quire.bench.serve.endpoints import KINDS, Done, Prompt, ask
+from quire.bench.serve.http_client import HttpFailed
+from quire.bench.serve.metrics import failures
 from quire.errors import QuireError
 
 GOAL = 0.05  # of the offline speed
@@ -32,7 +32,7 @@ SPECIAL = ("<|pad|>", "<|end|>")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench streaming", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks streaming", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
     add("--clients", type=int, default=32, metavar="N")
@@ -46,20 +46,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         found = asyncio.run(_measure(given))
     except QuireError as why:
-        print(f"quire bench streaming: error: {why}", file=sys.stderr)
+        print(f"python -m benchmarks streaming: error: {why}", file=sys.stderr)
         return 1
     text = table(found)
     print(text)
     if given.out is not None:
-        from quire.bench import report
+        from benchmarks import result_files
 
-        kept = {"command": " ".join(["quire bench streaming", *argv]), "shape": given.shape, **found}  # fmt: skip
-        print(f"kept in {report.keep(given.out, 'streaming', 'What streaming costs', kept, text)}")
+        kept = {"command": " ".join(["python -m benchmarks streaming", *argv]), "shape": given.shape, **found}  # fmt: skip
+        print(
+            f"kept in {result_files.keep(given.out, 'streaming', 'What streaming costs', kept, text)}"
+        )
     return 0
 
 
 async def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    from quire.bench.contenders import Quire
+    from benchmarks.offline.runners import Quire
 
     shape = shapes.SHAPES[given.shape]
     workload = shapes.Workload(given.clients, given.input_len, given.output_len)

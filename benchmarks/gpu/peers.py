@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.bench.gpu_shapes import CONFIGS, lengths_of_load, write_config
+from benchmarks.gpu.fixtures import CONFIGS, lengths_of_load, write_config
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Found, Run
+    from benchmarks.gpu.run import Found, Run
 
 SHARE = 0.6  # of its time, that a peer is timed for; the rest is for starting
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from quire.bench.asking import Done
+from quire.bench.serve.endpoints import Done
 
 WIDTH, ROW, LEFT, TOP = 1000, 8, 60, 24  # pixels
 GAPS_MS = (25.0, 50.0)

@@ -1,4 +1,4 @@
-"""`quire bench` and `make bench`: offline throughput beside Transformers, and what a step costs the host.
+"""`python -m benchmarks` and `make bench`: offline throughput beside Transformers, and what a step costs the host.
 
 Five workloads on a random checkpoint of each shape, the contenders in turn within each round, medians over rounds, one
 result file a shape. Nothing is fetched.
@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.bench import host, machine, report, shapes, steps
-from quire.bench.contenders import Contender, Quire, Transformers, agreement
+from benchmarks import host_overhead, result_files, roofline, scheduler_step, shapes
+from benchmarks.offline.runners import Contender, Quire, Transformers, agreement
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHAPES = ["qwen3-0.6b", "llama-3.2-1b"]
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv), argv)
 
@@ -89,13 +89,13 @@ def _run(shape: shapes.Shape, args: argparse.Namespace, words: Sequence[str]) ->
         contenders.append(Transformers(path, args.dtype))
     try:
         result = _measure(args, shape, chosen, contenders)
-        result["command"] = " ".join(["quire bench", *words])
+        result["command"] = " ".join(["python -m benchmarks", *words])
     finally:
         for contender in contenders:
             contender.close()
     costs = []
     if args.host_rows:
-        costs = host.measure_all(shape, cache, args.host_rows, host.STEPS)
+        costs = host_overhead.measure_all(shape, cache, args.host_rows, host_overhead.STEPS)
         print("\n".join(cost.line(shape.name) for cost in costs))
     _keep(result, costs, args.out)
 
@@ -112,9 +112,9 @@ def _measure(
     chosen: list[shapes.Workload],
     contenders: list[Contender],
 ) -> dict[str, Any]:
-    described = machine.describe()
-    step_costs = steps.measure_all()
-    probes = [machine.probe(args.dtype)]
+    described = roofline.describe()
+    step_costs = scheduler_step.measure_all()
+    probes = [roofline.probe(args.dtype)]
     seconds: dict[tuple[str, str], list[float]] = {}
     agreed: dict[str, float] = {}
     for contender in contenders:  # first runs pay for what later ones find warm
@@ -132,25 +132,27 @@ def _measure(
                 )
             if len(tokens) == 2:
                 agreed[workload.name] = agreement(*tokens)
-        probes.append(machine.probe(args.dtype))
-    best = machine.Probe(max(p.bytes_per_s for p in probes), max(p.flops_per_s for p in probes))
+        probes.append(roofline.probe(args.dtype))
+    best = roofline.Probe(max(p.bytes_per_s for p in probes), max(p.flops_per_s for p in probes))
     rows = []
     for workload in chosen:
         floor, predicted = (
-            machine.seconds(
-                shape, workload, ITEMSIZE[args.dtype], best if s is machine.FLOOR else probes[0], s
+            roofline.seconds(
+                shape, workload, ITEMSIZE[args.dtype], best if s is roofline.FLOOR else probes[0], s
             )
-            for s in (machine.FLOOR, machine.PREDICTED)
+            for s in (roofline.FLOOR, roofline.PREDICTED)
         )
         by_name = {c.name: seconds[workload.name, c.name] for c in contenders}
-        measured = report.Measured(workload, by_name, floor, predicted, agreed.get(workload.name))
+        measured = result_files.Measured(
+            workload, by_name, floor, predicted, agreed.get(workload.name)
+        )
         rows.append(measured.row())
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "shape": shape.name,
         "dtype": args.dtype,
         "rounds": args.rounds,
-        "commit": report.commit(),
+        "commit": result_files.commit(),
         "machine": described,
         "probes": [asdict(p) for p in probes],
         "workloads": rows,
@@ -158,15 +160,15 @@ def _measure(
     }
 
 
-def _keep(result: dict[str, Any], costs: Sequence[host.HostCost], folder: Path) -> None:
-    kind = machine.slug(result["machine"])
-    result["host"] = host.kept(costs)
-    last = report.last_like(result, folder, kind)
+def _keep(result: dict[str, Any], costs: Sequence[host_overhead.HostCost], folder: Path) -> None:
+    kind = roofline.slug(result["machine"])
+    result["host"] = host_overhead.kept(costs)
+    last = result_files.last_like(result, folder, kind)
     folder.mkdir(parents=True, exist_ok=True)
-    path = report.free_name(folder, f"{result['date']}-{result['shape']}-{kind}")
+    path = result_files.free_name(folder, f"{result['date']}-{result['shape']}-{kind}")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    text = report.page(result, last)
+    text = result_files.page(result, last)
     if costs:
-        text += f"\nWhat a step of the whole engine costs the host, in bfloat16:\n\n{host.table(costs)}\n"
+        text += f"\nWhat a step of the whole engine costs the host, in bfloat16:\n\n{host_overhead.table(costs)}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nkept in {path}")

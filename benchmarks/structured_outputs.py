@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench import machine
-from quire.bench.peers import in_environment, last_words
-from quire.bench.report import commit, free_name
-from quire.bench.shapes import SHAPES, Workload, checkpoint
+from benchmarks import roofline
+from benchmarks.peers.run import in_environment, last_words
+from benchmarks.result_files import commit, free_name
+from benchmarks.shapes import SHAPES, Workload, checkpoint
 from quire.protocol.constraint import StructuredOutputsParams
 from quire.protocol.params import SamplingParams
 
@@ -202,7 +202,7 @@ class Bench:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench structured", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks structured", description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, default=32)
@@ -227,10 +227,10 @@ def main(argv: Sequence[str]) -> int:
     text = json.dumps(report, indent=1)
     print(text)
     if asked.out is not None:
-        about = machine.describe()
-        command = " ".join(["quire bench structured", *argv])
+        about = roofline.describe()
+        command = " ".join(["python -m benchmarks structured", *argv])
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-        path = free_name(asked.out, f"{date}-structured-{machine.slug(about)}")
+        path = free_name(asked.out, f"{date}-structured-{roofline.slug(about)}")
         kept = {"date": date, "command": command, "commit": commit(), "machine": about, **report}
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(f"kept in {path}")

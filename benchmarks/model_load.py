@@ -1,4 +1,4 @@
-"""`quire bench loading`: memory while a model is loaded, and seconds from nothing to its first token.
+"""`python -m benchmarks loading`: memory while a model is loaded, and seconds from nothing to its first token.
 
 Each start is a new process, watched from outside. Counted is anonymous memory, which nobody can take back: pages of the
 checkpoint's file are the system's. What the process holds before it loads, libraries most of all, is told apart; the goal
@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import shapes
 from quire import env
-from quire.bench import shapes
 from quire.errors import StartupError
 
 GOAL_MEMORY, GOAL_SECONDS = 1.15, 8.0
@@ -31,7 +31,7 @@ ROOM = 64 << 20  # for keys and values: not what is measured
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--child"]:
         return child(json.loads(argv[1]))
-    parser = argparse.ArgumentParser(prog="quire bench loading", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
     add("--quantizations", nargs="+", default=["none", "int8", "int4"], metavar="NAME", help="each in turn")  # fmt: skip
@@ -47,16 +47,16 @@ def main(argv: Sequence[str]) -> int:
                 asked = {} if name == "none" else {"quantization": name}
                 found.setdefault(name, []).append(once({"model": model, **asked}))
     except StartupError as why:
-        print(f"quire bench loading: error: {why}", file=sys.stderr)
+        print(f"python -m benchmarks loading: error: {why}", file=sys.stderr)
         return 1
     text = table(found)
     print(text)
     if given.out is not None:
-        from quire.bench import report
+        from benchmarks import result_files
 
-        kept = {"command": " ".join(["quire bench loading", *argv]), "shape": given.shape, "starts": found}  # fmt: skip
+        kept = {"command": " ".join(["python -m benchmarks loading", *argv]), "shape": given.shape, "starts": found}  # fmt: skip
         title = f"What loading {given.shape} takes"
-        print(f"kept in {report.keep(given.out, 'loading', title, kept, text)}")
+        print(f"kept in {result_files.keep(given.out, 'loading', title, kept, text)}")
     return 0
 
 
@@ -64,8 +64,8 @@ def child(keywords: dict[str, Any]) -> int:
     """What is watched: import, say so, load, generate a token, say what is held."""
     import torch  # noqa: F401 - what every start has before it loads
 
-    from quire.bench.contenders import Quire
-    from quire.bench.shapes import Workload
+    from benchmarks.offline.runners import Quire
+    from benchmarks.shapes import Workload
     from quire.engine import assemble  # noqa: F401
 
     print(json.dumps({"base": anonymous("self")}), flush=True)
@@ -96,7 +96,7 @@ def anonymous(pid: int | str) -> int:
 
 def once(keywords: dict[str, Any]) -> dict[str, float]:
     """One start. Raises StartupError: it ended before it was done; with the end of what it said."""
-    words = [sys.executable, "-m", "quire.bench", "loading", "--child", json.dumps(keywords)]
+    words = [sys.executable, "-m", "benchmarks", "loading", "--child", json.dumps(keywords)]
     said: dict[str, float] = {}
     peak = 0
     over = threading.Event()

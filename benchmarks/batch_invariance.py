@@ -1,4 +1,4 @@
-"""`quire bench divergence`: how often a bf16 answer depends on who shares the step, and where that comes from.
+"""`python -m benchmarks divergence`: how often a bf16 answer depends on who shares the step, and where that comes from.
 
 The embedded model answers the same prompts alone, and then in other company; every answer that is not the same to the
 token is counted, with the place where it parts and how close the two best tokens were there. Each row is one kind of
@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import roofline
+from benchmarks.result_files import free_name
 from quire import env
-from quire.bench import machine
-from quire.bench.report import free_name
 from quire.protocol.params import SamplingParams
 
 TOKENS = 128
@@ -95,7 +95,7 @@ def here(dtype: str) -> dict[str, Any]:
 
 
 def in_a_child(dtype: str, isa: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "quire.bench", "divergence", "--here", "--dtype", dtype]
+    command = [sys.executable, "-m", "benchmarks", "divergence", "--here", "--dtype", dtype]
     environment = env.for_a_child(QUIRE_CPU_ISA=isa, QUIRE_LOGGING_LEVEL="ERROR")
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -130,7 +130,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench divergence", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks divergence", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--here", action="store_true", help="this process only; prints JSON")
     parser.add_argument("--out", type=Path, help="folder for the result; unset: print only")
@@ -144,12 +144,12 @@ def main(argv: Sequence[str]) -> int:
         for kernels, isa in KERNELS.items()
         if not (dtype == "float32" and kernels == "native")  # those are bf16 kernels
     }
-    about, today = machine.describe(), datetime.date.today().isoformat()
+    about, today = roofline.describe(), datetime.date.today().isoformat()
     result = {"date": today, "machine": about, "tokens": TOKENS, "runs": runs}
     print(table(result))
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)
-        path = free_name(asked.out, f"{today}-divergence-{machine.slug(about)}")
+        path = free_name(asked.out, f"{today}-divergence-{roofline.slug(about)}")
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(page(result), encoding="utf-8")
         print(f"\nwritten to {path}")

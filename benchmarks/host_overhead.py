@@ -1,4 +1,4 @@
-"""`quire bench host`: what a step of the whole engine costs beside the model, by part and by how many rows decode.
+"""`python -m benchmarks host`: what a step of the whole engine costs beside the model, by part and by how many rows decode.
 
 The real scheduler, worker, sampler and socket, on a random checkpoint. Only the functions that each part is called by
 are timed; what is left over of a step is "other".
@@ -24,7 +24,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from quire.bench import shapes
+from benchmarks import shapes
 
 GOALS = {
     1: 0.03
@@ -183,7 +183,7 @@ def _checked(outbox: Sequence[Any]) -> Sequence[Any]:
 def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: int) -> list[HostCost]:  # fmt: skip
     import zmq
 
-    from quire.bench.contenders import Quire
+    from benchmarks.offline.runners import Quire
     from quire.engine.process import Link
 
     path = shapes.checkpoint(shape, "bfloat16", cache)
@@ -211,7 +211,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m benchmarks host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("--shape", choices=shapes.SHAPES, default=GOAL_SHAPE, help="model")
     add("--rows", nargs="+", type=int, default=[1, 32, 256], metavar="N")
@@ -223,12 +223,12 @@ def main(argv: Sequence[str]) -> int:
     lines = [cost.line(given.shape) for cost in costs]
     print("\n".join(lines))
     if given.out is not None:
-        from quire.bench import report
+        from benchmarks import result_files
 
-        command = " ".join(["quire bench host", *argv])
+        command = " ".join(["python -m benchmarks host", *argv])
         result = {"command": command, "shape": given.shape, "rows": kept(costs)}
         title = f"What a step costs the host, {given.shape}"
-        print(f"kept in {report.keep(given.out, 'host', title, result, table(costs))}")
+        print(f"kept in {result_files.keep(given.out, 'host', title, result, table(costs))}")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.bench.shapes import Workload
+from benchmarks.shapes import Workload
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
 

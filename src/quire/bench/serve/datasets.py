@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.bench.asking import Prompt
-from quire.bench.http import HttpFailed, Server
+from quire.bench.serve.endpoints import Prompt
+from quire.bench.serve.http_client import HttpFailed, Server
 from quire.errors import ConfigError
 
 

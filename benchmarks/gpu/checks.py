@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.fixtures import eight_bits, write_config
 from quire import env
-from quire.bench.gpu_shapes import eight_bits, write_config
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Found, Run
+    from benchmarks.gpu.run import Found, Run
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of |got - want| / |want| over a whole tensor."""
@@ -96,10 +96,10 @@ def _attended(
     run: Run, dtype: torch.dtype, kept: str, lengths: list[int], chunk: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The last token of each row by Triton and by the reference: prompts in chunks, then a step of single tokens."""
+    from benchmarks.gpu.fixtures import step_of
     from quire.attention.reference import ReferenceAttention
     from quire.attention.triton import TritonAttention
     from quire.batch import running
-    from quire.bench.gpu_shapes import step_of
     from quire.layers.attention import Attention
 
     answers = []
@@ -228,7 +228,7 @@ def few_bits(run: Run, found: dict[str, Any]) -> None:
 
 def bits(run: Run, found: dict[str, Any]) -> None:
     """Not required of 16 bits, but to be known: do company, chunks and who folds change a bit?"""
-    from quire.bench.gpu_shapes import filled_cache
+    from benchmarks.gpu.fixtures import filled_cache
     from quire.ops.triton.attention import Scores, attend, sizes_for
 
     for dtype in formats(run):
@@ -313,7 +313,7 @@ def engine(run: Run, found: Found) -> None:
 def _tokens(
     folder: str, device: str, prompts: list[list[int]], params: list[Any], **options: Any
 ) -> list[list[int]]:
-    from quire.bench.gpu_shapes import opened
+    from benchmarks.gpu.fixtures import opened
 
     # Of all of a card's memory there would be tens of millions of blocks.
     settings = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 64 << 20, **options}

@@ -130,7 +130,7 @@ def profile(rows: int, steps: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks steps", description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="decode steps to measure")
     parser.add_argument(
         "--profile", type=int, metavar="ROWS", help="profile this many rows instead"

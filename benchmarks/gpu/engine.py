@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quire.bench.gpu_checks import on
-from quire.bench.gpu_figures import line
-from quire.bench.gpu_shapes import (
+from benchmarks.gpu.checks import on
+from benchmarks.gpu.fixtures import (
     client_of,
     kv_of,
     lengths_of_load,
@@ -24,9 +23,10 @@ from quire.bench.gpu_shapes import (
     weights_of,
     write_config,
 )
+from benchmarks.gpu.kernels import line
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Found, Run
+    from benchmarks.gpu.run import Found, Run
 
 
 def steps(run: Run, found: Found) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import env
-from quire.bench import datasets, figures, timeline
-from quire.bench.asking import KINDS, Done, Kind, Prompt, ask
-from quire.bench.http import HttpFailed, Server
-from quire.bench.load import Arrivals, run
-from quire.bench.serve_options import SAMPLING, dashed, pairs, parser, wanted
+from quire.bench.serve import datasets, metrics, timeline
+from quire.bench.serve.arrivals import Arrivals, run
+from quire.bench.serve.cli import SAMPLING, dashed, pairs, parser, wanted
+from quire.bench.serve.endpoints import KINDS, Done, Kind, Prompt, ask
+from quire.bench.serve.http_client import HttpFailed, Server
 from quire.errors import ConfigError, QuireError
 from quire.server.listen import allow_files
 
@@ -54,7 +54,7 @@ class Plan:
         self.url = given.base_url or f"http://{_host(given.host)}:{given.port}"
         if self.path.startswith("/v1/"):  # both ways to write an address are in use
             self.url = self.url.rstrip("/").removesuffix("/v1")
-        self.told = figures.Told.read(
+        self.told = metrics.Told.read(
             given.percentile_metrics, given.metric_percentiles, given.goodput
         )
         self.arrivals = Arrivals(
@@ -89,9 +89,9 @@ class Plan:
             done, seconds = await self._load(server, prompts, model)
             if given.profile:
                 await server.ask("POST", "/stop_profile")
-        result = figures.figures(done, seconds, self.told)
-        print(figures.printout(result, self.told, given.max_concurrency, given.request_rate))
-        if wrong := figures.failures(done):
+        result = metrics.figures(done, seconds, self.told)
+        print(metrics.printout(result, self.told, given.max_concurrency, given.request_rate))
+        if wrong := metrics.failures(done):
             print(wrong, file=sys.stderr)
         if given.save_result or given.append_result or given.save_detailed or given.plot_timeline:
             self._save(result, done, prompts, model, tokenizer.name)
@@ -210,7 +210,7 @@ class Plan:
             whole |= {name: getattr(given, name) for name in names}
         whole |= result
         if given.save_detailed:
-            whole |= figures.details(done, [prompt.length for prompt in prompts])
+            whole |= metrics.details(done, [prompt.length for prompt in prompts])
         limit = f"-concurrency{given.max_concurrency}" if given.max_concurrency else ""
         name = given.result_filename or (
             f"{given.label or given.backend}-{rate}qps{limit}-{model.rpartition('/')[2]}-{now}.json"

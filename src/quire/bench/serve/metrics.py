@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy
 
-from quire.bench.asking import Done
-from quire.bench.load import most_at_once
+from quire.bench.serve.arrivals import most_at_once
+from quire.bench.serve.endpoints import Done
 from quire.errors import ConfigError
 
 METRICS = {

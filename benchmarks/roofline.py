@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.shapes import Shape, Workload
+from benchmarks.shapes import Shape, Workload
 from quire.platforms import facts
 
 

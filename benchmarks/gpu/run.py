@@ -31,17 +31,17 @@ from typing import Any
 from quire import env
 
 SECTIONS = {
-    "machine": ("gpu", "machine", 50),
-    "kernels": ("gpu_checks", "kernels", 130),
-    "engine": ("gpu_checks", "engine", 100),
-    "steps": ("gpu_serving", "steps", 150),
-    "serving": ("gpu_serving", "serving", 90),
-    "steps-fp8": ("gpu_serving", "steps_fp8", 140),
-    "figures": ("gpu_figures", "kernels", 110),
-    "products": ("gpu_figures", "products", 90),
-    "peer-loop": ("gpu_peers", "loop", 60),
-    "peer-transformers": ("gpu_peers", "transformers", 60),
-    "peer-vllm": ("gpu_peers", "vllm", 150),
+    "machine": ("run", "machine", 50),
+    "kernels": ("checks", "kernels", 130),
+    "engine": ("checks", "engine", 100),
+    "steps": ("engine", "steps", 150),
+    "serving": ("engine", "serving", 90),
+    "steps-fp8": ("engine", "steps_fp8", 140),
+    "figures": ("kernels", "kernels", 110),
+    "products": ("kernels", "products", 90),
+    "peer-loop": ("peers", "loop", 60),
+    "peer-transformers": ("peers", "transformers", 60),
+    "peer-vllm": ("peers", "vllm", 150),
 }
 """Name -> module, function, seconds that it may take; the most wanted first."""
 GRACE = 5.0  # seconds that a section has to end by itself
@@ -85,7 +85,7 @@ def machine(run: Run, found: Found) -> None:
     import torch
     import triton
 
-    from quire.bench.gpu_timing import timed
+    from benchmarks.gpu.timing import timed
 
     found["python"] = platform.python_version()
     found["torch"], found["triton"] = torch.__version__, triton.__version__
@@ -134,7 +134,7 @@ def section(name: str, run: Run, path: Path) -> dict[str, Any]:
     found, began = Found(path), time.monotonic()
     try:
         call: Callable[[Run, Found], None] = getattr(
-            importlib.import_module(f"quire.bench.{module}"), function
+            importlib.import_module(f"benchmarks.gpu.{module}"), function
         )
         call(run, found)
     except Exception as error:
@@ -151,7 +151,7 @@ def apart(name: str, run: Run, path: Path, asked: argparse.Namespace) -> dict[st
     words = [
         sys.executable,
         "-m",
-        "quire.bench",
+        "benchmarks",
         "gpu",
         "--device",
         asked.device,
@@ -176,7 +176,7 @@ def apart(name: str, run: Run, path: Path, asked: argparse.Namespace) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: only to try the sections out")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--small", action="store_true", help="tiny shapes: to try the sections out")

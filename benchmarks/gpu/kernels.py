@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_shapes import eight_bits, filled_cache
-from quire.bench.gpu_timing import cold
+from benchmarks.gpu.fixtures import eight_bits, filled_cache
+from benchmarks.gpu.timing import cold
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Found, Run
+    from benchmarks.gpu.run import Found, Run
 
 
 def line(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from quire.bench.gpu import Run
+    from benchmarks.gpu.run import Run
 
 CACHE = 256 << 20  # bytes: a few times what a card's second cache holds
 REPLAYS = 5

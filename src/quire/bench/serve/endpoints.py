@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.bench.http import HttpFailed, Server, reason
+from quire.bench.serve.http_client import HttpFailed, Server, reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`quire bench quality`: what short numbers cost in quality, on the embedded model.
+"""`python -m benchmarks quality`: what short numbers cost in quality, on the embedded model.
 
 Every scheme of `--quantization` that is made while loading, every short `--kv-cache-dtype` and checkpoints of other tools'
 formats (written here: `rounded.py`), against bfloat16, by two measures. `fp8` is not there twice: on a CPU it is `int8`. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench import rounded
+from benchmarks import rtn_checkpoints
 from quire.config.cache import KV_DTYPES
 from quire.config.quantized import online_schemes
 from quire.errors import ConfigError, QuireError
@@ -44,7 +44,7 @@ def schemes() -> dict[str, dict[str, Any]]:
         f"{one} weights, int8 KV": {"quantization": one, "kv_cache_dtype": "int8"}
         for one in ("int8", "int4")
     }
-    stored = {f"{form} checkpoint": {STORED: form} for form in rounded.FORMS}
+    stored = {f"{form} checkpoint": {STORED: form} for form in rtn_checkpoints.FORMS}
     return {BASE: {}, **weights, **cache, **both, **stored}
 
 
@@ -58,7 +58,7 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="quire bench quality", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks quality", description=__doc__)
     add = parser.add_argument
     add("--model", default="quire-tiny", help="an embedded model, or a folder with its tokenizer")
     add("--schemes", nargs="+", choices=schemes(), metavar="NAME", help=f"of {', '.join(schemes())}; unset: all")  # fmt: skip
@@ -70,16 +70,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = measure(given)
     except QuireError as why:
-        print(f"quire bench quality: error: {why}", file=sys.stderr)
+        print(f"python -m benchmarks quality: error: {why}", file=sys.stderr)
         return 2 if isinstance(why, ConfigError) else 1
     text = page(result)
     print(text)
     if given.out is not None:
-        from quire.bench import report
+        from benchmarks import result_files
 
-        result = {"command": " ".join(["quire bench quality", *argv]), **result}
+        result = {"command": " ".join(["python -m benchmarks quality", *argv]), **result}
         title = f"What short numbers cost {given.model}"
-        print(f"kept in {report.keep(given.out, 'quality', title, result, text)}")
+        print(f"kept in {result_files.keep(given.out, 'quality', title, result, text)}")
     return 0
 
 
@@ -121,7 +121,7 @@ def _written(model: str, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"model": model, **keywords}
         return
     with tempfile.TemporaryDirectory() as folder:
-        made = rounded.checkpoint(_folder(model), keywords[STORED], Path(folder))
+        made = rtn_checkpoints.checkpoint(_folder(model), keywords[STORED], Path(folder))
         yield {"model": str(made)}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire.bench.shapes import Workload
+from benchmarks.shapes import Workload
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def page(result: dict[str, Any], last: dict[str, Any] | None) -> str:
         "",
         f"Medians of {result['rounds']} interleaved rounds, greedy, random weights.",
         "The floor is the time at the probed speeds with nothing else to do; the prediction was computed beforehand from"
-        " the same probes and the shares in `quire/bench/machine.py`.",
+        " the same probes and the shares in `benchmarks/roofline.py`.",
         "",
         table(result, last),
         "",
@@ -146,7 +146,7 @@ def commit() -> str:
 
 def keep(folder: Path, kind: str, title: str, result: dict[str, Any], table: str) -> Path:
     """Write folder/DATE-KIND-MACHINE.json and the page beside it; `result` gets date, commit and machine."""
-    from quire.bench import machine  # torch: not while anything is measured
+    from benchmarks import roofline as machine  # torch: not while anything is measured
 
     about, today = machine.describe(), datetime.date.today().isoformat()
     kept = {"date": today, "commit": commit(), "machine": about, **result}

@@ -1,0 +1,1 @@
+"""The project's own measurements: `python -m benchmarks`, from the repository's folder. Not part of the wheel."""

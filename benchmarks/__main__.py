@@ -1,0 +1,48 @@
+"""`python -m benchmarks WHAT`: the first word names the measurement.
+
+Imports only the module of that measurement: the load generator must run without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+KINDS = {
+    "offline": ("offline.run", "throughput beside Transformers; the default"),
+    "peers": ("peers.run", "throughput beside vLLM and OpenVINO, each in its own environment"),
+    "serving": ("serving_cost", "the HTTP process's CPU, and tokens/s at 1, 16 and 64 clients"),
+    "streaming": ("streaming_cost", "streaming to clients, beside the same requests offline"),
+    "steps": ("scheduler_step", "the scheduler's cost of one step"),
+    "host": ("host_overhead", "the host's cost of one step of the whole engine, by part"),
+    "loading": ("model_load", "memory while a model loads, and seconds to its first token"),
+    "quality": ("quality", "the error of quantized weights and of a quantized KV cache"),
+    "divergence": ("batch_invariance", "how often other requests change a bf16 answer"),
+    "structured": ("structured_outputs", "the cost of structured outputs"),
+    "gpu": ("gpu.run", "a GPU's kernels, steps and serving: checked, then timed"),
+}
+"""Word -> (module with `main(argv) -> int`, what it measures)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(usage(), end="")
+        return 0
+    kind = words.pop(0) if words and words[0] in KINDS else "offline"
+    if kind == "offline" and words and not words[0].startswith("-"):
+        known = ", ".join(KINDS)
+        print(f"python -m benchmarks: error: {words[0]!r}: not one of {known}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"benchmarks.{KINDS[kind][0]}").main(words))
+
+
+def usage() -> str:
+    lines = ["usage: python -m benchmarks [WHAT] ...", ""]
+    lines += [f"  {name:<11} {about}" for name, (_, about) in KINDS.items()]
+    return "\n".join([*lines, "", "`python -m benchmarks WHAT --help` lists its options.", ""])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Checks and timings of the GPU path on a card."""

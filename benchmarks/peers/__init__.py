@@ -1,0 +1,1 @@
+"""The offline workloads beside vLLM and OpenVINO, each in an environment of its own."""
