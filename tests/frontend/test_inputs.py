@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import spelling
@@ -17,6 +19,7 @@ from quire.frontend.inputs import Accepted, Inputs
 from quire.frontend.prompts import read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.params import SamplingParams
+from quire.protocol.request import ToEngine
 
 MAX_LEN = 40
 
@@ -328,3 +331,49 @@ def test_defaults_of_another_directory(tmp_path: Path):
 def test_damaged_defaults_are_told(tmp_path: Path, text: str | None, asked: dict[str, Any]):
     with pytest.raises(ConfigError):
         defaults(tmp_path, text, **asked)
+
+
+ODD: dict[str, list[Any]] = {
+    "n": [3],
+    "best_of": [2, 5],
+    "temperature": [0.0, 0.5, 2.0],
+    "top_k": [1, 1 << 40],
+    "logprobs": [0, 2, True],
+    "prompt_logprobs": [0, 3],
+    "logprob_token_ids": [[], [1, 2], [1, 2, 3]],
+    "min_tokens": [5],
+    "max_tokens": [5, None],
+    "stop": [["a"]],
+    "stop_token_ids": [[1]],
+    "bad_words": [["word"]],
+    "detokenize": [False],
+    "allowed_token_ids": [[1, 2]],
+    "logit_bias": [{1: 50}],
+    "seed": [-2, (1 << 63) - 1],
+    "extra_args": [{"a": (1 << 64) - 1}],
+    "repetition_detection": [{"max_pattern_size": 2, "min_count": 3}],
+}
+
+
+def test_the_engine_can_decode_whatever_is_accepted(inputs: Inputs):
+    """All pairs of values. (best_of with logprob_token_ids could not be decoded, and was never answered.)"""
+    decoder, taken = msgspec.msgpack.Decoder(ToEngine), 0
+    rows = [(name, value) for name, values in ODD.items() for value in values]
+    for (one, first), (other, second) in itertools.combinations(rows, 2):
+        try:
+            params = SamplingParams(**{one: first} | {other: second})
+            accepted = inputs.accept({"prompt_token_ids": [1, 2]}, params, id="r")
+        except ValidationError:
+            continue
+        for child in accepted.children:
+            sent = decoder.decode(msgspec.msgpack.encode(child))
+            assert sent == child, (one, first, other, second)
+            assert sent.params.best_of is None
+            taken += 1
+    assert taken > 400
+
+
+def test_chosen_logprobs_rank_where_logprob_token_ids_are_asked_for(inputs: Inputs):
+    params = SamplingParams(best_of=2, logprob_token_ids=[1, 2])
+    accepted = inputs.accept({"prompt_token_ids": [1]}, params, id="r")
+    assert [child.params.logprobs for child in accepted.children] == [None, None]

@@ -168,3 +168,34 @@ def test_from_optional_and_clone():
 def test_beam_search_parameters_are_checked(given: dict[str, Any]):
     with pytest.raises(ValidationError):
         BeamSearchParams(**given)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": [value]}
+    return {"deep": value}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": 1 << 64}, "64 bits"),
+        ({"a": [-(1 << 63) - 1]}, "64 bits"),
+        ({"a": "x" * (1 << 16)}, "the limit is 65536"),
+        ({"a": [[]] * (1 << 20)}, "the limit is 65536"),
+        (nested(40), "64 levels"),
+        (nested(100_000), "64 levels"),
+    ],
+)
+def test_extra_args_that_cannot_be_sent_are_refused(value: Any, words: str):
+    """(They were refused while being sent, and ended the server at the engine's next restart.)"""
+    with pytest.raises(ValidationError, match=words) as caught:
+        SamplingParams(extra_args=value)
+    assert caught.value.parameter == "extra_args"
+    assert len(str(caught.value)) < 200
+
+
+def test_extra_args_within_the_limits_pass():
+    for value in ({"a": "x" * 65_000}, nested(30), {"a": (1 << 64) - 1}, {"callback": len}):
+        assert SamplingParams(extra_args=value).extra_args == value

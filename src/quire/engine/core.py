@@ -28,8 +28,9 @@ log = get_logger(__name__)
 
 LOOK_AGAIN_S = 0.2  # how long the loop sleeps while requests wait
 
-Inbox = SimpleQueue[ToEngine | None]  # None wakes the loop and means nothing else
-Outbox = list[EngineOutput | Reply]
+Answered = EngineOutput | Reply
+Outbox = list[Answered]
+Inbox = SimpleQueue[ToEngine | Answered | None]  # None wakes the loop and means nothing else
 
 
 class EngineCore:
@@ -119,8 +120,10 @@ class EngineCore:
             self.scheduler.check()
 
     # -- messages -------------------------------------------------------------------------------
-    def _take_in(self, message: ToEngine | None, outputs: Outbox) -> None:
+    def _take_in(self, message: ToEngine | Answered | None, outputs: Outbox) -> None:
         match message:
+            case EngineOutput() | Reply():  # answered before it came here
+                outputs.append(message)
             case EngineRequest():
                 if (refused := self.scheduler.add(message)) is not None:
                     outputs.append(refused)

@@ -23,7 +23,7 @@ import zmq
 
 from quire import env
 from quire.engine import asked
-from quire.engine.core import EngineCore
+from quire.engine.core import Answered, EngineCore
 from quire.engine.flight import Recorded, Recorder
 from quire.engine.lifeline import STOP, Speaker
 from quire.engine.pulse import Pulse, Timed
@@ -31,7 +31,7 @@ from quire.errors import QuireError
 from quire.logging import configure, get_logger
 from quire.platforms.cores import leave_a_core
 from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Reply
-from quire.protocol.request import ToEngine
+from quire.protocol.request import Head, RequestHead, ToEngine
 
 log = get_logger(__name__)
 
@@ -83,16 +83,32 @@ class Link:
     def read_into(self, core: EngineCore) -> None:
         decoder = msgspec.msgpack.Decoder(ToEngine)
         while True:
-            message = self.down.recv()
+            data = self.down.recv()
+            message: ToEngine | Answered | None
             try:
-                core.inbox.put(decoder.decode(message))
-            except msgspec.DecodeError:
-                log.exception("a message of %d bytes could not be read", len(message))
+                message = decoder.decode(data)
+            except Exception:  # this thread must outlive any message
+                log.exception("a message of %d bytes could not be decoded", len(data))
+                message = undecoded(data)
+            core.inbox.put(message)
 
     def close(self) -> None:
         for socket in self.up:
             socket.close(linger=1000)
         # The reading thread still waits on `down`; the process ends with it.
+
+
+def undecoded(data: bytes) -> Answered | None:
+    """The answer to a message that could not be decoded; None if even its head cannot be."""
+    try:
+        head = msgspec.msgpack.decode(data, type=Head)
+    except Exception:
+        log.exception("the message cannot be answered: its head could not be decoded")
+        return None
+    error = "the engine could not decode this message; the server's log has the reason"
+    if isinstance(head, RequestHead):
+        return EngineOutput(head.id, [], "error", error=error, client=head.client)
+    return Reply(head.id, error=error, client=head.client)
 
 
 def die_with(parent: int) -> None:

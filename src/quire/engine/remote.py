@@ -20,7 +20,7 @@ import zmq
 from quire.config.engine import Resolved
 from quire.engine.client import answer
 from quire.engine.host import EngineHost, State, StateFile
-from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.errors import EngineDeadError, QuireError, StartupError, ValidationError
 from quire.protocol.output import EngineOutput, EngineStats, FinishReason, FromEngine, Ready, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
@@ -70,7 +70,6 @@ class ProcessClient:
         self.resolved, self.client, self.host = resolved, client, host
         self._folder, self._file = folder, StateFile(folder)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
         self._mine: dict[str, _Mine] = {}
@@ -113,10 +112,18 @@ class ProcessClient:
         self._alive()
         if request.client != self.client:
             request = msgspec.structs.replace(request, client=self.client)
+        data = self._encoded(request)  # a request that cannot be sent is not registered
         with self._sending:
             # An id that is taken already is the engine's to refuse; the first one stays ours.
-            self._mine.setdefault(request.id, _Mine(request))
-            self._put(request)
+            is_new = request.id not in self._mine
+            if is_new:
+                self._mine[request.id] = _Mine(request)
+            try:
+                self._send(data)
+            except EngineDeadError:
+                if is_new:
+                    del self._mine[request.id]
+                raise
 
     def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
         self._alive()
@@ -163,9 +170,21 @@ class ProcessClient:
             self._context.destroy(linger=0)
 
     # -- messages -------------------------------------------------------------------------------
-    def _put(self, message: ToEngine) -> None:
+    def _encoded(self, message: ToEngine) -> bytes:
+        """Raises ValidationError: it holds a value that the wire does not take."""
         try:
-            self._wires.down.send(self._encoder.encode(message))
+            return msgspec.msgpack.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as why:
+            raise ValidationError(
+                f"the request holds a value that cannot be sent to the engine's process: {why}"
+            ) from why
+
+    def _put(self, message: ToEngine) -> None:
+        self._send(self._encoded(message))
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._wires.down.send(data)
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
 
@@ -220,7 +239,17 @@ class ProcessClient:
                     )
                 else:
                     mine.sent += 1
-                    self._put(mine.request)
+                    self._send_again(mine.request)
+
+    def _send_again(self, request: EngineRequest) -> None:
+        """A failure ends this request, not the thread that reads outputs."""
+        try:
+            self._put(request)
+        except ValidationError as why:
+            del self._mine[request.id]
+            self._held.append(EngineOutput(
+                request.id, [], "error", error=str(why), error_kind="invalid", client=self.client
+            ))  # fmt: skip
 
     def _alive(self) -> None:
         if self._dead is not None:

@@ -42,13 +42,13 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     """
     params, count = request.params, num_children(request.params)
     logprobs = params.logprobs
-    if count > params.n and logprobs is None:
-        logprobs = 0  # ranking needs those of the chosen tokens
+    if count > params.n and logprobs is None and params.logprob_token_ids is None:
+        logprobs = 0  # ranking needs those of the chosen tokens, which logprob_token_ids bring too
     seed = params.seed or 0
     children = []
     for index in range(count):
         own = params.settled(
-            n=1, best_of=None, logprobs=logprobs,
+            n=1, best_of=None, logprobs=logprobs, checked=True,
             seed=seed if index == 0 else mix(seed, index),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )  # fmt: skip

@@ -131,6 +131,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """Token sequences whose last token must not complete them."""
     thoughts: Thoughts | None = None
     """What thinking_token_budget means for this model and prompt."""
+    checked: bool = False
+    """The rules were checked, and the engine must not check them again: what `frontend/fanout.py` settles may
+    break a rule that only a user's own values must keep."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "prompt_logprob_token_ids": "use prompt_logprobs",
@@ -145,6 +148,8 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     }
 
     def __post_init__(self) -> None:
+        if self.checked:
+            return
         for name, remedy in self.REFUSED.items():
             if (value := getattr(self, name)) is not None and value is not False:
                 raise Unsupported(f"sampling parameter {name}={value!r}", remedy)
@@ -259,7 +264,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
         if self.logit_bias is not None:
             self.logit_bias = read.biases("logit_bias", self.logit_bias)
         if self.extra_args is not None:
-            self.extra_args = read.mapping("extra_args", self.extra_args)
+            self.extra_args = read.small_data("extra_args", self.extra_args)
 
     def _check_together(self) -> None:
         if self.greedy and max(self.n, self.best_of or 1) > 1:

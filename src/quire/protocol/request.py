@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from quire.protocol.output import FinishReason
 from quire.protocol.params import SamplingParams
@@ -57,3 +57,25 @@ class Call(Struct, array_like=True, omit_defaults=True, gc=False, tag="call"):
 
 
 ToEngine = EngineRequest | Abort | Call
+
+
+class RequestHead(Struct, array_like=True, gc=False, tag="request"):
+    """What of an EngineRequest is needed to answer it. It can be decoded where the rest cannot."""
+
+    id: str
+    tokens: Raw = Raw()
+    params: Raw = Raw()
+    arrived: Raw = Raw()
+    client: int = 0
+
+
+class CallHead(Struct, array_like=True, gc=False, tag="call"):
+    """The same of a Call."""
+
+    id: int
+    name: str
+    args: Raw = Raw()
+    client: int = 0
+
+
+Head = RequestHead | CallHead

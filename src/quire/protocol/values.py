@@ -12,11 +12,17 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import msgspec
+
 from quire.errors import ValidationError
 
 Kind = TypeVar("Kind", bound=IntEnum)
 
 MAX_BIAS = 100.0
+MOST_DATA_BYTES = (
+    1 << 16
+)  # encoded; a request's own data goes to each of its n children, and into the recording
+MOST_DATA_DEPTH = 64  # dicts and lists in each other; encoders recurse, and fail at Python's limit
 
 
 def wrong(name: str, value: Any, must: str, remedy: str = "") -> ValidationError:
@@ -145,3 +151,42 @@ def member(name: str, value: Any, kind: type[Kind]) -> Kind:
     except ValueError:
         known = ", ".join(f"{item.name} ({item.value})" for item in kind)
         raise wrong(name, value, f"one of {known}") from None
+
+
+def small_data(name: str, value: Any) -> dict[str, Any]:
+    """A dict of plain data that the engine's wire takes, of at most MOST_DATA_BYTES.
+
+    Objects that no wire takes pass here: an engine in the caller's own process can use them.
+    """
+    result = mapping(name, value)
+    try:
+        size = len(msgspec.msgpack.encode(result))
+        if size <= MOST_DATA_BYTES and depth_exceeds(result, MOST_DATA_DEPTH):
+            raise RecursionError
+    except TypeError:
+        return result
+    except RecursionError:
+        why = f"is nested more than {MOST_DATA_DEPTH} levels deep: flatten it"
+        raise ValidationError(f"{name} {why}", parameter=name) from None
+    except (OverflowError, ValueError) as error:
+        why = f"holds a value that cannot be sent ({error}): whole numbers have at most 64 bits"
+        raise ValidationError(f"{name} {why}", parameter=name) from None
+    if size > MOST_DATA_BYTES:
+        why = f"takes {size} bytes, and the limit is {MOST_DATA_BYTES}: send less data"
+        raise ValidationError(f"{name} {why}", parameter=name)
+    return result
+
+
+def depth_exceeds(value: Any, most: int) -> bool:
+    """Whether dicts and lists are nested deeper than `most` levels. It stops at the first one that is."""
+    level: list[Any] = [value]
+    for _ in range(most):
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, Mapping) else one)
+            if isinstance(item, (Mapping, list, tuple))
+        ]
+        if not level:
+            return False
+    return True
