@@ -157,13 +157,13 @@ def test_a_file_that_is_read_again(tmp_path: Path):
     assert tenants.weights == {"a": 1.0, "b": 3.0}
     old = tenants.find(b"ka")
     assert old is not None
-    with old.asking(1):
-        key_file(tmp_path, A | {"key": "new", "requests_per_minute": 2}, {"name": "c", "key": "kc"})
-        tenants.reload()
-        assert tenants.find(b"ka") is None
-        assert tenants.find(b"new") is old
-        assert old.requests.level == 1  # what was used stays used
-        assert (old.running, tenants.weights) == (1, {"a": 1.0, "c": 1.0})
+    old.begin(1)
+    key_file(tmp_path, A | {"key": "new", "requests_per_minute": 2}, {"name": "c", "key": "kc"})
+    tenants.reload()
+    assert tenants.find(b"ka") is None
+    assert tenants.find(b"new") is old
+    assert old.requests.level == 1  # what was used stays used
+    assert (old.running, tenants.weights) == (1, {"a": 1.0, "c": 1.0})
     (tmp_path / "keys.json").write_text("[{")
     with pytest.raises(ConfigError):
         tenants.reload()
@@ -221,18 +221,24 @@ def test_processes_share_what_a_key_may(tmp_path: Path):
     here, there = (tenants.find(b"ka") for tenants in both)
     assert here is not None
     assert there is not None
-    with here.asking(40), there.asking(50):
-        assert here.running == there.running == 2
-        with pytest.raises(ApiError, match="run already"), here.asking(1):
-            pass
+    for tenant, tokens in ((here, 40), (there, 50)):
+        tenant.begin(1)
+        tenant.tokens.take(tokens)
+    assert here.running == there.running == 2
+    with pytest.raises(ApiError, match="run already"):
+        here.begin(1)
+    for tenant in (here, there):
+        tenant.end(1)
     assert here.headers() == there.headers()
     assert there.headers()["x-ratelimit-remaining-tokens"] == "10"
     there.tokens.take(20)
-    with pytest.raises(ApiError, match="tokens a minute"), here.asking(1):
-        pass
+    with pytest.raises(ApiError, match="tokens a minute"):
+        here.begin(1)
     clock.now += 12  # 20 tokens; of requests there was one left
-    with here.asking(1), pytest.raises(ApiError, match="requests a minute"), there.asking(1):
-        pass
+    here.begin(1)
+    with pytest.raises(ApiError, match="requests a minute"):
+        there.begin(1)
+    here.end(1)
     # Whoever comes later, as one that is started again, finds what was used.
     assert Tenants(server, clock, Ledger(folder, 1, 2)).find(b"ka").headers() == here.headers()  # type: ignore[union-attr]
     clock.now += 60

@@ -3,7 +3,7 @@
     - name: team-a
       key: sk-...
       weight: 2                    # twice the share of a key of weight 1 (the default)
-      requests_per_minute: 60      # these three: no limit unless given
+      requests_per_minute: 60      # a request counts its prompts times n. These three: no limit unless given
       tokens_per_minute: 100000
       max_concurrency: 8
 
@@ -33,10 +33,11 @@ class Key:
     key: str = field(repr=False)
     weight: float = 1.0
     requests_per_minute: int | None = None
+    """Completions a minute: a request counts its prompts times n, and one that only tokenizes counts 1."""
     tokens_per_minute: int | None = None
     """Tokens of prompts and outputs together."""
     max_concurrency: int | None = None
-    """Requests at once."""
+    """Completions at once, counted in the same way."""
 
 
 def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:

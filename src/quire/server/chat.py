@@ -22,6 +22,7 @@ from quire.server.bodies import json_response, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
+from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.prompts import check_length, check_messages, encode, truncated
 from quire.server.reading import reader_for
@@ -243,6 +244,7 @@ async def generation_of(
     state: ServerState = request.app.state.quire
     params = chat_params(body, engine.defaults())
     choice = choice_of(body)
+    take_from_key(request, completions_of(1, params, state))
     prompt = await chat_prompt(body, engine, state)
     reader = reader_for(body, choice, params, prompt, state, engine)
     return Generation(

@@ -21,8 +21,9 @@ from quire.server.bodies import json_response, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
+from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
-from quire.server.prompts import completion_prompts
+from quire.server.prompts import given_prompts, one_prompt
 from quire.server.respond import answer
 from quire.server.sampling import completion_params
 from quire.server.schemas import CompletionRequest
@@ -137,7 +138,9 @@ async def completions(request: Request) -> Response | EventStream:
     if body.use_beam_search and body.stream:
         raise invalid("`stream` does not go together with `use_beam_search`", "stream")
     params = completion_params(body, engine.defaults())
-    prompts = await completion_prompts(body, engine)
+    given = given_prompts(body)
+    take_from_key(request, completions_of(len(given), params, state))
+    prompts = [await one_prompt(prompt, body, engine) for prompt in given]
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, interval(body, state),

@@ -28,7 +28,7 @@ from quire.observe.trace import Asked
 from quire.protocol.params import BeamSearchParams, SamplingParams
 from quire.server.beams import BeamStream
 from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
-from quire.server.errors import ApiError, invalid
+from quire.server.errors import ApiError
 from quire.server.logprobs import Position
 from quire.server.reading import Reader, added
 from quire.server.sampling import FINAL_ONLY
@@ -143,14 +143,6 @@ class Generation:
 
     def __post_init__(self) -> None:
         n = self.params.n
-        each = max(n, self.params.best_of or 1)
-        most = self.state.config.server.max_completions
-        if (total := len(self.prompts) * each) > most:
-            raise invalid(
-                f"{len(self.prompts)} prompts with `n` = {each} make {total} completions; this server takes"
-                f" at most {most} in one request (--max-completions)",
-                "n",
-            )
         self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
 
     def usage(self, details: bool) -> dict[str, Any]:
@@ -187,7 +179,6 @@ class Generation:
         """Send the prompts to the engine.
 
         Raises:
-            ApiError: 429: the key may not have more now.
             ValidationError: the engine cannot serve one as it is.
         """
         if self.timeout is not None:
@@ -269,18 +260,13 @@ class Generation:
         """What it costs is counted for its tenant, however it ends."""
         metrics = self.state.metrics
         prompt = sum(count.prompt_tokens for count in self.counts)
+        tenant.tokens.take(prompt)
         try:
-            with tenant.asking(prompt):
-                try:
-                    yield
-                finally:
-                    output = sum(sum(count.output_tokens) for count in self.counts)
-                    tenant.tokens.take(output)
-                    metrics.by_key(tenant.name, prompt, output)
-        except ApiError as error:
-            if error.status == 429:
-                metrics.key_refused(tenant.name)
-            raise
+            yield
+        finally:
+            output = sum(sum(count.output_tokens) for count in self.counts)
+            tenant.tokens.take(output)
+            metrics.by_key(tenant.name, prompt, output)
 
     async def _ask(self, which: int) -> Running:
         prompt = self.prompts[which]

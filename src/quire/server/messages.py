@@ -22,6 +22,7 @@ from quire.server.constraints import of_format
 from quire.server.errors import as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
+from quire.server.limits import take_from_key
 from quire.server.message_blocks import Blocks, choice_of, messages_of, text_of, tools_of
 from quire.server.reading import model_formats
 from quire.server.respond import answer
@@ -204,5 +205,6 @@ async def count_tokens(request: Request) -> Response:
     engine = state.serving()
     body = await read(request, MessagesRequest)
     state.check_model(body.model)
+    take_from_key(request)
     prompt = await chat_prompt(as_chat(body, counted=True), engine, state, check=False)
     return json_response({"input_tokens": len(prompt.tokens)})

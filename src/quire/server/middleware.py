@@ -19,7 +19,7 @@ from quire.observe.http import UNKNOWN
 from quire.observe.trace import CARRIED
 from quire.server.errors import ApiError
 from quire.server.state import ServerState
-from quire.server.tenants import Tenant, Tenants
+from quire.server.tenants import KeyUse, Tenant, Tenants
 
 OPEN = frozenset(
     ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
@@ -28,6 +28,7 @@ OPEN = frozenset(
 ask. Every other path needs it, known or not."""
 
 TENANT = "quire.tenant"
+KEY_USE = "quire.key_use"
 NEW_ID = "quire.request_id"
 SPAN_HEADERS = ("traceparent", "tracestate")
 CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
@@ -138,8 +139,8 @@ class RequestIds:
 class Guard:
     """Without a key there is 401 for every path that is not OPEN.
 
-    The path is compared exactly as the router will compare it, so that no other spelling of it gets by. Whose
-    key it was goes on in the scope, as `TENANT`.
+    Guard compares the path exactly as the router will, so that no other spelling of it gets by. It puts the key's
+    tenant into the scope, as `TENANT`, and the use of its limits, as `KEY_USE`, which ends with the request.
     """
 
     def __init__(
@@ -152,7 +153,11 @@ class Guard:
             await self.app(scope, receive, send)
         elif (tenant := self._who(scope)) is not None:
             scope[TENANT] = tenant
-            await self.app(scope, receive, self._telling(tenant, send))
+            use = scope[KEY_USE] = KeyUse(tenant)
+            try:
+                await self.app(scope, receive, self._telling(tenant, send))
+            finally:
+                use.end()
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
         else:

@@ -55,7 +55,12 @@ def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> No
         )
 
 
-async def completion_prompts(request: CompletionRequest, engine: TextEngine) -> list[Prompt]:
+def given_prompts(request: CompletionRequest) -> list[Any]:
+    """The prompts as the request has them, not tokenized yet.
+
+    Raises:
+        ApiError: 400, there are none or too many.
+    """
     given = request.prompt
     if given is None or given in ("", []):
         raise invalid("`prompt` is missing or empty", "prompt")
@@ -66,7 +71,7 @@ async def completion_prompts(request: CompletionRequest, engine: TextEngine) -> 
         many = given
     if len(many) > 1 and len(many) > (most := env.get("MAX_COMPLETION_PROMPTS")):
         raise invalid(f"`prompt` has {len(many)} prompts; at most {most} are taken", "prompt")
-    return [await one_prompt(prompt, request, engine) for prompt in many]
+    return many
 
 
 async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine) -> Prompt:

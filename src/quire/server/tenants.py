@@ -9,13 +9,12 @@ from __future__ import annotations
 import hmac
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from hashlib import sha256
 
 from quire.config.keys import Key, plain_keys, read_keys
 from quire.config.server import ServerConfig
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, invalid
 from quire.server.ledger import Account, Ledger
 
 Clock = Callable[[], float]
@@ -90,38 +89,47 @@ class Tenant:
                 self.requests.fill()
                 self.tokens.fill()
 
-    @contextmanager
-    def asking(self, prompt_tokens: int) -> Iterator[None]:
-        """One request, from its start to its end.
+    def begin(self, completions: int) -> None:
+        """Take the completions of a request from this key's limits, before any work is done for it.
 
         Raises:
-            ApiError: 429 with Retry-After; nothing was used then.
+            ApiError: 429 with Retry-After, or 400 where no wait would help; nothing was used then.
         """
         with self.account.locked():
-            self._enter(prompt_tokens)
-        try:
-            yield
-        finally:
-            self.account.begin(-1)
+            self._check(completions)
+            self.requests.take(completions)
+            self.account.begin(completions)
 
-    def _enter(self, prompt_tokens: int) -> None:
+    def end(self, completions: int) -> None:
+        """These completions no longer run."""
+        self.account.begin(-completions)
+
+    def _check(self, completions: int) -> None:
+        for name in ("max_concurrency", "requests_per_minute"):
+            limit = getattr(self.key, name)
+            if limit is not None and completions > limit:
+                raise invalid(
+                    f"this request asks for {completions} completions (its prompts times `n`), and this key's {name}"
+                    f" is {limit}: send fewer prompts, or a smaller `n`",
+                    "n",
+                )
         most = self.key.max_concurrency
-        if most is not None and self.running >= most:
-            raise self._refused(f"{most} requests of this key run already (max_concurrency)", 1.0)
-        if self.requests.level < 1:
+        if most is not None and self.running + completions > most:
+            raise self._refused(
+                f"{self.running} completions of this key run already; its max_concurrency is {most}",
+                1.0,
+            )
+        if self.requests.level < completions:
             raise self._refused(
                 f"this key may make {self.key.requests_per_minute} requests a minute",
-                self.requests.seconds_until(1),
+                self.requests.seconds_until(completions),
             )
-        # What an answer will cost is not known: tokens are paid when they are made, so the level may sink below 0.
+        # The cost of an answer is not known yet: its tokens are paid when they are made, so the level may sink below 0.
         if self.tokens.level <= 0:
             raise self._refused(
                 f"this key may use {self.key.tokens_per_minute} tokens a minute",
                 self.tokens.seconds_until(1),
             )
-        self.requests.take(1)
-        self.tokens.take(prompt_tokens)
-        self.account.begin()
 
     def _refused(self, why: str, wait: float) -> ApiError:
         retry = str(max(1, math.ceil(wait)))
@@ -136,6 +144,22 @@ class Tenant:
                 found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
                 found[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"  # fmt: skip
         return found
+
+
+class KeyUse:
+    """What one HTTP request has taken from its key's max_concurrency; the key check gives it back at the end."""
+
+    def __init__(self, tenant: Tenant):
+        self.tenant, self.completions = tenant, 0
+
+    def begin(self, completions: int) -> None:
+        """Raises ApiError: the key's limits refuse these completions."""
+        self.tenant.begin(completions)
+        self.completions += completions
+
+    def end(self) -> None:
+        self.tenant.end(self.completions)
+        self.completions = 0
 
 
 class Tenants:

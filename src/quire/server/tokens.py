@@ -14,6 +14,7 @@ from quire.server.bodies import json_response, read
 from quire.server.chat import chat_text
 from quire.server.errors import invalid
 from quire.server.health import state_of
+from quire.server.limits import take_from_key
 from quire.server.prompts import encode
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 
@@ -26,6 +27,7 @@ async def tokenize(request: Request) -> Response:
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either `prompt` or `messages`", "prompt")
+    take_from_key(request)
     special = body.add_special_tokens
     if body.prompt is not None:
         tokens = await encode(engine, body.prompt, special=True if special is None else special)
@@ -49,6 +51,7 @@ async def detokenize(request: Request) -> Response:
     engine = state.serving()
     body = await read(request, DetokenizeRequest)
     state.check_model(body.model)
+    take_from_key(request)
     for token in body.tokens:
         if not 0 <= token < engine.vocab_size:
             raise invalid(

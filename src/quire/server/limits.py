@@ -1,0 +1,49 @@
+"""The limits of a request's key, asked before the server renders or tokenizes anything for the request.
+
+Knows requests and their keys. Does not know how limits are counted (`tenants.py`).
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from quire.protocol.params import SamplingParams
+from quire.server.errors import ApiError, invalid
+from quire.server.middleware import KEY_USE
+from quire.server.state import ServerState
+from quire.server.tenants import KeyUse
+
+
+def take_from_key(request: Request, completions: int = 1) -> None:
+    """Count `completions` against the limits of the request's key, until the request ends.
+
+    Raises:
+        ApiError: 429, or 400 where the request asks for more than the key may ever have at once.
+    """
+    use: KeyUse | None = request.scope.get(KEY_USE)
+    if use is None:
+        return  # no key is needed
+    try:
+        use.begin(completions)
+    except ApiError as error:
+        if error.status == 429:
+            state: ServerState = request.app.state.quire
+            state.metrics.key_refused(use.tenant.name)
+        raise
+
+
+def completions_of(prompts: int, params: SamplingParams, state: ServerState) -> int:
+    """Completions that the engine makes for one request.
+
+    Raises:
+        ApiError: 400, they are more than --max-completions.
+    """
+    each = max(params.n, params.best_of or 1)
+    most = state.config.server.max_completions
+    if (total := prompts * each) > most:
+        raise invalid(
+            f"{prompts} prompts with `n` = {each} make {total} completions; this server takes"
+            f" at most {most} in one request (--max-completions)",
+            "n",
+        )
+    return total
