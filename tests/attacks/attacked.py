@@ -143,6 +143,16 @@ def counted(pids: list[int]) -> dict[str, int]:
     return found
 
 
+def cpu_seconds(pids: list[int]) -> float:
+    """Processor time of processes until now."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 # -- measures -------------------------------------------------------------------------------------
 @dataclass
 class Measured:
@@ -165,18 +175,22 @@ class Measured:
     def slowest_probe(self) -> float:
         return max(self.probes, default=float("inf"))
 
+    @property
+    def wrong(self) -> list[str]:
+        """What no attack may do."""
+        replaced = "the engine was replaced" if self.engine_replaced else ""
+        return [line for line in (self.killed, self.innocent, replaced, *self.left) if line]
+
     def check(self, http_mib: float = HTTP_MIB, engine_mib: float = HTTP_MIB, probe_s: float = PROBE_S) -> None:  # fmt: skip
         """Raises AssertionError with every measure that is out of bounds."""
-        wrong = [self.killed, self.innocent, *self.left]
+        wrong = self.wrong
         if self.http_mib > http_mib:
             wrong.append(f"the HTTP process took {self.http_mib:.0f} MiB, at most {http_mib:g}")
         if self.engine_mib > engine_mib:
             wrong.append(f"the engine took {self.engine_mib:.0f} MiB, at most {engine_mib:g}")
         if self.slowest_probe > probe_s:
             wrong.append(f"a probe took {self.slowest_probe:.2f} s, at most {probe_s:g}")
-        if self.engine_replaced:
-            wrong.append("the engine was replaced")
-        assert not any(wrong), "; ".join(line for line in wrong if line) + f" ({self})"
+        assert not wrong, f"{'; '.join(wrong)} ({self})"
 
     def __str__(self) -> str:
         probes = f"slowest probe {self.slowest_probe:.2f} s, median {statistics.median(self.probes or [0]):.3f} s"
@@ -213,6 +227,8 @@ class AttackedServer(Served):
             raise RuntimeError("one attacked server at a time: another still runs")
         self._alive.append(self)
         self.key, self.expected = key, ""
+        self.spoiled = False
+        """An attack succeeded: this server is none for the next test."""
         super().__init__(model, *FLAGS, *flags, env={"PYTHONPATH": ATTACKED, **(env or {})})
 
     def __enter__(self) -> AttackedServer:
@@ -239,6 +255,14 @@ class AttackedServer(Served):
         for pid in reversed(family(self.process.pid)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+    def engine(self) -> int:
+        """The engine's process."""
+        pids = family(self.process.pid)
+        return next(pid for pid in pids if role(pid, self.process.pid) == "engine")
+
+    def signal_engine(self, number: int) -> None:
+        os.kill(self.engine(), number)
 
     # -- what attacks are made of -----------------------------------------------------------------
     def connection(self, timeout: float = 30.0) -> socket.socket:
@@ -286,20 +310,29 @@ class AttackedServer(Served):
                 thread.join(ATTACK_S)
         return found
 
+    def cores(self, seconds: float = 3.0) -> float:
+        """Cores that all processes of the server use, over so many seconds."""
+        before = cpu_seconds(family(self.process.pid))
+        time.sleep(seconds)
+        return (cpu_seconds(family(self.process.pid)) - before) / seconds
+
     # -- the bounds and the measures ---------------------------------------------------------------
     @contextlib.contextmanager
     def attack(self, seconds: float = ATTACK_S, total_mib: float = TOTAL_MIB) -> Iterator[Measured]:
         """Kills the server after `seconds`, or when its processes take `total_mib` above idle; measures meanwhile."""
-        watch = Watch(self, seconds, total_mib)
-        with watch:
-            try:
+        watch, spoiled = Watch(self, seconds, total_mib), True
+        try:
+            with watch:
                 yield watch.found
-            except (httpx.HTTPError, OSError) as error:
-                if not watch.found.killed:
-                    raise
-                raise AssertionError(f"{watch.found.killed} ({watch.found})") from error
-        watch.afterwards()
-        print(watch.found)
+            watch.afterwards()
+            spoiled = watch.found.wrong != []
+        except (httpx.HTTPError, OSError) as error:
+            if not watch.found.killed:
+                raise
+            raise AssertionError(watch.found.killed) from error
+        finally:
+            self.spoiled |= spoiled
+            note(str(watch.found), *watch.found.wrong)
 
 
 class Watch:
@@ -401,6 +434,16 @@ def probe(server: AttackedServer, timeout: float = 30.0) -> bool:
     with server.connection(timeout) as own:
         own.sendall(b"GET /health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         return own.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def note(*figures: str) -> None:
+    """Figures of the test that runs: printed, and kept in the file QUIRE_ATTACK_FIGURES."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("/")[2].partition(" ")[0]
+    line = f"{test}: {'; '.join(part for part in figures if part)}"
+    print(line)
+    if kept := os.environ.get("QUIRE_ATTACK_FIGURES"):
+        with open(kept, "a") as file:
+            file.write(line + "\n")
 
 
 def together(count: int, work: Callable[[int], Any], timeout: float = ATTACK_S) -> list[Any]:

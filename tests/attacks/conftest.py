@@ -21,7 +21,8 @@ class Shared:
     server: AttackedServer | None
 
     def get(self) -> AttackedServer:
-        if self.server is None or self.server.process.poll() is not None:
+        server = self.server
+        if server is None or server.spoiled or server.process.poll() is not None:
             self.close()
             self.server = self.stack.enter_context(AttackedServer())
         return self.server
