@@ -10,6 +10,7 @@ import json
 import logging
 import logging.config
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,12 @@ from quire import env
 from quire.errors import ConfigError
 
 ROOT = "quire"
+CONTINUED = "| "
+"""Before each line of a text but its first: a text that a client wrote cannot look like a record of ours."""
+MOST_KEYS = 1024
+"""Keys of `warning_every` that a logger remembers; it forgets the oldest beyond them."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that command a terminal, end a line, turn its direction, or cannot be encoded."""
 _COLORS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
 
 
@@ -33,7 +40,10 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
         """Warn, unless `key` warned within `seconds`."""
         now = time.monotonic()
         if now - self._last.get(key, -seconds) >= seconds:
+            self._last.pop(key, None)
             self._last[key] = now
+            if len(self._last) > MOST_KEYS:
+                del self._last[next(iter(self._last))]
             self.warning(message, *args)
 
     def warning_once(self, message: str, *args: Any) -> None:
@@ -45,8 +55,18 @@ def get_logger(name: str) -> Logger:
     return Logger(logging.getLogger(name))
 
 
+def printable(text: str) -> str:
+    """The text with control characters written as escapes, line feeds and tabs excepted."""
+    return _CONTROL.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
 class Lines(logging.Formatter):
-    """`12:00:00.123 WARNING engine[4711] scheduler.py:88: text`, each line of a long text with the prefix."""
+    """`12:00:00.123 WARNING engine[4711] scheduler.py:88: text`, each further line of the text behind the same head and a bar."""
 
     def __init__(self, process: str, *, prefix: str = "", color: bool = False):
         super().__init__()
@@ -63,7 +83,7 @@ class Lines(logging.Formatter):
             text = f"{text}\n{self.formatException(record.exc_info)}"
         if record.stack_info:
             text = f"{text}\n{record.stack_info}"
-        shown = f"\n{head} ".join(text.splitlines() or [""])
+        shown = f"\n{head} {CONTINUED}".join(printable(text).removesuffix("\n").split("\n"))
         line = f"{head} {shown}"
         code = _COLORS.get(record.levelname)
         return f"\033[{code}m{line}\033[0m" if self.color and code else line
@@ -83,10 +103,10 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "process": self.process,
             "pid": os.getpid(),
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = printable(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)
 
 

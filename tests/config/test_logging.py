@@ -21,7 +21,7 @@ def record(text: str, level: int = logging.WARNING) -> logging.LogRecord:
 def test_each_line_of_a_text_has_the_prefix():
     lines = Lines("engine", prefix="P ").format(record("one\ntwo")).splitlines()
     head = f"WARNING engine[{os.getpid()}] a.py:7: "
-    assert [line.partition(head)[2] for line in lines] == ["one", "two"]
+    assert [line.partition(head)[2] for line in lines] == ["one", "| two"]
     assert all(line.startswith("P ") and ".005 " in line for line in lines)
     colored = Lines("engine", color=True)
     assert colored.format(record("x")).startswith("\033[33m")
@@ -88,3 +88,41 @@ def test_not_too_often(warnings):
         logger.warning_every("key", 1000, "rarely")
         logger.warning_every("always", 0, "always")
     assert warnings == ["once 1", "rarely", "always", "always", "always"]
+
+
+FORGED = "cmpl-x\n01-01 00:00:00.000 INFO server[1] generation.py:9: Received request admin\x1b[31m\r\x9b2J\u2028\u202e\ud800\x85"
+
+
+def test_a_client_forges_no_line_and_commands_no_terminal():
+    text = Lines("server").format(record(f"Received request {FORGED}"))
+    first, *others = text.split("\n")
+    head = f"WARNING server[{os.getpid()}] a.py:7: "
+    assert text.splitlines() == [first, *others]  # nothing else ends a line
+    assert [line.partition(head)[2][:2] for line in others] == ["| "]
+    assert "\\x1b[31m\\x0d\\x9b2J\\u2028\\u202e\\ud800\\x85" in others[0]
+    assert all(char.isprintable() for char in text.replace("\n", ""))
+    text.encode()
+    line = JsonLines("server").format(record(f"Received request {FORGED}"))
+    assert line.isprintable()
+    assert "\\x1b" in json.loads(line)["message"]
+
+
+def test_an_exception_forges_none_either():
+    made = record("a request failed")
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        made.exc_info = (type(error), error, error.__traceback__)
+    text = Lines("server").format(made)
+    assert all(char.isprintable() for char in text.replace("\n", ""))
+    head = f"WARNING server[{os.getpid()}] a.py:7: "
+    assert all(line.partition(head)[2].startswith("| ") for line in text.split("\n")[1:])
+
+
+def test_a_logger_remembers_a_bounded_number_of_keys():
+    logger = get_logger("quire.bounded")
+    logger.logger.disabled = True
+    for at in range(5000):
+        logger.warning_every(f"field {at}", 60, "x")
+    assert len(logger._last) <= 1024
+    assert "field 4999" in logger._last

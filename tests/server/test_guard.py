@@ -216,6 +216,43 @@ def test_an_answer_has_the_name_that_its_client_chose():
         assert told == header.get("X-Request-Id", told)
 
 
+BAD_IDS = [
+    "a b",
+    "x\nReceived request admin: forged",
+    "\x1b[31m",
+    "é",
+    "x" * 257,
+    "\x00",
+    "a\u2028b",
+]
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_a_name_that_could_not_stand_in_a_log_is_refused_wherever_it_is_given(
+    name: str, caplog: pytest.LogCaptureFixture
+):
+    state = make_state(
+        ScriptedEngine("x"), enable_log_requests=True, enable_request_id_headers=True
+    )
+    bodies: dict[str, dict[str, object]] = {CHAT: HI, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        for path, body in bodies.items():
+            answer = ask(None, "POST", path, {**body, "request_id": name}, state=state)
+            assert answer.status_code == 400
+            assert "request_id" in answer.json()["error"]["message"]
+    assert "Received" not in caplog.text
+
+    async def raw(given: bytes) -> dict[str, object]:
+        state = make_state(ScriptedEngine("x"), enable_request_id_headers=True)
+        async with calling(state, CHAT, HI, {}) as call:
+            call.scope["headers"].append((b"x-request-id", given))
+            return await call.next()
+
+    found = asyncio.run(raw(name.encode()))
+    assert found["status"] == 400
+    assert b"x-request-id" not in dict(found["headers"])  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [

@@ -16,18 +16,17 @@ from starlette.requests import Request
 
 from quire.server.errors import invalid
 from quire.server.generation import Delta
-from quire.server.middleware import NEW_ID
+from quire.server.middleware import NEW_ID, VALID_ID
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 
 MARK = secrets.token_hex(16)  # a text that is in no frame by chance
-_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def new_id(kind: str, request: Request, body: Sampling) -> str:
     """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else what the answer's header says."""
     header = request.headers.get("x-request-id")
-    if header is not None and not _ID.fullmatch(header):
+    if header is not None and not VALID_ID.fullmatch(header):
         raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
     return (
         f"{kind}{header or body.request_id or request.scope.get(NEW_ID) or secrets.token_hex(16)}"

@@ -33,7 +33,8 @@ NEW_ID = "quire.request_id"
 SPAN_HEADERS = ("traceparent", "tracestate")
 CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
 
-_ID = re.compile(r"[\x21-\x7e]{1,256}")
+VALID_ID = re.compile(r"[\x21-\x7e]{1,256}")
+"""A client's name for its request: it goes into answers, logs and the engine."""
 
 
 class Counted:
@@ -126,7 +127,9 @@ class RequestIds:
         if told is None:
             name = scope[NEW_ID] = secrets.token_hex(16)
         else:
-            name = told if _ID.fullmatch(told) else ""  # a bad one is refused later; never echoed
+            name = (
+                told if VALID_ID.fullmatch(told) else ""
+            )  # a bad one is refused later; never echoed
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start" and name:

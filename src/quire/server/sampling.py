@@ -12,10 +12,10 @@ from quire import env
 from quire.protocol.params import SamplingParams
 from quire.server.constraints import constraint
 from quire.server.errors import ApiError, invalid
+from quire.server.middleware import VALID_ID
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 MAX_SALT = 128  # characters
-MAX_ID = 256
 LISTS = {
     "stop_token_ids": "MAX_LIST_ENTRIES",
     "bad_words": "MAX_LIST_ENTRIES",
@@ -81,8 +81,8 @@ def check(request: Sampling) -> None:
         raise invalid("`truncation_side` must be 'left' or 'right'", "truncation_side")
     if request.timeout is not None and not request.timeout > 0:
         raise invalid("`timeout` must be a number of seconds above 0", "timeout")
-    if request.request_id is not None and not 0 < len(request.request_id) <= MAX_ID:
-        raise invalid(f"`request_id` must have 1 to {MAX_ID} characters", "request_id")
+    if request.request_id is not None and not VALID_ID.fullmatch(request.request_id):
+        raise invalid("`request_id` must have 1 to 256 visible ASCII characters", "request_id")
     salt = request.cache_salt
     if salt is not None and (not 1 <= len(salt) <= MAX_SALT or set(salt) & set("@/\\\0")):
         raise invalid(
