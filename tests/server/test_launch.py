@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from quire.config.engine import EngineConfig
@@ -92,7 +93,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, number: signal.Signals):
     """(It went on loading, and then it ended.)"""
     place = tmp_path / "socket"
@@ -106,6 +107,44 @@ def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, numbe
         finally:
             server.kill()
     assert not place.exists()
+
+
+def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path):
+    place = tmp_path / "socket"
+    words = ["nohup", sys.executable, "-c", LOADS_FOR_EVER, str(place)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as server:  # fmt: skip
+        try:
+            assert server.stdout.readline() == "loading\n"
+            server.send_signal(signal.SIGHUP)
+            transport = httpx.HTTPTransport(uds=str(place), retries=3)
+            with httpx.Client(transport=transport, base_url="http://localhost") as client:
+                assert client.get("/health/live").status_code == 200
+            assert server.poll() is None
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("key_file", [None, "keys.yaml"])
+def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
+    key_file: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(fleet.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(fleet.signal, "getsignal", lambda number: signal.SIG_DFL)
+    monkeypatch.setattr(fleet.Fleet, "_turn", lambda self: 0)
+    monkeypatch.setattr(fleet.Fleet, "_take_in", lambda self: None)
+    keeper = fleet.Fleet.__new__(fleet.Fleet)
+    keeper.config = EngineConfig.from_keywords(model="none", api_key_file=key_file)
+    keeper.told, keeper.client, front = None, Mock(), Mock()
+    front.poll.return_value = None
+    keeper.children = []
+    assert keeper.run() == 0
+    keeper.children = [fleet.Child(0, None, front)]
+    handlers[signal.SIGHUP](signal.SIGHUP, None)
+    assert (keeper.told is None) == (key_file is not None)
+    front.send_signal.assert_called_once_with(STOP if key_file is None else signal.SIGHUP)
 
 
 def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(

@@ -183,10 +183,8 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
 
 def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
     configure("engine")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # sent to all of a group, it is the parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole group; the parent decides
     signal.signal(STOP, stop)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)

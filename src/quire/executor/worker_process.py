@@ -94,7 +94,8 @@ def ask(worker: Any, message: Down) -> bytes:
 
 
 def main(fd: int, parent: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides
     os.set_inheritable(fd, False)
     watch_parent(parent)
     our_logging.configure("worker")

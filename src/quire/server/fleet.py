@@ -37,7 +37,7 @@ from quire.observe.stats_log import StatsLog
 from quire.protocol.output import Died, Open
 from quire.server.front import KEYS, MODULE
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
-from quire.server.launch import ABORTED_S, DEATH_TOLD_S, model_names
+from quire.server.launch import ABORTED_S, DEATH_TOLD_S, closes_with_terminal, model_names
 from quire.server.ledger import forget
 from quire.server.listen import LAST_ANSWERS_S, address
 
@@ -93,7 +93,10 @@ class Fleet:
         """The exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        signal.signal(signal.SIGHUP, self._reload)
+        if self.config.server.api_key_file is not None:
+            signal.signal(signal.SIGHUP, self._reload)
+        elif closes_with_terminal():
+            signal.signal(signal.SIGHUP, self._stop)
         threading.Thread(target=self._take_in, name="engine-stats", daemon=True).start()
         try:
             for child in self.children:

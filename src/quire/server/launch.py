@@ -176,7 +176,10 @@ class Serving:
         loop = asyncio.get_running_loop()
         for number in self.stop_signals:
             loop.add_signal_handler(number, self.stop, number)
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        if self.tenants.path is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
+        elif closes_with_terminal():
+            loop.add_signal_handler(signal.SIGHUP, self.stop, signal.SIGHUP)
         http = asyncio.ensure_future(self._answer())
         try:
             code = await self._lived(http)
@@ -215,11 +218,8 @@ class Serving:
         self.stopping.set()
 
     def reload(self) -> None:
-        """SIGHUP: the key file again."""
+        """Read the key file again, at SIGHUP."""
         tenants = self.tenants
-        if tenants.path is None:
-            log.info("SIGHUP: there is no --api-key-file to read again")
-            return
         try:
             tenants.reload()
         except ConfigError as error:
@@ -375,6 +375,11 @@ class Serving:
 def generation_of(client: EngineClient) -> int:
     """Which engine process it is, from 1; 0: it is no process of its own."""
     return client.generation if isinstance(client, ProcessClient) else 0
+
+
+def closes_with_terminal() -> bool:
+    """Whether SIGHUP ends this process where there is no key file to read again; under nohup it does not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
