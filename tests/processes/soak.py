@@ -2,7 +2,8 @@
 
 The embedded model in float32: streams and whole answers, chats and completions, hang-ups at any moment, half requests,
 odd bodies, broken bytes, several at once, everything that a request may ask for (`mixture.py`), and more new grammars
-at once than are kept. Further words are the server's: `--scheduling-policy priority --api-server-count 2`. At the end every row and block is free; file descriptors, threads and memory are where they
+at once than are kept; and attacks among them (`hostile.py`): grammars that never compile, pipelines, heads without end,
+large fields, answers of gigabytes, answers that are not read, silent connections. Further words are the server's: `--scheduling-policy priority --api-server-count 2`. At the end every row and block is free; processes, file descriptors, threads and memory are where they
 were; and every completed answer has the tokens that were given alone (greedy). Prints what it did; exit status 1 if
 anything is not so.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -23,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
+import hostile
 import httpx
 import mixture
 import odd
@@ -45,6 +48,7 @@ KINDS = {
     "odd": 3,
     "drawn": 6,
     "grammars": 0.1,
+    "hostile": 3,
 }
 ODD_PATIENCE_S = 5.0
 GRAMMARS = 80
@@ -120,6 +124,8 @@ class Soak:
                         await self.drawn(http, *mixture.body(self.draw))
                     case "grammars":
                         await self.grammars(http)
+                    case "hostile":
+                        await self.hostile(http)
             except (httpx.HTTPError, KeyError, ValueError, IndexError) as error:
                 self.wrong.append(f"{what} {path} {prompt!r} {length}: {type(error).__name__}: {error}")  # fmt: skip
 
@@ -219,6 +225,18 @@ class Soak:
         bodies = [asked | {"structured_outputs": {"regex": f"[a-z]{{1,9}}{start + number}"}} for number in range(GRAMMARS)]  # fmt: skip
         await asyncio.gather(*(self.drawn(http, TEXT, body) for body in bodies))
 
+    async def hostile(self, http: httpx.AsyncClient) -> None:
+        kind = self.draw.choices(("asked", "poured", "unread", "silent"), (6, 2, 1, 1))[0]
+        self.did[f"hostile, {kind}"] += 1
+        if kind == "asked":
+            if wrong := await hostile.asked(self.draw, http):
+                self.wrong.append(wrong)
+            return
+        try:
+            await getattr(hostile, kind)(self.draw, self.connected)
+        except ConnectionError:
+            self.did["hostile, refused"] += 1
+
     async def odd(self, http: httpx.AsyncClient) -> None:
         method, path, headers, raw = odd.request(self.draw)
         fields = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
@@ -236,10 +254,14 @@ class Soak:
 
 def footprint(server: Served) -> dict[str, float]:
     pids = [server.process.pid, *children(server.process.pid)]
-    memory = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in pids)
-    files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
-    threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
-    return {"MiB": memory / 2**20, "files": files, "threads": threads}
+    found = {"MiB": 0.0, "files": 0.0, "threads": 0.0, "processes": 0.0}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # one for a grammar or a template may end meanwhile
+            found["MiB"] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+            found["files"] += len(os.listdir(f"/proc/{pid}/fd"))
+            found["threads"] += len(os.listdir(f"/proc/{pid}/task"))
+            found["processes"] += 1
+    return found
 
 
 def quiet(server: Served) -> bool:
@@ -259,7 +281,7 @@ def settled(server: Served) -> bool:
 
 def leaks(before: dict[str, float], after: dict[str, float]) -> list[str]:
     # A thread more of a pool is made when none of them is free, which a short first round may not have come to.
-    allowed = {"files": before["files"] + 2, "threads": before["threads"] + POOL + 2, "MiB": before["MiB"] * 1.03 + 16}  # fmt: skip
+    allowed = {"files": before["files"] + 2, "threads": before["threads"] + POOL + 2, "MiB": before["MiB"] * 1.03 + 16, "processes": before["processes"] + 1}  # fmt: skip
     return [f"{before[name]:.0f} {name} became {after[name]:.0f}" for name, most in allowed.items() if after[name] > most]  # fmt: skip
 
 

@@ -26,7 +26,11 @@ def test_other_tokens_are_seen():
 
 
 def test_leaks_are_seen():
-    before = {"MiB": 400.0, "files": 40.0, "threads": 14.0}
-    assert soak.leaks(before, {"MiB": 420.0, "files": 41.0, "threads": 15.0}) == []
-    found = soak.leaks(before, {"MiB": 500.0, "files": 60.0, "threads": 17.0 + soak.POOL})
-    assert [line.split()[-3] for line in found] == ["files", "threads", "MiB"]
+    before = {"MiB": 400.0, "files": 40.0, "threads": 14.0, "processes": 4.0}
+    assert (
+        soak.leaks(before, {"MiB": 420.0, "files": 41.0, "threads": 15.0, "processes": 5.0}) == []
+    )
+    found = soak.leaks(
+        before, {"MiB": 500.0, "files": 60.0, "threads": 17.0 + soak.POOL, "processes": 9.0}
+    )
+    assert [line.split()[-3] for line in found] == ["files", "threads", "MiB", "processes"]
