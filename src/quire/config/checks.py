@@ -97,6 +97,7 @@ def _ranges(asked: EngineConfig) -> None:
         "max_completions": (asked.server.max_completions, 1),
         "stream_interval": (asked.server.stream_interval, 1),
         "receive_timeout": (asked.server.receive_timeout, 0),
+        "send_timeout": (asked.server.send_timeout, 0),
         "sse_keep_alive_interval": (asked.server.sse_keep_alive_interval, 0),
     }
     for name, (value, least) in at_least.items():

@@ -100,6 +100,8 @@ class ServerConfig:
     """The largest request body, in bytes."""
     receive_timeout: float = 30
     """Seconds without a byte after which a request that is not complete is given up; 0: never."""
+    send_timeout: float = 60
+    """Seconds without a byte taken after which a client that does not read its answer is given up; 0: never."""
     max_completions: int = 4096
     """The most completions of one HTTP request: its prompts times n."""
 

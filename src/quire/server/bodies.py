@@ -25,43 +25,56 @@ T = TypeVar("T", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
 
+BODY_BYTES_PER_S = 16 << 10
+"""A body that comes more slowly, on average, is given up: the slowest mobile networks carry more, and a client that
+sends a byte now and then would hold its connection for ever."""
+
+
 async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
-    """The whole body. `patience`: seconds that may pass without a part of it; 0: any.
+    """The whole body. `patience`: seconds that may pass without a part of it, and beside the time that its bytes
+    have by BODY_BYTES_PER_S; 0: any.
 
     Raises:
         ApiError: 413 when it is longer than `limit` bytes, however it is sent; 408 when it does not come.
-        ClientDisconnect: nobody is there any more.
+        ClientDisconnect: the client is gone.
     """
     told = request.headers.get("content-length", "0")
-    parts: list[bytes] = []
     size = int(told) if told.isdigit() else 0
-    if size <= limit:
-        size = 0
-        try:
-            async with asyncio.timeout(patience or None) as clock:
-                more = True
-                while more and size <= limit:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    more = message.get("more_body", False)
-                    if more and patience:
-                        clock.reschedule(asyncio.get_running_loop().time() + patience)
-        except TimeoutError as error:
-            raise ApiError(
-                408,
-                f"the body did not come: nothing for {patience:g} s (--receive-timeout)",
-                headers={"Connection": "close"},
-            ) from error
     if size > limit:
+        raise too_long(limit)
+    body, more, now = bytearray(), True, asyncio.get_running_loop().time
+    last = now() + patience
+    try:
+        async with asyncio.timeout(patience or None) as clock:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part: bytes = message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) + len(part) > limit:
+                    raise too_long(limit)
+                if not (more or body):
+                    return part  # most bodies come in one part
+                body += part
+                if more and patience:
+                    clock.reschedule(min(now() + patience, last + len(body) / BODY_BYTES_PER_S))
+    except TimeoutError as error:
         raise ApiError(
-            413,
-            f"the body is longer than {limit} bytes (--max-body-bytes)",
+            408,
+            f"the body did not come: {len(body)} bytes of it are here, and the server waits for at most {patience:g} s"
+            f" (--receive-timeout) and 1 s more for each {BODY_BYTES_PER_S} bytes",
             headers={"Connection": "close"},
-        )
-    return b"".join(parts)
+        ) from error
+    return bytes(body)
+
+
+def too_long(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is longer than {limit} bytes (--max-body-bytes)",
+        headers={"Connection": "close"},
+    )
 
 
 async def read_object(request: Request) -> dict[str, Any]:

@@ -12,103 +12,75 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from httptools import HttpParserError
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire import env
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.server.accept import MOST_FILES, Acceptor, allow_files
+from quire.server.connection import HEAD_BYTES, Connection
 
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 BACKLOG = 2048
-MOST_FILES = 1 << 16
-HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
 KEEP_ALIVE_S = 100
 """How long a connection may be idle: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx 60, Go 90).
 Where we were the first to close, or closed at the same time, a request on its way would find nobody."""
+TICK_S = 0.1  # how often uvicorn calls `on_tick`
+CHECK_EVERY_S = (
+    1.0  # how often connections are checked for what takes too long, unless a limit is shorter
+)
 LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
 
 
-class LimitedHead(HttpToolsProtocol):
-    """Refuses a request whose head is too long, or does not come: the library itself would wait and collect
-    without end."""
-
-    most = HEAD_BYTES
-    patience = 0.0
-    """Seconds that a head may take, from the opening of the connection or from its own first byte; 0: any."""
-    seen = 0
-    timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._expect(False)
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        self.seen = 0
-        self._expect()
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._expect(False)
-        super().on_headers_complete()
-
-    def _expect(self, head: bool = True) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        if head and self.patience:
-            self.timer = self.loop.call_later(self.patience, self.transport.close)
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def _count(self, size: int) -> None:
-        self.seen += size
-        if self.seen > self.most:
-            raise HttpParserError(f"the head of the request is longer than {self.most} bytes")
-
-
 class Server(uvicorn.Server):
-    """uvicorn without hands on our signals: `launch.py` decides when it ends."""
+    """uvicorn without hands on our signals: `launch.py` decides when it ends. Accepts by `Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config, waiting: dict[Connection, None], shortest_s: float):
+        """`waiting`: see `Connection`. `shortest_s`: the shortest of the times that connections are checked for."""
+        super().__init__(config)
+        self.waiting, self.files = waiting, MOST_FILES
+        self.check_ticks = max(1, round(min(shortest_s / 4, CHECK_EVERY_S) / TICK_S))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        allow_files()
+        self.files = allow_files()
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        protocol: Any = self.config.http_protocol_class
+        connect = partial(
+            protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )  # fmt: skip
+        acceptors = [
+            Acceptor(listener, connect, self.config.ssl, self.waiting, self.files)
+            for listener in sockets or ()
+        ]
+        for acceptor in acceptors:
+            acceptor.start(self.config.backlog)
+        self.servers = acceptors  # type: ignore[assignment]
+        self.started = True
 
-def allow_files(most: int = MOST_FILES) -> None:
-    """Each connection is an open file, and the usual limit of 1,024 is one that this process may raise itself.
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # of clients that do not read
+            connection.transport.abort()
 
-    Not above `most`: some systems allow a billion, and some libraries close them all one by one.
-    """
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    async def on_tick(self, counter: int) -> bool:
+        if counter % self.check_ticks == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.check(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
 
 
 class Quiet(logging.Filter):
@@ -223,11 +195,14 @@ def address(server: ServerConfig, listener: socket.socket) -> str:
 
 def http_server(app: ASGIApp, server: ServerConfig) -> Server:
     """uvicorn around the application, not yet running."""
+    waiting: dict[Connection, None] = {}
     limits = {
-        "most": server.h11_max_incomplete_event_size or HEAD_BYTES,
-        "patience": server.receive_timeout,
+        "head_bytes": server.h11_max_incomplete_event_size or HEAD_BYTES,
+        "receive_timeout": server.receive_timeout,
+        "send_timeout": server.send_timeout,
+        "waiting": waiting,
     }
-    protocol = type("Protocol", (LimitedHead,), limits)
+    protocol = type("LimitedConnection", (Connection,), limits)
     tls: dict[str, Any] = {}
     if server.ssl_certfile is not None:
         tls = {
@@ -260,4 +235,5 @@ def http_server(app: ASGIApp, server: ServerConfig) -> Server:
     # uvicorn speaks through our handlers.
     ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = list(ours.handlers), False
-    return Server(config)
+    times = [seconds for seconds in (server.receive_timeout, server.send_timeout) if seconds]
+    return Server(config, waiting, min(times, default=KEEP_ALIVE_S))
