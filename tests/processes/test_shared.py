@@ -51,7 +51,7 @@ def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
         for thread in threads:
             thread.join(PATIENCE_S)
         assert done == [200] * FLOOD
-        told = server.client.get("/metrics").text
+        told = server.client.get("/metrics", headers=bearer("l")).text
         assert 'quire:key_requests_total{key="light",model_name="tiny"} 5.0' in told
         assert f'quire:key_requests_total{{key="heavy",model_name="tiny"}} {FLOOD}.0' in told
 

@@ -99,6 +99,40 @@ def test_requests_a_minute(tmp_path: Path):
     assert 'quire:key_tokens_total{key="a",kind="output",model_name="toy"} 9.0' in text
 
 
+@pytest.mark.parametrize("path", ["/home/me/secret/model", "./secret/model", 'org/"model', "toy"])
+def test_metrics_name_keys_and_paths_only_to_a_request_with_a_key(tmp_path: Path, path: str):
+    state = state_of(tmp_path, {"name": "team-a", "key": "ka"}, model=path, served_model_name=None)
+    state.metrics.model_name = path
+    assert ask(state, "ka").status_code == 200
+    full = asked_with_key(state, "ka").text
+    assert 'quire:key_requests_total{key="team-a"' in full
+    for key in (None, "wrong", ""):
+        answer = asked_with_key(state, key)
+        assert answer.status_code == 200
+        assert "team-a" not in answer.text
+        assert "quire:key_" not in answer.text
+        assert "secret" not in answer.text
+        assert "model" in answer.text
+        kept = [line for line in full.splitlines() if "quire:key_" not in line]
+        assert len(answer.text.splitlines()) == len(kept)  # all the others are there
+    alone = make_state(ScriptedEngine("x"), model=path)
+    alone.metrics.model_name = path
+    alone.metrics.by_key("a", 1, 1)
+    shown = asked_with_key(alone, None).text
+    assert 'quire:key_requests_total{key="a"' in shown  # where no key is needed, all is shown
+    assert path.replace('"', '\\"') in shown
+
+
+def asked_with_key(state: ServerState, key: str | None) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def go() -> httpx.Response:
+        async with browser(state, headers=headers) as client:
+            return await client.get("/metrics")
+
+    return asyncio.run(go())
+
+
 def test_what_is_refused_costs_nothing(tmp_path: Path):
     state = state_of(tmp_path, A | {"requests_per_minute": 1})
     assert ask(state, "ka", {"prompt": "x", "n": 0}).status_code == 400

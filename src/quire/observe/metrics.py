@@ -13,6 +13,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import PurePath
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -38,6 +39,8 @@ from quire.observe.processes import FamilyCollector, Processes
 from quire.observe.rows import ALIASES, COUNTS, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
 from quire.protocol.output import EngineStats, Ready
 
+BY_KEY = b"quire:key_"
+"""The families whose label `key` is the name of an API key begin with this text."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"
 LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
@@ -320,8 +323,27 @@ class Metrics:
     def latest(self) -> EngineStats:
         return self._latest()
 
-    def render(self) -> bytes:
-        return generate_latest(self._told)
+    def render(self, named: bool = True) -> bytes:
+        """All metrics. `named` False: without the families by key, and without the directory of a model's path."""
+        text = generate_latest(self._told)
+        if named:
+            return text
+        lines = [
+            line for line in text.splitlines(keepends=True) if BY_KEY not in line.split(b"{")[0]
+        ]
+        return b"".join(lines).replace(
+            self._label(self.model_name), self._label(self._public_name())
+        )
+
+    def _public_name(self) -> str:
+        is_path = self.model_name.startswith(("/", "./", "../", "~"))
+        return PurePath(self.model_name).name if is_path else self.model_name
+
+    @staticmethod
+    def _label(model_name: str) -> bytes:
+        """The label as the text format escapes it."""
+        escaped = model_name.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        return f'model_name="{escaped}"'.encode()
 
     def value(self, name: str) -> float:
         """A metric's sum over its labels."""

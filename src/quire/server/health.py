@@ -17,6 +17,7 @@ from quire import __version__
 from quire.observe.http import UNDER_WAY
 from quire.observe.metrics import CONTENT_TYPE
 from quire.server.bodies import json_response
+from quire.server.middleware import TENANT
 from quire.server.state import Phase, ServerState
 
 
@@ -67,5 +68,7 @@ async def load(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Everything that is counted, for Prometheus."""
-    return Response(state_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    """Everything that is counted, for Prometheus; what is counted by key only for a request with a key."""
+    state = state_of(request)
+    named = not state.tenants or TENANT in request.scope
+    return Response(state.metrics.render(named), headers={"Content-Type": CONTENT_TYPE})

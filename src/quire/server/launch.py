@@ -39,6 +39,7 @@ from quire.observe.stats_log import StatsLog
 from quire.observe.trace import Tracer
 from quire.server import certificates
 from quire.server.app import build_app
+from quire.server.command_line import hide_secrets
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.layers import own_layers
 from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
@@ -77,6 +78,7 @@ def serve(config: EngineConfig) -> int:
             " --disable-frontend-multiprocessing"
         )
     config = bounded(config)
+    hide_secrets(config)
     # What does not exist is refused before the model is loaded.
     formats_of(config.server, None)
     own_layers(config.server.middleware)

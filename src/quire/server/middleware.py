@@ -24,8 +24,8 @@ from quire.server.tenants import KeyUse, Tenant, Tenants
 OPEN = frozenset(
     ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
 )
-"""Paths that need no key: probes, scrapers and whoever opens the page have none yet, and learn nothing of what others
-ask. Every other path needs it, known or not."""
+"""Paths that need no key: probes, scrapers and a browser that opens the page have none yet. They tell nothing of
+requests, and no key's name. Every other path needs a key, known or not."""
 
 TENANT = "quire.tenant"
 KEY_USE = "quire.key_use"
@@ -153,6 +153,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope):
+            if scope["type"] == "http" and (tenant := self._who(scope)) is not None:
+                scope[TENANT] = tenant  # /metrics tells more to a request with a key
             await self.app(scope, receive, send)
         elif (tenant := self._who(scope)) is not None:
             scope[TENANT] = tenant
