@@ -34,7 +34,7 @@ enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_for
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
 disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
-LISTS = "cudagraph_capture_sizes served_model_name api_key allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
+LISTS = "cudagraph_capture_sizes served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
     " custom_histogram_buckets structured_outputs_config"

@@ -7,14 +7,17 @@ import base64
 import json
 import re
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
 from asgi import ask, browser
 from scripted import ScriptedEngine, make_state
 
-from quire.errors import QuireError
+from quire.config.keys import read_keys
+from quire.errors import ConfigError, QuireError
 from quire.server.page.feed import Feed, told
+from quire.server.state import ServerState
 
 OTHER = {"n": 2, "id": "b", "tenant": "bob", "state": "decode", "finish": None, "prompt": 7, "hit": 4, "computed": 9,
          "output": 3, "limit": 5, "preemptions": 0, "blocks": 2, "phases": [["queued", 9.0, 0], ["prefill", 8.0, 7]], "ended": -1}  # fmt: skip
@@ -34,12 +37,14 @@ class Watched(ScriptedEngine):
     """It can be looked at."""
 
     slow: asyncio.Event | None = None
+    owner = ""
+    """Tenant of the request whose words are asked for."""
 
     async def call(self, name: str, *args: Any) -> Any:
         self.called.append((name, *args))
         if self.slow is not None:
             await self.slow.wait()
-        return WORDS if name == "live_words" else LIVE
+        return WORDS | {"tenant": self.owner} if name == "live_words" else LIVE
 
 
 def test_the_page_fetches_nothing_and_runs_nothing_but_itself():
@@ -63,7 +68,9 @@ def test_it_is_sent_once():
 
 
 def test_the_page_is_open_and_what_it_shows_is_not():
-    state = make_state(Watched(), api_key="k")
+    engine = Watched()
+    engine.owner = "--api-key 1"
+    state = make_state(engine, api_key="k")
     assert ask(None, "GET", "/", state=state).status_code == 200
     for path in ("/ui/state", "/ui/words?n=1"):
         assert ask(None, "GET", path, state=state).status_code == 401
@@ -170,26 +177,62 @@ def test_of_others_requests_only_that_they_run_is_told():
     assert told(LIVE, 0, "bob")["lives"][0]["id"] == ""
 
 
-def test_words_are_told_to_whose_they_are():
-    found = ask(Watched(), "GET", "/ui/words?n=1").json()
-    assert found == {"prompt": "Hi", "prompt_left": 0, "output": "!", "output_left": 4}
+SHOWN = {"prompt": "Hi", "prompt_left": 0, "output": "!", "output_left": 4}
 
-    class Others(Watched):
-        async def call(self, name: str, *args: Any) -> Any:
-            return WORDS | {"tenant": "bob"}
+
+def words(state: ServerState, key: str | None = None) -> tuple[int, bool]:
+    """Status, and whether the words were in the answer."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    answer = ask(None, "GET", "/ui/words?n=1", headers=headers, state=state)
+    assert (answer.status_code == 200) == (answer.json() == SHOWN)
+    return answer.status_code, b"Hi" in answer.content
+
+
+def test_without_keys_nobodys_words_are_told():
+    engine = Watched()
+    state = make_state(engine)
+    assert words(state) == (403, False)
+    assert engine.called == []
+    state.dev_mode = True
+    assert words(state) == (200, True)
+
+
+def test_words_are_told_to_whose_they_are(tmp_path: Path):
+    """Each key is a tenant of its own, those of --api-key too."""
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps([{"name": "a", "key": "ka"}, {"name": "b", "key": "kb"}]))
+    engine = Watched("x")
+    state = make_state(engine, api_key=["k1", "k2"], api_key_file=str(file))
+    keys = ("k1", "k2", "ka", "kb")
+    for key in keys:
+        headers = {"Authorization": f"Bearer {key}"}
+        assert ask(None, "POST", "/v1/completions", {"prompt": "Hi"}, headers, state).status_code == 200  # fmt: skip
+    owners = [asked.tenant for asked in engine.asked]
+    assert len(set(owners) - {""}) == len(keys)
+    for engine.owner in owners:
+        found = [words(state, key) for key in keys]
+        assert found == [(200, True) if owner == engine.owner else (404, False) for owner in owners]
+    assert words(state) == (401, False)
+    for key in keys:
+        assert b"Hi" not in ask(None, "GET", "/ui/state", headers={"Authorization": f"Bearer {key}"}, state=state).content  # fmt: skip
 
     class Gone(Watched):
         async def call(self, name: str, *args: Any) -> Any:
             return None
 
-    assert ask(Others(), "GET", "/ui/words?n=1").status_code == 404
-    assert ask(Gone(), "GET", "/ui/words?n=1").status_code == 404
-    assert b"Hi" not in ask(Watched(), "GET", "/ui/state").content
+    assert words(make_state(Gone(), api_key="k"), "k") == (404, False)
+
+
+def test_no_name_in_a_file_is_taken_for_a_plain_key(tmp_path: Path):
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps([{"name": "--api-key 1", "key": "k"}]))
+    with pytest.raises(ConfigError, match="must not begin"):
+        read_keys(str(file))
 
 
 @pytest.mark.parametrize("path", ["/ui/state?since=-1", "/ui/state?since=x", "/ui/words?n=²", "/ui/words?n=" + "9" * 40])  # fmt: skip
 def test_a_number_is_a_number(path: str):
-    answer = ask(Watched(), "GET", path)
+    answer = ask(Watched(), "GET", path, headers=KEY, api_key="k")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] in ("since", "n")
 
@@ -206,8 +249,10 @@ def test_a_number_is_a_number(path: str):
     ],
 )
 def test_another_sites_script_sees_nothing(headers: dict[str, str], status: int):
+    state = make_state(Watched())
+    state.dev_mode = True
     for path in ("/ui/state", "/ui/words?n=1"):
-        answer = ask(Watched(), "GET", path, headers=headers)
+        answer = ask(None, "GET", path, headers=headers, state=state)
         assert answer.status_code == status
         assert (b"lives" in answer.content or b"prompt" in answer.content) == (status == 200)
 

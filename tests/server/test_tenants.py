@@ -65,7 +65,7 @@ def test_the_engine_is_told_who_asks(tmp_path: Path):
     for key in ("ka", "kb", "plain"):
         assert ask(state, key).status_code == 200
     assert ask(state, "kc").status_code == 401
-    assert [one.tenant for one in state.engine.asked] == ["a", "b", ""]
+    assert [one.tenant for one in state.engine.asked] == ["a", "b", "--api-key 1"]
 
 
 def test_tenants_share_no_cached_prefixes():

@@ -34,6 +34,8 @@ class ServerConfig:
     """TLS: ciphers, in OpenSSL's notation."""
     enable_ssl_refresh: bool = False
     """TLS: read the files again when they change."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names that requests may have in the header Host (`*.a.b`: all below a.b; `*`: any), beside this machine's own; unset: any, but on a loopback address without a key only this machine's."""
     allowed_origins: list[str] = field(default_factory=list)
     """CORS: origins whose scripts may read answers, or `*`; unset: none but the server's own."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])

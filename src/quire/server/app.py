@@ -1,6 +1,6 @@
 """The HTTP application: routes as a list, what stands before them, and how errors are answered.
 
-    connection -> Counted -> --middleware -> CORS -> RequestIds -> Guard -> router -> endpoint
+    connection -> Counted -> KnownHosts -> --middleware -> CORS -> RequestIds -> Guard -> router -> endpoint
 
 Knows every endpoint by name. Does not know how the process is started (`launch.py`).
 """
@@ -24,6 +24,7 @@ from quire.server import admin, docs, health, later, messages, models, responses
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import ApiError, error_response
+from quire.server.hosts import KnownHosts
 from quire.server.invocations import invocations
 from quire.server.layers import own_layers
 from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds, Traced
@@ -164,6 +165,8 @@ def build_app(state: ServerState) -> App:
     # These are in no document.
     rows = rows + [("GET POST", path, later.later) for path in later.paths(state.dev_mode)]
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
+    if state.hosts is not None:
+        layers.append(Middleware(KnownHosts, hosts=state.hosts, refusal=refusal))
     layers += own_layers(server.middleware)
     if server.allowed_origins:
         layers.append(

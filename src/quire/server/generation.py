@@ -280,7 +280,7 @@ class Generation:
         params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
         if self.state.config.observe.enable_log_requests:
             self._log(told, prompt, params)
-        tenant = self.tenant.name if self.tenant is not None else ""
+        tenant = self.tenant.id if self.tenant is not None else ""
         self.state.active.add(name)
         try:
             stream = await self._stream(prompt, params, name, tenant)

@@ -41,6 +41,7 @@ from quire.server import certificates
 from quire.server.app import build_app
 from quire.server.command_line import hide_secrets
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
+from quire.server.hosts import allowed_hosts
 from quire.server.layers import own_layers
 from quire.server.listen import LOOPBACKS, address, bind_all, host_of, http_server
 from quire.server.loading import Loading
@@ -166,6 +167,7 @@ class Serving:
         self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.stage = "loading the model"
+        self.state.hosts = allowed_hosts(config.server, listener)
         self.http = http_server(build_app(self.state), config.server)
         self.loading = Loading()
         self.stopping, self.opened = asyncio.Event(), asyncio.Event()

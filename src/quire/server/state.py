@@ -37,6 +37,8 @@ class ServerState:
     engine: TextEngine | None = None
     phase: Phase = Phase.LOADING
     tenants: Tenants | None = None
+    hosts: frozenset[str] | None = None
+    """Names that the header Host may have (`hosts.py`); None: any."""
     dev_mode: bool = False
     started: float = field(default_factory=time.time)
     active: set[str] = field(default_factory=set)

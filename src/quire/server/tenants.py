@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from hashlib import sha256
 
-from quire.config.keys import Key, plain_keys, read_keys
+from quire.config.keys import PLAIN, Key, plain_keys, read_keys
 from quire.config.server import ServerConfig
 from quire.server.errors import ApiError, invalid
 from quire.server.ledger import Account, Ledger
@@ -62,8 +62,15 @@ class Bucket:
 class Tenant:
     """One key and what it has used."""
 
-    def __init__(self, key: Key, clock: Clock = time.monotonic, account: Account | None = None):
-        self.key, self.clock = key, clock
+    def __init__(
+        self,
+        key: Key,
+        clock: Clock = time.monotonic,
+        account: Account | None = None,
+        plain: int | None = None,
+    ):
+        """`plain`: which key of --api-key this is; None: a key of the file."""
+        self.key, self.clock, self.plain = key, clock, plain
         self.account = account or Account()
         self._limit()
 
@@ -77,8 +84,13 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """ "" for a key that came without a file: nothing is counted for it."""
+        """ "" for a key of --api-key: nothing is counted for it."""
         return self.key.name
+
+    @property
+    def id(self) -> str:
+        """What the engine and the page tell tenants apart by. No two keys have the same."""
+        return self.key.name if self.plain is None else f"{PLAIN} {self.plain}"
 
     def update(self, key: Key) -> None:
         """The file was read again. What was used stays used, unless the limits changed."""
@@ -170,7 +182,9 @@ class Tenants:
     ):
         self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
         plain, self._needed = plain_keys(server.api_key), server.needs_key
-        self._plain = [Tenant(Key(name="", key=key), clock) for key in plain]
+        self._plain = [
+            Tenant(Key(name="", key=key), clock, plain=at) for at, key in enumerate(plain, 1)
+        ]
         self._named: dict[str, Tenant] = {}
         self._digests: list[tuple[bytes, Tenant]] = []
         self.reload()

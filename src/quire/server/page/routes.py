@@ -66,9 +66,19 @@ async def ui_state(request: Request) -> Response:
 
 
 async def ui_words(request: Request) -> Response:
-    """Prompt and output of one request of this key's own, for the page: only when its reader asks for it."""
+    """Prompt and output of one request of the same key, when a reader of the page asks for them.
+
+    Without keys every client would be the same tenant, and read what the others wrote.
+    """
     same_site(request)
-    engine = state_of(request).serving()
+    state = state_of(request)
+    if TENANT not in request.scope and not state.dev_mode:
+        raise ApiError(
+            403,
+            "prompts and outputs are shown only where requests have keys: start the server with QUIRE_API_KEY or"
+            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, where no stranger reaches it)",
+        )
+    engine = state.serving()
     words = await engine.call("live_words", number(request, "n"))
     if words is None or words["tenant"] != tenant_of(request):
         raise ApiError(404, "there is no such request here (any more)")
@@ -95,7 +105,7 @@ def same_site(request: Request) -> None:
 
 def tenant_of(request: Request) -> str:
     tenant = request.scope.get(TENANT)
-    return "" if tenant is None else str(tenant.name)
+    return "" if tenant is None else str(tenant.id)
 
 
 def number(request: Request, name: str) -> int:
