@@ -78,6 +78,11 @@ VARIABLES: dict[str, Variable] = {
     )
 }  # fmt: skip
 
+_OF_PYTHON = (
+    "PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8",
+    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ",
+)  # fmt: skip
+
 _QUIET = """
 BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
 CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK DP_SIZE DP_RANK_LOCAL DP_MASTER_IP
@@ -149,8 +154,24 @@ def set_outer(name: str, value: str) -> None:
 
 
 def for_a_child(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, for a process that it starts."""
-    return {**os.environ, **changes}
+    """This process's environment with changes, for a process that it starts.
+
+    Python reads an empty entry of PYTHONPATH, as in `$PYTHONPATH:/x`, as the working directory. Nobody asks for
+    that on purpose, so such entries are left out.
+    """
+    return {**_importable(dict(os.environ)), **changes}
+
+
+def bare_for_a_child() -> dict[str, str]:
+    """The few variables that Python itself needs, for a process that must not see keys and tokens."""
+    return _importable({name: os.environ[name] for name in _OF_PYTHON if name in os.environ})
+
+
+def _importable(found: dict[str, str]) -> dict[str, str]:
+    if "PYTHONPATH" in found:
+        entries = found["PYTHONPATH"].split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if entry)
+    return found
 
 
 def fields() -> dict[str, Any]:

@@ -7,6 +7,7 @@ test_rooms.py. Each rule has an example that it must refuse in test_rules_refuse
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,25 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
 ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know that there are any
     "quire/engine/assemble.py": "it puts the rooms together",
     "quire/frontend/inputs.py": "a request that a feature cannot serve is refused before it travels",
+}
+IMPORTS_BY_NAME = {  # file: where the names come from
+    "quire/__init__.py": "a table of ours",
+    "quire/cli/main.py": "a table of ours",
+    "quire/bench/__main__.py": "a table of ours",
+    "quire/bench/gpu.py": "a table of ours",
+    "quire/bench/quality.py": "its own callers",
+    "quire/compat/as_vllm.py": "a table of ours",
+    "quire/config/options.py": "the section's own module",
+    "quire/registry.py": "a constant",
+    "quire/attention/base.py": "a table of ours, and plug-ins that are installed",
+    "quire/platforms/base.py": "a table of ours",
+    "quire/ops/dispatch.py": "a table of ours",
+    "quire/observe/trace.py": "a table of ours",
+    "quire/models/load.py": "a table of ours, and plug-ins that are installed",
+    "quire/config/wire.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
+    "quire/worker/sample/load.py": "the user's --logits-processors",
+    "quire/server/layers.py": "the user's --middleware",
+    "quire/executor/worker_process.py": "the parent, which wrote it as a constant",
 }
 GLOBALS = {
     (
@@ -266,6 +286,53 @@ def _is_true(value: ast.expr | None) -> bool:
 
 def _is_false(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
+
+
+@rule
+def children_do_not_search_the_working_directory(file: File) -> list[str]:
+    """`python -m` puts it first on sys.path, and it may be a checkpoint's: each command has -P next to Python's name."""
+    safe = {
+        id(first)
+        for node in file.nodes
+        if isinstance(node, ast.List)
+        for first, second in itertools.pairwise(node.elts)
+        if isinstance(second, ast.Constant) and second.value == "-P"
+    } | {
+        id(inner)
+        for node in file.nodes
+        if isinstance(node, ast.JoinedStr)
+        for first, second in itertools.pairwise(node.values)
+        if isinstance(second, ast.Constant) and str(second.value).startswith(" -P ")
+        for inner in ast.walk(first)
+    }
+    wrong = [
+        f"{file.path}:{node.lineno}: sys.executable without -P after it"
+        for node in file.nodes
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) == "sys.executable"
+        and id(node) not in safe
+    ]
+    spawners = ("multiprocessing.", "concurrent.futures.ProcessPoolExecutor", "sys.executable")
+    return wrong + [
+        f'{file.path}: imports {name}; start a program of ours with `sys.executable, "-P"`'
+        for name in imports(file)
+        if name.startswith(spawners) and not name.startswith("multiprocessing.connection.")
+    ]
+
+
+@rule
+def names_come_from_few_places(file: File) -> list[str]:
+    """Data must not choose what is imported: a module whose name is computed is imported in these files only."""
+    if file.path in IMPORTS_BY_NAME:
+        return []
+    return [
+        f"{file.path}:{node.lineno}: {ast.unparse(node)}; may data name it? see IMPORTS_BY_NAME"
+        for node in file.nodes
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func)
+        in {"importlib.import_module", "import_module", "__import__", "by_name"}
+        and not (node.args and isinstance(node.args[0], ast.Constant))
+    ]
 
 
 @rule

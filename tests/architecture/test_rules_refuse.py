@@ -72,6 +72,37 @@ CASES = [
     ("no_pickle", "quire/a.py", "torch.load(p, weights_only=False)", "safetensors.load(p)"),
     ("no_pickle", "quire/a.py", "np.load(p, allow_pickle=True)", "np.load(p, allow_pickle=False)"),
     ("no_pickle", "quire/a.py", "eval(text)", "model.eval()"),
+    (
+        "children_do_not_search_the_working_directory",
+        "quire/a.py",
+        "words = [sys.executable, '-m', 'quire.engine.process']",
+        "words = [sys.executable, '-P', '-m', 'quire.engine.process']",
+    ),
+    (
+        "children_do_not_search_the_working_directory",
+        "quire/a.py",
+        "words = f'{shlex.quote(sys.executable)} -m quire'",
+        "words = f'{shlex.quote(sys.executable)} -P -m quire'",
+    ),
+    (
+        "children_do_not_search_the_working_directory",
+        "quire/a.py",
+        "from multiprocessing import Process",
+        "from multiprocessing.connection import Pipe",
+    ),
+    (
+        "children_do_not_search_the_working_directory",
+        "quire/a.py",
+        "from sys import executable",
+        "from sys import flags",
+    ),
+    (
+        "names_come_from_few_places",
+        "quire/a.py",
+        "importlib.import_module(name)",
+        "importlib.import_module('flash_attn')",
+    ),
+    ("names_come_from_few_places", "quire/a.py", "thing = by_name(name)", "thing = named(name)"),
     ("the_core_names_no_feature", "quire/scheduler/a.py", "# the LoRA gate", "# any gate"),
     (
         "the_core_names_no_feature",

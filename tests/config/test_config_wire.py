@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import os
+import sys
+from dataclasses import fields, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 from quire.config import wire
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import options
 from quire.errors import ConfigError
 
@@ -27,12 +32,22 @@ def shift(config):
     return {**config, "hidden_size": config["hidden_size"] + 1}
 
 
-def test_every_field_survives():
-    asked = EngineConfig.from_keywords(
-        **{name: OTHER[option.kind] for name, option in options().items()}
-    )
-    assert wire.config_from_wire(wire.config_to_wire(asked)) == asked
-    assert wire.config_from_wire(wire.config_to_wire(EngineConfig())) == EngineConfig()
+@pytest.fixture
+def sent(settle):
+    """What arrives of a configuration in another process."""
+    resolved = settle()
+
+    def send(**keywords) -> Resolved:
+        asked = EngineConfig.from_keywords(**keywords)
+        return wire.from_wire(wire.to_wire(replace(resolved, asked=asked)))
+
+    return send
+
+
+def test_every_field_survives(sent):
+    keywords = {name: OTHER[option.kind] for name, option in options().items()}
+    assert sent(**keywords).asked == EngineConfig.from_keywords(**keywords)
+    assert sent().asked == EngineConfig()
 
 
 def test_a_resolved_configuration_survives(settle):
@@ -44,30 +59,78 @@ def test_a_resolved_configuration_survives(settle):
     }
 
 
-def test_functions_and_classes_travel_by_name():
-    asked = EngineConfig.from_keywords(
-        hf_overrides=shift, logits_processors=["a.b:C", EngineConfig]
-    )
-    back = wire.config_from_wire(wire.config_to_wire(asked))
+def test_functions_and_classes_travel_by_name(sent):
+    back = sent(hf_overrides=shift, logits_processors=["a.b:C", EngineConfig]).asked
     assert back.model.hf_overrides is shift
     assert back.model.logits_processors == ["a.b:C", EngineConfig]
 
 
-def test_what_cannot_be_found_again_is_refused():
+def test_what_cannot_be_found_again_is_refused(sent):
     def inner(config):
         return config
 
     for function in (lambda config: config, inner):
-        asked = EngineConfig.from_keywords(hf_overrides=function)
         with pytest.raises(
             ConfigError, match=r"cannot be found .*distributed_executor_backend=uni"
         ):
-            wire.config_to_wire(asked)
-    with pytest.raises(ConfigError, match="cannot go to another process"):
-        wire.config_to_wire(EngineConfig.from_keywords(override_generation_config={"a": object()}))
+            sent(hf_overrides=function)
+    for value in (object(), shift):
+        with pytest.raises(ConfigError, match="cannot go to another process"):
+            sent(override_generation_config={"a": value})
+
+
+@pytest.mark.parametrize("names", ["a flag", "hf_config"])
+def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monkeypatch):
+    """C3b: {"__by_name__": "module:Name"} in a checkpoint's config.json was imported and put in its place."""
+    (tmp_path / "evil_of_a_checkpoint.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    mark = {"__by_name__": "evil_of_a_checkpoint:x"}
+    data = {"zz": mark, "hidden_act": {"__by_name__": "os:system"}, "deep": [{"a": [mark]}]}
+    if names == "hf_config":
+        resolved = settle()
+        resolved = replace(resolved, hf_config={**resolved.hf_config, **data})
+        assert wire.from_wire(wire.to_wire(resolved)) == resolved
+    else:
+        for field in ("hf_overrides", "override_generation_config", "default_chat_template_kwargs"):
+            back = sent(**{field: data}).asked
+            assert back == EngineConfig.from_keywords(**{field: data})
+    assert "evil_of_a_checkpoint" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["nowhere.at.all:X", "json:nothing", "json"])
 def test_a_name_that_is_not_here(name):
     with pytest.raises(ConfigError, match="cannot be imported"):
         wire.by_name(name)
+
+
+def path_in(monkeypatch, main: ModuleType, safe: bool = False, path: str = "") -> list[str]:
+    """What a child may search, of a program whose __main__ is `main` and whose sys.path holds its working directory."""
+    monkeypatch.setattr(sys, "path", ["", os.getcwd(), "/elsewhere"])
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(wire.sys, "flags", SimpleNamespace(safe_path=safe))
+    monkeypatch.setenv("PYTHONPATH", path)
+    return wire.import_path()
+
+
+def test_a_child_does_not_search_the_working_directory(monkeypatch):
+    script, module, terminal = (
+        ModuleType("__main__"),
+        ModuleType("__main__"),
+        ModuleType("__main__"),
+    )
+    script.__file__ = "script.py"
+    module.__file__, module.__spec__ = "module.py", ModuleSpec("module", None)
+    here = os.getcwd()
+    for main in (module, terminal):
+        assert path_in(monkeypatch, main) == ["/elsewhere"]
+        assert path_in(monkeypatch, main, path="/y::/x") == ["/elsewhere"]
+        assert path_in(monkeypatch, main, path="/x:.") == [here, "/elsewhere"]  # asked for
+        assert path_in(monkeypatch, main, safe=True) == [here, "/elsewhere"]  # Python added nothing
+    assert path_in(monkeypatch, script) == [here, "/elsewhere"]
+
+
+def test_a_path_travels_only_with_something_to_import(settle, monkeypatch):
+    monkeypatch.setattr(wire, "import_path", lambda: ["/mine"])
+    for keywords, path in (({}, []), ({"logits_processors": ["a:B"]}, ["/mine"])):
+        data = msgspec.msgpack.decode(wire.to_wire(settle(**keywords)))
+        assert data["path"] == path

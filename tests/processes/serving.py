@@ -24,7 +24,8 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 class Served:
     """`with Served(checkpoint) as server:` is ready inside."""
 
-    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None):
+    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None,
+                 cwd: str | None = None):  # fmt: skip
         words = [sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0",
                  "--kv-cache-memory-bytes", "4M", "--dtype", "float32", *flags]  # fmt: skip
         self.process = subprocess.Popen(
@@ -33,6 +34,7 @@ class Served:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "PYTHONPATH": SOURCE, **(env or {})},
+            cwd=cwd,
         )
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()

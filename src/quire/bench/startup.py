@@ -58,7 +58,7 @@ def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
     Raises:
         StartupError: the process ended before; with the end of what it said.
     """
-    words = [sys.executable, "-m", "quire.bench", "startup", "--child", json.dumps(keywords)]
+    words = [sys.executable, "-P", "-m", "quire.bench", "startup", "--child", json.dumps(keywords)]
     times = {}
     with tempfile.TemporaryFile("w+") as said:
         began = time.perf_counter()

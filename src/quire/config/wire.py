@@ -1,22 +1,31 @@
 """A Resolved as bytes, for a process of our own: msgpack of plain values, no pickle.
 
-Functions and classes (hf_overrides, logits_processors) travel by their name, `module:Name`, and are found again
-by import. Knows the tree of dataclasses. Does not know who sends or receives.
+Functions and classes travel by their name, `module:Name`, and are found again by import. Only the fields in NAMED may hold them, and only
+an extension type of msgpack marks such a name. A checkpoint's config.json, a request's body and any other JSON
+have no extension types, so no value in them can name what is imported. Knows the tree of dataclasses. Does not
+know the sender or the receiver.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from dataclasses import fields
 from typing import Any
 
 import msgspec
+from msgspec.msgpack import Ext
 
+from quire import env
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import section_class
 from quire.errors import ConfigError
 
-MARK = "__by_name__"
+NAME = 1
+"""The code of the extension type whose data is a name, `module:Name`."""
+NAMED = {"model": ("hf_overrides", "logits_processors")}
+"""Section -> its fields that may hold functions and classes, all given by the user's own flags or keywords."""
 
 
 def to_wire(resolved: Resolved) -> bytes:
@@ -26,32 +35,45 @@ def to_wire(resolved: Resolved) -> bytes:
         ConfigError: a function or class that the other process could not import (a lambda, or defined in a
             function or in the program's main file).
     """
-    return _encode(_plain(resolved))
+    plain = {
+        f.name: _plain(getattr(resolved, f.name)) for f in fields(resolved) if f.name != "asked"
+    }
+    asked = _sections(resolved.asked)
+    return _encode({"resolved": plain, "asked": asked, "path": _path_for(resolved.asked)})
 
 
 def from_wire(data: bytes) -> Resolved:
-    """Decode what `to_wire` made.
+    """Decode what `to_wire` made in a process of this server. A file of another origin is no input for it.
 
     Raises:
         ConfigError: a name in it cannot be imported here.
     """
-    plain = msgspec.msgpack.decode(data)
-    return Resolved(**{**_revive(plain), "asked": _asked(plain["asked"])})
+    sent = msgspec.msgpack.decode(data)
+    extend_path(sent["path"])
+    return Resolved(**sent["resolved"], asked=_asked(sent["asked"]))
 
 
-def config_to_wire(asked: EngineConfig) -> bytes:
-    """The same for a configuration that is not resolved yet."""
-    return _encode(_plain(asked))
+def _sections(asked: EngineConfig) -> dict[str, Any]:
+    return {
+        section.name: _section(section.name, getattr(asked, section.name))
+        for section in fields(asked)
+    }
 
 
-def config_from_wire(data: bytes) -> EngineConfig:
-    return _asked(msgspec.msgpack.decode(data))
+def _section(name: str, section: Any) -> dict[str, Any]:
+    named = NAMED.get(name, ())
+    return {
+        f.name: (marked if f.name in named else _plain)(getattr(section, f.name))
+        for f in fields(section)
+    }
 
 
 def _asked(plain: dict[str, Any]) -> EngineConfig:
-    return EngineConfig(
-        **{name: section_class(name)(**_revive(values)) for name, values in plain.items()}
-    )
+    sections: dict[str, Any] = {}
+    for name, values in plain.items():
+        found = {field: revived(values[field]) for field in NAMED.get(name, ())}
+        sections[name] = section_class(name)(**{**values, **found})
+    return EngineConfig(**sections)
 
 
 def _encode(plain: Any) -> bytes:
@@ -64,26 +86,31 @@ def _encode(plain: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (EngineConfig, Resolved)) or hasattr(value, "__dataclass_fields__"):
-        if isinstance(value, type):
-            return {MARK: name_of(value)}
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, type) or callable(value):
-        return {MARK: name_of(value)}
     return value
 
 
-def _revive(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {MARK}:
-            return by_name(value[MARK])
-        return {key: _revive(item) for key, item in value.items()}
+# -- functions and classes by name ----------------------------------------------------------------
+def marked(value: Any) -> Any:
+    """A function or class, or a list of such and of other values, with names in their place."""
+    if isinstance(value, (list, tuple)):
+        return [marked(item) for item in value]
+    return Ext(NAME, name_of(value).encode()) if callable(value) else _plain(value)
+
+
+def revived(value: Any) -> Any:
+    """The opposite of `marked`.
+
+    Raises:
+        ConfigError: a name cannot be imported here.
+    """
     if isinstance(value, list):
-        return [_revive(item) for item in value]
+        return [revived(item) for item in value]
+    if isinstance(value, Ext) and value.code == NAME:
+        return by_name(str(value.data, "utf-8"))
     return value
 
 
@@ -113,3 +140,34 @@ def by_name(name: str) -> Any:
     except (ImportError, AttributeError) as why:
         raise ConfigError(f"{name} cannot be imported: {why}") from None
     return thing
+
+
+# -- where a child process looks for them ---------------------------------------------------------
+def import_path() -> list[str]:
+    """The folders of sys.path that a child process may search too.
+
+    For `python -m`, `python -c` and a terminal Python puts the working directory first, although the user did
+    not ask for it; a model's files may lie there, so it is left out. It stays where PYTHONPATH names it, and
+    where it is the folder of the script that runs.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed, so nothing is found in it
+        here = ""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__spec__", None) is None and hasattr(main, "__file__")
+    asked = (env.outer("PYTHONPATH") or "").split(os.pathsep)
+    if sys.flags.safe_path or script or any(os.path.abspath(one) == here for one in asked if one):
+        return [folder for folder in sys.path if folder]
+    return [folder for folder in sys.path if folder and os.path.abspath(folder) != here]
+
+
+def extend_path(folders: list[str]) -> None:
+    """Search these folders after all others, so that no file in them hides an installed module."""
+    sys.path += [folder for folder in folders if folder not in sys.path]
+
+
+def _path_for(asked: EngineConfig) -> list[str]:
+    """The import path where the configuration names something to import; else nothing."""
+    overrides, processors = asked.model.hf_overrides, asked.model.logits_processors
+    return import_path() if callable(overrides) or processors or asked.server.middleware else []

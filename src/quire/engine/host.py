@@ -121,10 +121,12 @@ class EngineHost:
 
     def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable, "-m", "quire.engine.process",
+            sys.executable, "-P", "-m", "quire.engine.process",
             str(self.folder), str(generation), str(self._frontends), str(lifeline), str(os.getpid()),
         ]  # fmt: skip
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lifeline])
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[lifeline], env=env.for_a_child()
+        )
         if child.stdin is not None:
             try:
                 child.stdin.write(self._payload)

@@ -19,13 +19,17 @@ import msgspec
 from msgspec import Struct
 
 from quire import errors
-from quire.config.wire import MARK, by_name, name_of
+from quire.config.wire import marked
+from quire.config.wire import revived as revived_name
 from quire.errors import QuireError, Unsupported
 from quire.protocol.plan import StepPlan, StepResult
 
 
 class Start(Struct, array_like=True, tag="start"):
-    """Call `target` ("module:function") with `payload` to make the worker; `path` is the parent's sys.path."""
+    """Call `target` ("module:function") with `payload` to make the worker.
+
+    `path` is the parent's sys.path without the working directory (`config/wire.py`).
+    """
 
     target: str
     payload: bytes
@@ -69,7 +73,7 @@ Up = Started | StepResult | Answer | Raised | Ended
 
 def _by_its_name(value: Any) -> Any:
     if callable(value):
-        return {MARK: name_of(value)}
+        return marked(value)
     raise TypeError(f"a {type(value).__name__} cannot go to another process")
 
 
@@ -92,12 +96,16 @@ def decode_up(data: bytes) -> Up:
 
 
 def revived(value: Any) -> Any:
-    """Functions and classes again, wherever their names stand."""
+    """Functions and classes again, wherever their names stand.
+
+    Only an extension type of msgpack marks a name, and JSON has none: no argument that came by HTTP names what is
+    imported here.
+    """
     if isinstance(value, dict):
-        if set(value) == {MARK}:
-            return by_name(value[MARK])
         return {key: revived(item) for key, item in value.items()}
-    return [revived(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [revived(item) for item in value]
+    return revived_name(value)
 
 
 def raised(error: BaseException) -> Raised:

@@ -15,6 +15,8 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from quire import env
+from quire.config.wire import import_path
 from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
 from quire.executor.base import Pending
 from quire.executor.messages import (
@@ -57,7 +59,7 @@ class ProcessExecutor:
         self._kept: dict[int, StepResult | Answer | Raised] = {}  # answers nobody asked for yet
         self._dead: Exception | None = None
         try:
-            self._send(Start(target, payload, [folder for folder in sys.path if folder]))
+            self._send(Start(target, payload, import_path()))
             while not isinstance(self._receive(), Started):
                 pass
         except BaseException:
@@ -189,9 +191,17 @@ class _Step:
 def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = Pipe()
     fd = theirs.fileno()
-    command = [sys.executable, "-m", "quire.executor.worker_process", str(fd), str(os.getpid())]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "quire.executor.worker_process",
+        str(fd),
+        str(os.getpid()),
+    ]
+    environment = env.for_a_child()
     try:
-        child = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=environment)
     except BaseException:
         ours.close()
         raise

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from quire import logging as our_logging
+from quire.config.wire import extend_path
 from quire.errors import StepFailed
 from quire.executor.messages import (
     Answer,
@@ -57,7 +58,7 @@ def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
 
 def make(start: Start) -> Any:
     """The worker."""
-    sys.path += [folder for folder in start.path if folder not in sys.path]
+    extend_path(start.path)
     module, _, name = start.target.partition(":")
     return getattr(importlib.import_module(module), name)(start.payload)
 

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 import msgspec
 
+from quire import env
 from quire.errors import QuireError, ValidationError
 from quire.frontend.chat import ChatOptions, rendered
 from quire.frontend.sandbox import MOST_TEXT, deadline
@@ -98,8 +99,10 @@ def _close(threads: ThreadPoolExecutor, idle: list[subprocess.Popen[bytes]]) -> 
 
 
 def start() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __name__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    """A process without the variables that hold keys and tokens, in case that a template gets out of the sandbox."""
+    command = [sys.executable, "-P", "-m", "quire.frontend.strangers"]
+    environment = env.bare_for_a_child()
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

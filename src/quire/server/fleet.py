@@ -205,7 +205,7 @@ class Fleet:
         listener = child.listener.fileno()
         words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again))  # fmt: skip
         child.process = process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, *map(str, words)],
+            [sys.executable, "-P", "-m", MODULE, *map(str, words)],
             stdin=subprocess.PIPE,
             pass_fds=[listener, writing],
             env=env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted)),
