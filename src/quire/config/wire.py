@@ -26,6 +26,7 @@ NAME = 1
 """The code of the extension type whose data is a name, `module:Name`."""
 NAMED = {"model": ("hf_overrides", "logits_processors")}
 """Section -> its fields that may hold functions and classes, all given by the user's own flags or keywords."""
+WHERE = "the working directory is not searched: put the folder of the module into PYTHONPATH"
 
 
 def to_wire(resolved: Resolved) -> bytes:
@@ -138,7 +139,7 @@ def by_name(name: str) -> Any:
         for part in path.split("."):
             thing = getattr(thing, part)
     except (ImportError, AttributeError) as why:
-        raise ConfigError(f"{name} cannot be imported: {why}") from None
+        raise ConfigError(f"{name} cannot be imported: {why} ({WHERE})") from None
     return thing
 
 

@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.config.wire import WHERE
 from quire.errors import ConfigError
 from quire.server.errors import error_response
 
@@ -59,7 +60,7 @@ def _found(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as why:
         raise ConfigError(
-            f"middleware={path!r}: cannot be imported ({type(why).__name__}: {why})"
+            f"middleware={path!r}: cannot be imported ({type(why).__name__}: {why}); {WHERE}"
         ) from why
 
 

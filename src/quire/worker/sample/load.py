@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quire import env
+from quire.config.wire import WHERE
 from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.worker.sample.foreign import adopt, looks_foreign
@@ -76,7 +77,7 @@ def _found(wanted: str | type) -> Any:
             found = getattr(found, part)
     except Exception as error:
         raise ConfigError(
-            f"logits_processors: {wanted!r} cannot be imported: {type(error).__name__}: {error}"
+            f"logits_processors: {wanted!r} cannot be imported: {type(error).__name__}: {error} ({WHERE})"
         ) from error
     return found
 
