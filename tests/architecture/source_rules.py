@@ -62,8 +62,6 @@ IMPORTS_BY_NAME = {  # file: where the names come from
     "quire/__init__.py": "a table of ours",
     "quire/cli/main.py": "a table of ours",
     "quire/bench/__main__.py": "a table of ours",
-    "quire/bench/gpu.py": "a table of ours",
-    "quire/bench/quality.py": "its own callers",
     "quire/compat/as_vllm.py": "a table of ours",
     "quire/config/options.py": "the section's own module",
     "quire/registry.py": "a constant",
