@@ -276,6 +276,14 @@ class AttackedServer(Served):
         head = {"Content-Type": "application/json"}
         return self.client.post(path, content=raw, headers=head, timeout=timeout)
 
+    def until_quiet(self, seconds: float) -> None:
+        """Wait until no request runs or waits."""
+        end = time.monotonic() + seconds
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        while sum(map(self.metric, names)) or self.client.get("/load").json() != {"server_load": 0}:
+            assert time.monotonic() < end, "requests still run"
+            time.sleep(0.2)
+
     # -- innocents --------------------------------------------------------------------------------
     def innocent(self, timeout: float = 30.0) -> str:
         """The token ids of a plain greedy request, in JSON."""

@@ -12,10 +12,10 @@ from attacked import TEXT, AttackedServer, note, together
 from test_request_attack import outcome
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "prompt logprobs": {"prompt": ["word " * 1800] * 1024, "max_tokens": 1, "prompt_logprobs": 20},
-    "a quarter": {"prompt": ["word " * 1800] * 256, "max_tokens": 1, "prompt_logprobs": 20},
+    "prompt logprobs": {"prompt": ["word " * 900] * 1024, "max_tokens": 1, "prompt_logprobs": 20},
+    "a quarter": {"prompt": ["word " * 900] * 256, "max_tokens": 1, "prompt_logprobs": 20},
     "logprobs": {"prompt": ["hi"] * 32, "n": 128, "max_tokens": 200, "logprobs": 20, "ignore_eos": True},
-    "echo": {"prompt": ["word " * 1800] * 32, "n": 128, "max_tokens": 1, "logprobs": 20, "echo": True},
+    "echo": {"prompt": ["word " * 900] * 32, "n": 128, "max_tokens": 1, "logprobs": 20, "echo": True},
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def test_an_answer_of_gigabytes_is_refused(server: AttackedServer, name: str):
 
 @pytest.mark.attack
 def test_beams_of_long_prompts_are_bounded(server: AttackedServer):
-    search = {"prompt": ["word " * 1800] * 16, "n": 128, "use_beam_search": True, "max_tokens": 30}
+    search = {"prompt": ["word " * 900] * 16, "n": 128, "use_beam_search": True, "max_tokens": 30}
     with server.attack(seconds=200) as measured:
         begun = time.monotonic()
         note(f"{outcome(server, TEXT, search, 190)} after {time.monotonic() - begun:.0f} s")
@@ -38,7 +38,7 @@ def test_beams_of_long_prompts_are_bounded(server: AttackedServer):
 
 
 LARGE: dict[str, dict[str, Any]] = {
-    "prompts": {"prompt": ["word " * 1800] * 40, "max_tokens": 1, "prompt_logprobs": 20},
+    "prompts": {"prompt": ["word " * 900] * 40, "max_tokens": 1, "prompt_logprobs": 20},
     "samples": {"prompt": "hi", "n": 128, "max_tokens": 500, "logprobs": 20, "ignore_eos": True, "temperature": 1},
     "stream": {"prompt": "hi", "n": 64, "max_tokens": 1500, "logprobs": 20, "ignore_eos": True, "temperature": 1, "stream": True},
 }  # fmt: skip

@@ -53,7 +53,7 @@ def body(draw: random.Random) -> tuple[str, bytes]:
     size = draw.choice((64 * KIB, 512 * KIB, 2048 * KIB))
     text = {"prompt": "a", "max_tokens": 4}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
-    long = "word " * 400
+    long = "word " * 200
     path, found = draw.choice(
         [
             (TEXT, text | {"structured_outputs": grammar(draw)}),

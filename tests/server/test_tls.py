@@ -128,6 +128,25 @@ def test_clients_can_be_asked_for_a_certificate(made: Path, files: ServerConfig)
     asyncio.run(go())
 
 
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])  # fmt: skip
+def test_old_versions_of_tls_are_refused(made: Path, files: ServerConfig, version: ssl.TLSVersion):
+    context = ssl.create_default_context(cafile=str(made / "one.pem"))
+    context.set_ciphers("ALL:@SECLEVEL=0")  # or the client itself would not offer them
+    context.minimum_version = context.maximum_version = version
+
+    async def shaken() -> bool:
+        async with serving(files) as (_, port):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            except (ssl.SSLError, ConnectionError):
+                return False
+            writer.close()
+            return True
+
+    assert asyncio.run(shaken()) == (version is ssl.TLSVersion.TLSv1_2)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
