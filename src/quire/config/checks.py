@@ -94,6 +94,7 @@ def _ranges(asked: EngineConfig) -> None:
         "api_server_count": (asked.server.api_server_count, 1),
         "shutdown_timeout": (asked.server.shutdown_timeout, 0),
         "max_body_bytes": (asked.server.max_body_bytes, 1),
+        "max_answer_entries": (asked.server.max_answer_entries, 1),
         "max_completions": (asked.server.max_completions, 1),
         "stream_interval": (asked.server.stream_interval, 1),
         "receive_timeout": (asked.server.receive_timeout, 0),

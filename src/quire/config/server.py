@@ -111,3 +111,6 @@ class ServerConfig:
     def needs_key(self) -> bool:
         """Whether a request must bring a key. The address, the key check and the messages all ask here."""
         return bool(self.api_key) or self.api_key_file is not None
+
+    max_answer_entries: int = 1 << 21
+    """The most tokens and log-probabilities of one answer, about 200 bytes of memory each."""

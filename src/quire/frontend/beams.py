@@ -8,8 +8,11 @@ Knows sequences and their scores. Does not know who computes a step, or how: `ap
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from quire.frontend.logprobs import Position
@@ -30,14 +33,20 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
 
 @dataclass(slots=True)
 class Search:
-    """One prompt's beams. `ends`: tokens that end a text."""
+    """One prompt's beams. `ends`: tokens that end a text. `keep_logprobs`: beams have those of their tokens.
+
+    A step has `width` x 2 x `width` candidates, so a candidate is its beam's place and a token. Lists are made for the
+    `width` that go on and for those that end among the `width` best so far.
+    """
 
     params: BeamSearchParams
     prompt: list[int]
     ends: Collection[int]
     max_model_len: int
+    keep_logprobs: bool = True
     beams: list[BeamSearchSequence] = field(init=False)
     done: list[BeamSearchSequence] = field(default_factory=list)
+    """The best that ended, best first."""
 
     def __post_init__(self) -> None:
         self.beams = [BeamSearchSequence(self.prompt)]
@@ -46,43 +55,64 @@ class Search:
         """A step: for each beam the log-probabilities of its next token."""
         params = self.params
         ends = () if params.ignore_eos else self.ends
-        grown: list[BeamSearchSequence] = []
-        for beam, entries in zip(self.beams, answers, strict=True):
+        grown: list[tuple[float, int, int]] = []
+        for at, (beam, entries) in enumerate(zip(self.beams, answers, strict=True)):
             for token, logprob in candidates(entries, 2 * params.beam_width):
-                tokens = [*beam.tokens, token]
-                total, history = beam.cum_logprob + logprob, [*beam.logprobs, entries]
+                total = beam.cum_logprob + logprob
                 if token in ends:
-                    kept = tokens if params.include_stop_str_in_output else beam.tokens
-                    self.done.append(
-                        BeamSearchSequence(
-                            kept, history, total, finish_reason="stop", stop_reason=token
-                        )
-                    )
+                    self._end(beam, entries, token, total)
                 else:
-                    grown.append(BeamSearchSequence(tokens, history, total))
-        grown.sort(key=lambda beam: -beam.cum_logprob)
-        self.beams = grown[: params.beam_width]
+                    grown.append((total, at, token))
+        best = heapq.nlargest(params.beam_width, grown, key=itemgetter(0))  # the first of equals
+        self.beams = [
+            BeamSearchSequence(
+                [*self.beams[at].tokens, token], self._history(self.beams[at], answers[at]), total
+            )
+            for total, at, token in best
+        ]
         if self.beams and len(self.beams[0].tokens) >= self.max_model_len:
             self.stop()
+
+    def _history(self, beam: BeamSearchSequence, entries: Position) -> list[Position]:
+        return [*beam.logprobs, entries] if self.keep_logprobs else []
+
+    def _end(self, beam: BeamSearchSequence, entries: Position, token: int, total: float) -> None:
+        """A text ended with `token`, which does not count in its score."""
+        params = self.params
+        score = self._score(total, len(beam.tokens))
+        if len(self.done) == params.beam_width and score <= self.done[-1].score:
+            return
+        kept = [*beam.tokens, token] if params.include_stop_str_in_output else beam.tokens
+        ended = BeamSearchSequence(
+            kept, self._history(beam, entries), total, finish_reason="stop", stop_reason=token
+        )
+        ended.score = score
+        self._keep([ended])
+
+    def _keep(self, ended: list[BeamSearchSequence]) -> None:
+        self.done = sorted(self.done + ended, key=lambda beam: -beam.score)
+        del self.done[self.params.beam_width :]
+
+    def _score(self, total: float, length: int) -> float:
+        try:
+            return total / math.pow(length, self.params.length_penalty)
+        except OverflowError:  # divided by more than a float holds
+            return -0.0
+        except ZeroDivisionError:  # by less
+            return -math.inf
 
     def stop(self, reason: str = "length") -> None:
         """The beams that are left are done."""
         for beam in self.beams:
             beam.finish_reason = reason
-        self.done += self.beams
+            beam.score = self._score(beam.cum_logprob, len(beam.tokens))
+        self._keep(self.beams)
         self.beams = []
 
     def best(self) -> list[BeamSearchSequence]:
         """The `beam_width` best sequences, best first."""
-        params = self.params
         self.stop()
-        for beam in self.done:
-            length = len(beam.tokens)
-            if params.include_stop_str_in_output and beam.finish_reason == "stop":
-                length -= beam.tokens[-1] in self.ends
-            beam.score = beam.cum_logprob / length**params.length_penalty
-        self.done.sort(key=lambda beam: -beam.score)
-        return self.done[: params.beam_width]
+        return self.done
 
 
 def candidates(entries: Position, count: int) -> list[tuple[int, float]]:

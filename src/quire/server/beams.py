@@ -103,7 +103,11 @@ class BeamStream:
     async def _found(self) -> RequestOutput:
         engine, params, prompt = self.engine, self.params, self.prompt
         search = Search(
-            params, prompt.tokens, frozenset(engine.eos_token_ids), engine.max_model_len
+            params,
+            prompt.tokens,
+            frozenset(engine.eos_token_ids),
+            engine.max_model_len,
+            self.logprobs,
         )
         step = step_params(params)
         for number in range(min(params.max_tokens, engine.max_model_len)):
@@ -140,6 +144,7 @@ class BeamStream:
                         prompt, params, own, news.set, inner=True, **self.options
                     )
                 )
+                await asyncio.sleep(0)  # others' turn: a wide beam over a long prompt takes long
             return await self._answers(streams)
         finally:
             for stream in streams:

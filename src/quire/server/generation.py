@@ -26,6 +26,7 @@ from quire.observe.metrics import REQUESTS, TOKENS
 from quire.observe.requests import RequestTimer
 from quire.observe.trace import Asked
 from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.server.answer_size import check_answer_size
 from quire.server.beams import BeamStream
 from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
 from quire.server.errors import ApiError
@@ -143,6 +144,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         n = self.params.n
+        limit = self.state.config.server.max_answer_entries
+        check_answer_size(self.prompts, self.params, self.beams, self.engine, limit)
         self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
 
     def usage(self, details: bool) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""How large an answer may become, by arithmetic before any work begins.
+
+An entry is a token, or one log-probability of a token: about 200 bytes in this process until the answer is sent.
+Knows prompts and sampling parameters. Does not know endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.server.engine import Prompt, TextEngine
+from quire.server.errors import invalid
+
+
+def check_answer_size(
+    prompts: Sequence[Prompt], params: SamplingParams, beams: BeamSearchParams | None,
+    engine: TextEngine, most: int,
+) -> None:  # fmt: skip
+    """`most`: entries; one completion without log-probabilities is never refused.
+
+    Raises:
+        ApiError: 400 with the sum.
+    """
+    each = max(params.n, params.best_of or 1)
+    prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    room = (max(1, engine.max_model_len - len(prompt.tokens)) for prompt in prompts)
+    asked = params.max_tokens
+    output_tokens = each * sum(one if asked is None else min(asked, one) for one in room)
+    of_prompt = entries_per_token(params.prompt_logprobs, engine.vocab_size)
+    of_output = entries_per_token(params.logprobs, engine.vocab_size)
+    if params.logprob_token_ids is not None and beams is None:
+        of_output = 2 + len(params.logprob_token_ids)
+    if beams is not None:
+        # Each step asks for every beam anew, with its prompt; and each step's rivals are kept for its logprobs.
+        prompt_tokens, of_prompt = each * prompt_tokens, 1
+        of_output = 1 if params.logprobs is None else 2 + 2 * beams.beam_width
+    elif params.prompt_logprobs is None:
+        of_prompt = 0
+    sums = {
+        "prompt_logprobs" if beams is None else "n": prompt_tokens * of_prompt,
+        "max_tokens" if of_output == 1 else "logprobs": output_tokens * of_output,
+    }
+    if (total := sum(sums.values())) <= max(most, engine.max_model_len):
+        return
+    told = []
+    if of_prompt:
+        told.append(f"{prompt_tokens} prompt tokens with {of_prompt} each")
+    told.append(f"up to {output_tokens} output tokens with {of_output} each")
+    raise invalid(
+        f"the answer could have {total} entries, tokens and log-probabilities ({' and '.join(told)}); this server makes"
+        f" at most {most} for one request (--max-answer-entries). Send fewer prompts at a time, or ask for less:"
+        " `n`, `max_tokens`, `logprobs`, `prompt_logprobs`",
+        max(sums, key=lambda name: sums[name]),
+    )
+
+
+def entries_per_token(logprobs: int | None, vocab_size: int) -> int:
+    """The token, and its log-probability with those of its rivals. -1: all of the vocabulary."""
+    if logprobs is None:
+        return 1
+    return 1 + (vocab_size if logprobs == -1 else 1 + logprobs)
