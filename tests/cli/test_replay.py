@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.msgpack import Ext
 
 from quire.cli.replay import main
 from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.config.recording import asked_of, for_recording, from_recording
 from quire.config.wire import to_wire
 from quire.engine.assemble import build_core, resolve_config
 from quire.engine.flight import Recorded, Recorder, read
@@ -18,15 +26,20 @@ from tests.tiny_llama import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
+def model(tmp_path_factory) -> str:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def recorded(model: str, tmp_path_factory) -> Path:
     """A folder as a dead engine leaves it."""
-    path = make_checkpoint(tmp_path_factory.mktemp("model"))
+    path = model
     folder = tmp_path_factory.mktemp("1")
     config = EngineConfig.from_keywords(
         model=path, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=8 << 20
     )
     resolved = resolve_config(config)
-    (folder / CONFIG).write_bytes(to_wire(resolved))
+    (folder / CONFIG).write_bytes(for_recording(to_wire(resolved)))
     core, _ = build_core(resolved)
     recorder = Recorder(folder)
     core.executor = Recorded(core.executor, recorder)
@@ -40,15 +53,15 @@ def recorded(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_recording_runs_again_to_the_same_tokens(recorded: Path, capsys):
+def test_a_recording_runs_again_to_the_same_tokens(recorded: Path, model: str, capsys):
     recording = read(recorded)
     assert recording is not None
     assert len(recording.frames) > 20
-    assert main([str(recorded)]) == 0
+    assert main([str(recorded), "--model", model]) == 0
     assert "step 1: " in capsys.readouterr().out
 
 
-def test_another_seed_is_seen(recorded: Path, tmp_path: Path, capsys):
+def test_another_seed_is_seen(recorded: Path, model: str, tmp_path: Path, capsys):
     """A recording whose results are of other draws: the command says so."""
     folder = tmp_path / "other"
     folder.mkdir()
@@ -62,10 +75,97 @@ def test_another_seed_is_seen(recorded: Path, tmp_path: Path, capsys):
             new.params.seed = 6
         (recorder.plan if hasattr(frame, "work") else recorder.result)(frame)
     recorder.close()
-    assert main([str(folder)]) == 1
+    assert main([str(folder), "--model", model]) == 1
     assert "step" in capsys.readouterr().out
 
 
+@pytest.fixture
+def copied(recorded: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "copy"
+    shutil.copytree(recorded, folder)
+    return folder
+
+
+def test_a_recording_says_neither_which_model_nor_whose_code(
+    copied: Path, model: str, tmp_path: Path, capsys, monkeypatch
+):
+    """C3c: the folder's own path and trust_remote_code were taken, and what it named was imported."""
+    (tmp_path / "evil_of_a_folder.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(copied)])
+    assert stopped.value.code == 2
+    assert "--model" in capsys.readouterr().err
+    kept = json.loads((copied / CONFIG).read_bytes())
+    assert kept["path"] == model
+    mark = {"__by_name__": "evil_of_a_folder:x"}
+    kept |= {"path": "/nowhere", "left_out": ["evil_of_a_folder:x"], "trust_remote_code": True}
+    kept["model"] |= {"trust_remote_code": True, "hf_overrides": {"a": mark}, "model": "/nowhere"}
+    (copied / CONFIG).write_bytes(json.dumps(kept).encode())
+    assert asked_of(from_recording((copied / CONFIG).read_bytes()), model).model == ModelConfig(
+        model=model, hf_overrides={"a": mark}, dtype="auto", trust_remote_code=False
+    )
+    assert main([str(copied), "--model", model]) == 0
+    old = {"resolved": {"path": model, "hf_config": mark}, "asked": {}, "path": [str(tmp_path)]}
+    names = Ext(1, b"evil_of_a_folder:x")
+    for data in (old, {**old, "asked": {"model": {"hf_overrides": names}}}, [names]):
+        (copied / CONFIG).write_bytes(msgspec.msgpack.encode(data))
+        assert main([str(copied), "--model", model]) == 2
+        assert "this is no recorded configuration" in capsys.readouterr().err
+    assert "evil_of_a_folder" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("settled", "max_num_seqs"), "many", "Expected `int`, got `str`"),
+        (("cache", "block_size"), [1], "cache.block_size"),
+        (("model", "hf_overrides"), "x", "Expected `object`, got `str`"),
+        (("settled", "executor"), "ray", "Invalid enum value 'ray'"),
+        (("architecture",), "Other", "--model is a .*, and the recorded engine had a Other"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(copied, model, capsys, place, value, says):
+    kept = json.loads((copied / CONFIG).read_bytes())
+    inner = kept
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    (copied / CONFIG).write_bytes(json.dumps(kept).encode())
+    assert main([str(copied), "--model", model]) == 2
+    err = capsys.readouterr().err
+    assert re.search(says, err)
+    assert "Traceback" not in err
+
+
+def test_a_recording_holds_no_secret(settle_secrets: bytes):
+    """M1: the recording's configuration held --api-key and --hf-token in clear."""
+    assert b"sesame" in settle_secrets
+    kept = for_recording(settle_secrets)
+    assert b"sesame" not in kept
+    assert from_recording(kept).settled.max_num_seqs == 4
+
+
+@pytest.fixture
+def settle_secrets(model: str) -> bytes:
+    secret = dict.fromkeys(
+        (
+            "api_key",
+            "hf_token",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "ssl_ca_certs",
+            "otlp_traces_endpoint",
+        ),
+        "sesame",
+    )
+    config = EngineConfig.from_keywords(
+        model=model, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=8 << 20,
+        model_loader_extra_config={"token": "sesame"}, **secret,
+    )  # fmt: skip
+    return to_wire(resolve_config(config))
+
+
 def test_a_folder_without_a_recording_is_named(tmp_path: Path, capsys):
-    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path), "--model", "none"]) == 2
     assert str(tmp_path) in capsys.readouterr().err

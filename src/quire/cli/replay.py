@@ -1,7 +1,8 @@
 """`quire replay FOLDER`: run the last steps of an engine that died again, and say where they differ or fail.
 
-Builds a worker from the configuration that lies beside the recording. The tokens of prompts and answers are in it:
-treat it as you treat your users' data.
+Builds a worker of the model that --model names, with the configuration that lies beside the recording. Neither where
+a model lies nor code to run is taken from the recording, so one of unknown origin may be replayed. The tokens of
+prompts and answers are in it: treat it as you treat your users' data.
 """
 
 from __future__ import annotations
@@ -12,35 +13,50 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from quire.config.wire import from_wire
+from quire.config.recording import as_recorded, asked_of, from_recording
 from quire.engine import flight
 from quire.engine.host import CONFIG
 from quire.engine.replay import Replayed, replay
 from quire.errors import QuireError
-from quire.logging import configure
+from quire.logging import configure, get_logger
+
+log = get_logger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="quire replay", description=__doc__)
     parser.add_argument("folder", type=Path, help="what the engine's last words named")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="the model that the recorded engine had: a directory or a hub id",
+    )
     asked = parser.parse_args(argv)
     configure("replay")
     try:
         recording = flight.read(asked.folder)
-        resolved = from_wire((asked.folder / CONFIG).read_bytes())
-    except (OSError, ValueError, QuireError) as why:
-        print(f"quire replay: error: {why}", file=sys.stderr)
-        return 2
-    if recording is None:
-        print(f"quire replay: error: nothing is recorded in {asked.folder}", file=sys.stderr)
-        return 2
-    from quire.engine.assemble import build_compiler, build_executor
+        if recording is None:
+            return refused(f"nothing is recorded in {asked.folder}")
+        recorded = from_recording((asked.folder / CONFIG).read_bytes())
+        for name in recorded.left_out:
+            log.warning(
+                "the recorded engine had %s, which is not imported: results may differ", name
+            )
+        from quire.engine.assemble import build_compiler, build_executor, resolve_config
 
+        resolved = as_recorded(resolve_config(asked_of(recorded, asked.model)), recorded)
+    except (OSError, ValueError, QuireError) as why:
+        return refused(str(why))
     executor = build_executor(resolved, build_compiler(resolved))
     try:
         return show(replay(recording, executor, resolved.max_num_batched_tokens))
     finally:
         executor.close()
+
+
+def refused(why: str) -> int:
+    print(f"quire replay: error: {why}", file=sys.stderr)
+    return 2
 
 
 def show(steps: Iterable[Replayed]) -> int:

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from quire import env
+from quire.config.recording import for_recording
 from quire.engine import flight
 from quire.engine.lifeline import STOP, Listener
 from quire.logging import get_logger
@@ -104,7 +105,9 @@ class EngineHost:
         generation = self.state.generation
         place = self.folder / str(generation)
         place.mkdir(exist_ok=True)
-        (place / CONFIG).write_bytes(self._payload)  # a recording is of use with it only
+        (place / CONFIG).write_bytes(
+            for_recording(self._payload)
+        )  # a recording is of use with it only
         reading, writing = os.pipe()
         self.child = child = self._spawn(generation, writing)
         os.close(writing)

@@ -1,0 +1,139 @@
+"""What a flight recording keeps of a configuration, as JSON: what a replay needs, and no secret.
+
+A recording outlives the server, and users attach it to reports. It holds no key, token, certificate or address, since
+only the fields below are written. A replay reads a recording of unknown origin: JSON names nothing to import, each
+value is checked for its type, and where the model lies and whether its code may run is never taken from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Ext
+
+from quire.config.cache import CacheConfig
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.config.structured import StructuredConfig
+from quire.errors import ConfigError
+
+MOST_BYTES = 16 << 20
+"""Of a file that is read: a recorded configuration has a few thousand bytes."""
+
+
+class Settled(Struct):
+    """Fields of `Resolved` that decide what a step computes."""
+
+    dtype: str
+    device: str
+    max_model_len: int
+    auto_max_model_len: bool
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    depth: int
+    executor: Literal["uni", "mp"]
+    attention_backend: str | None
+    quantization: str | None
+
+
+class RecordedModel(Struct):
+    """Fields of `ModelConfig` that decide what a step computes."""
+
+    model_impl: str
+    dtype: str
+    max_model_len: int | str | None
+    quantization: str | None
+    seed: int
+    max_logprobs: int
+    logprobs_mode: str
+    skip_tokenizer_init: bool
+    hf_overrides: dict[str, Any]
+
+
+class RecordedConfig(Struct):
+    """The file."""
+
+    path: str
+    """Where the model was: shown to the user, never opened."""
+    architecture: str
+    left_out: list[str]
+    """Functions and classes that the user gave, by name: shown to the user, never imported."""
+    load_format: str
+    settled: Settled
+    model: RecordedModel
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    structured: StructuredConfig
+
+
+def for_recording(payload: bytes) -> bytes:
+    """The file, of what `wire.to_wire` made."""
+    sent = msgspec.msgpack.decode(payload)
+    resolved, asked = sent["resolved"], sent["asked"]
+    model = dict(asked["model"])
+    overrides, processors = model["hf_overrides"], model["logits_processors"]
+    names = [overrides] if isinstance(overrides, Ext) else []
+    left_out = [_name(one) for one in [*names, *processors]]
+    model["hf_overrides"] = {} if names else overrides
+    found = {
+        "path": resolved["path"],
+        "architecture": resolved["architecture"],
+        "left_out": left_out,
+        "load_format": asked["load"]["load_format"],
+        "settled": {name: resolved[name] for name in Settled.__struct_fields__},
+        "model": {name: model[name] for name in RecordedModel.__struct_fields__},
+        **{name: asked[name] for name in ("cache", "scheduler", "parallel", "structured")},
+    }
+    return msgspec.json.format(msgspec.json.encode(found))
+
+
+def _name(thing: Any) -> str:
+    return str(thing.data, "utf-8") if isinstance(thing, Ext) else str(thing)
+
+
+def from_recording(data: bytes) -> RecordedConfig:
+    """Raises ConfigError: it is no file of `for_recording`; what is wrong with it."""
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"the recorded configuration has {len(data)} bytes, at most {MOST_BYTES}")
+    try:
+        return msgspec.json.decode(data, type=RecordedConfig)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as why:
+        raise ConfigError(f"this is no recorded configuration: {why}") from None
+
+
+def asked_of(recorded: RecordedConfig, model: str) -> EngineConfig:
+    """What to resolve for a replay with the checkpoint `model`, whose code is not run."""
+    fields = {name: getattr(recorded.model, name) for name in RecordedModel.__struct_fields__}
+    return EngineConfig(
+        model=ModelConfig(model=model, trust_remote_code=False, **fields),
+        load=LoadConfig(load_format=recorded.load_format),
+        cache=recorded.cache,
+        scheduler=recorded.scheduler,
+        parallel=recorded.parallel,
+        structured=recorded.structured,
+    )
+
+
+def as_recorded(resolved: Resolved, recorded: RecordedConfig) -> Resolved:
+    """With the choices that the recorded engine made, instead of those for this machine.
+
+    Raises:
+        ConfigError: the model is another one than the recorded engine had.
+    """
+    if resolved.architecture != recorded.architecture:
+        raise ConfigError(
+            f"--model is a {resolved.architecture}, and the recorded engine had a {recorded.architecture}"
+            f" (from {recorded.path})"
+        )
+    settled = recorded.settled
+    return replace(resolved, **{name: getattr(settled, name) for name in Settled.__struct_fields__})
