@@ -35,6 +35,7 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
     def __init__(self, logger: logging.Logger):
         super().__init__(logger)
         self._last: dict[str, float] = {}
+        """When each key warned last, of the MOST_KEYS latest ones."""
 
     def warning_every(self, key: str, seconds: float, message: str, *args: Any) -> None:
         """Warn, unless `key` warned within `seconds`."""

@@ -15,6 +15,20 @@ from scripted import ScriptedEngine, make_state
 from quire.server.app import build_app
 from quire.server.state import ServerState
 
+DIRECT: dict[str, Any] = {
+    "type": "http",
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "query_string": b"",
+    "root_path": "",
+    "client": ("127.0.0.1", 1),
+    "server": ("server", 80),
+    "state": {},
+}
+"""What the scope of a request has besides its path and headers."""
+
 
 def browser(state: ServerState, **options: Any) -> httpx.AsyncClient:
     """An httpx client of the state's application."""
@@ -63,19 +77,11 @@ class Call:
     ):
         raw = {"content-type": "application/json", **headers}
         self.scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
+            **DIRECT,
             "method": method,
-            "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
             "headers": [(name.encode(), value.encode()) for name, value in raw.items()],
-            "client": ("127.0.0.1", 1),
-            "server": ("server", 80),
-            "state": {},
         }
         self.events: list[str] = []
         self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

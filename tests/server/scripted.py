@@ -17,6 +17,7 @@ from quire.observe.metrics import Metrics
 from quire.protocol.output import EngineStats
 from quire.server.sampling import FINAL_ONLY
 from quire.server.state import Phase, ServerState
+from quire.server.text_pool import TextPool
 
 CREATED = 1_700_000_000
 
@@ -81,12 +82,16 @@ class ScriptedEngine:
         self.called: list[tuple[Any, ...]] = []
         self.dead: str | None = None
         self.cached, self.replaced = 0, False
+        self.texts = TextPool()
 
     def defaults(self) -> dict[str, Any]:
         return {}
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return ([1] if special else []) + [ord(char) for char in text]
+
+    def check_width(self, text: str) -> None:
+        pass
 
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
         return "".join(chr(token) for token in tokens if token != 1)

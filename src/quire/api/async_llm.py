@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Self
 
 from quire import env
 from quire.api.later import Later
 from quire.api.metrics import engine_stats
+from quire.api.stream import Stream
 from quire.config.engine import EngineConfig
 from quire.engine import held, rest
 from quire.engine.client import EngineClient
@@ -29,7 +31,7 @@ from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationErr
 from quire.frontend.collect import Collector
 from quire.frontend.front import FrontRoom
 from quire.frontend.inputs import Accepted
-from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import read_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
@@ -39,36 +41,10 @@ from quire.protocol.params import SamplingParams
 
 log = get_logger(__name__)
 
+BREATH_S = (
+    0.01  # of sending one request to the engine, before other callbacks of the loop have their turn
+)
 LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, which other streams would wait for
-
-
-class Stream:
-    """One request's outputs, for whoever waits in a way of his own: `take` what is there."""
-
-    def __init__(self, llm: AsyncLLM, collector: Collector, heard: Callable[[], None]):
-        self.llm, self.collector, self.heard = llm, collector, heard
-        self.ended = False
-        """Nothing more will come."""
-
-    def take(self) -> RequestOutput | None:
-        """What is new; None: nothing yet, unless it has ended.
-
-        Raises:
-            QuireError: the request failed.
-            EngineDeadError: the engine has stopped.
-        """
-        output = self.collector.take()
-        self.ended = self.collector.finished
-        if output is None:
-            if not self.ended:
-                self.llm.check_alive()
-        elif self.collector.failed and (error := error_of(output)) is not None:
-            raise error
-        return output
-
-    def close(self) -> None:
-        """Abort the request if it still runs."""
-        self.llm.closed(self)
 
 
 class AsyncLLM(Later):
@@ -86,6 +62,8 @@ class AsyncLLM(Later):
         self._dead: EngineDeadError | None = None
         self._close = weakref.finalize(self, client.close)
         self._stats = StatsLog(lambda: engine_stats(client))
+        self.in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
+        """Runs what would hold up the loop; a server has threads of its own for that."""
 
     @classmethod
     def from_client(cls, client: EngineClient, config: EngineConfig | None = None) -> Self:
@@ -193,8 +171,26 @@ class AsyncLLM(Later):
         if prompt_text is not None:
             accepted.prompt = accepted.prompt or prompt_text
         self.check_alive()
-        stream = self._streams[request_id] = Stream(self, self.front.submit(accepted), heard)
+        collector = self.front.register(accepted)
+        stream = self._streams[request_id] = Stream(self, collector, heard)
+        try:
+            await self._send(accepted, collector)
+        except BaseException:
+            self.closed(stream)
+            raise
         return stream
+
+    async def _send(self, accepted: Accepted, collector: Collector) -> None:
+        """To the engine. Others go on meanwhile, for it takes time to encode many copies of a long request."""
+        until = time.monotonic() + BREATH_S
+        for child in accepted.children:
+            if time.monotonic() > until:
+                await asyncio.sleep(0)
+                self.check_alive()
+                if self.front.live.get(collector.id) is not collector:
+                    return  # it was aborted
+                until = time.monotonic() + BREATH_S
+            self.front.send(collector, child)
 
     def closed(self, stream: Stream) -> None:
         """Its reader has gone."""
@@ -211,7 +207,8 @@ class AsyncLLM(Later):
         given = read_prompt(prompt)
         takes_time = params is not None and params.structured_outputs is not None
         if takes_time or (given.tokens is None and len(given.text or "") > LONG_TEXT):
-            return await asyncio.to_thread(self.front.accept, given, params, **options)
+            accepted: Accepted = await self.in_thread(self.front.accept, given, params, **options)
+            return accepted
         return self.front.accept(given, params, **options)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from quire.frontend.bytes_in_tokens import byte_token
 from quire.frontend.tokenizer import Tokenizer
 
 CONTEXT = 6  # tokens of the prompt that the first output tokens are decoded after
+MOST_TABLES = 128  # of stop strings, kept for the next output that has the same
 MOST_HELD = 8  # tokens that may wait for the rest of a character (of at most four bytes)
 UNKNOWN = "\ufffd"
 
@@ -142,7 +144,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self.stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
-        self.tables = [borders(stop) for stop in self.stops]
+        self.tables = [
+            borders(stop) for stop in self.stops
+        ]  # built once for all outputs of a request
         self.matched = [0] * len(self.stops)
 
     def add(self, text: str, seen: int, blind: bool) -> Found | None:
@@ -170,7 +174,8 @@ class StopStrings:
         return max(self.matched, default=0)
 
 
-def borders(word: str) -> list[int]:
+@lru_cache(maxsize=MOST_TABLES)
+def borders(word: str) -> tuple[int, ...]:
     """For each prefix of `word`, the longest shorter one that it ends with."""
     table = [0] * len(word)
     length = 0
@@ -180,7 +185,7 @@ def borders(word: str) -> list[int]:
         if word[at] == word[length]:
             length += 1
         table[at] = length
-    return table
+    return tuple(table)
 
 
 class Detokenizer:

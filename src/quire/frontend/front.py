@@ -31,6 +31,7 @@ from quire.logging import get_logger
 from quire.models import hf
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.params import SamplingParams
+from quire.protocol.request import EngineRequest
 
 log = get_logger(__name__)
 
@@ -112,11 +113,29 @@ class FrontRoom:
         return chat.render(self.tokenizer, messages, options)
 
     def submit(self, accepted: Accepted) -> Collector:
-        """Send it to the engine.
+        """Send it to the engine. Raises: as `register` and `send`."""
+        collector = self.register(accepted)
+        for child in accepted.children:
+            self.send(collector, child)
+        return collector
+
+    def send(self, collector: Collector, child: EngineRequest) -> None:
+        """One output's request of those that were registered.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        try:
+            self.client.submit(child)
+        except BaseException:
+            self._forget(collector)
+            raise
+
+    def register(self, accepted: Accepted) -> Collector:
+        """What collects its outputs; `send` each of its children next.
 
         Raises:
             ValidationError: a request of this id lives.
-            EngineDeadError: the engine has stopped.
         """
         if accepted.id in self.live:
             raise ValidationError(
@@ -134,12 +153,6 @@ class FrontRoom:
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)
-        try:
-            for child in accepted.children:
-                self.client.submit(child)
-        except BaseException:
-            self._forget(collector)
-            raise
         return collector
 
     # -- out ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,9 @@ class Inputs:
     """How the model marks its thoughts."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
+    """Characters of the vocabulary's longest token; 0: not looked up yet."""
+    _words: tuple[list[str], list[list[int]]] | None = None
+    """The last bad words, and what they are in tokens."""
 
     def __post_init__(self) -> None:
         ends = list(self.defaults.eos_token_ids)
@@ -186,15 +189,19 @@ class Inputs:
                 )
             text = prompt.text or ""
             if options.truncate is None:
-                self._check_width(text)
+                self.check_width(text)
             found = self.tokenizer.encode(text, options.add_special_tokens)
         if options.truncate is not None:
             keep = self.max_model_len - 1 if options.truncate == -1 else options.truncate
             found = found[:keep] if options.keep_first else found[-keep:]
         return found
 
-    def _check_width(self, text: str) -> None:
-        """Refuse what cannot fit before time is spent on it."""
+    def check_width(self, text: str) -> None:
+        """Refuse a text that cannot fit before time is spent on it.
+
+        Raises:
+            ValidationError: even if all its tokens were the longest of the vocabulary, they would be too many.
+        """
         if len(text) <= self.max_model_len:
             return
         if not self._longest and self.tokenizer is not None:
@@ -211,7 +218,6 @@ class Inputs:
             raise ValidationError(
                 "the prompt is empty: it needs at least one token", parameter="prompt", value=[]
             )
-        self._check_ids("prompt_token_ids", tokens)
         if len(tokens) >= self.max_model_len:
             raise ValidationError(
                 f"This model's maximum context length is {self.max_model_len} tokens: the prompt has"
@@ -219,15 +225,19 @@ class Inputs:
                 " truncate_prompt_tokens, or start the engine with a larger max_model_len.",
                 parameter="input_tokens", value=len(tokens),
             )  # fmt: skip
+        self._check_ids("prompt_token_ids", tokens)
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise ValidationError(
-                    f"{name} has {token_id}, which is no token of this model: ids go from 0 to"
-                    f" {self.vocab_size - 1}",
-                    parameter=name, value=token_id,
-                )  # fmt: skip
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if not ids:
+            return
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValidationError(
+                f"{name} has {wrong}, which is no token of this model: ids go from 0 to"
+                f" {self.vocab_size - 1}",
+                parameter=name, value=wrong,
+            )  # fmt: skip
 
     # -- the parameters -------------------------------------------------------------------------
     def _settle(self, params: SamplingParams, num_prompt: int, *, limited: bool) -> SamplingParams:
@@ -299,16 +309,17 @@ class Inputs:
                 "bad_words needs a tokenizer, and skip_tokenizer_init=True left it out: use logit_bias",
                 parameter="bad_words", value=words,
             )  # fmt: skip
-        found: list[list[int]] = []
-        for word in words:
-            for text in (word, f" {word.lstrip()}"):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in found:
-                    found.append(ids)
+        before = self._words  # the prompts of one request have the same words
+        if before is not None and before[0] == words:
+            return before[1]
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        found = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
         if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # each step looks them up
             raise ValidationError(
                 f"bad_words makes {len(found)} token sequences; at most {most} are allowed:"
                 " give fewer words",
                 parameter="bad_words", value=len(found),
             )  # fmt: skip
+        self._words = (list(words), found)
         return found

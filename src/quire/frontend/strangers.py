@@ -19,7 +19,6 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import IO, Any
 
@@ -42,20 +41,18 @@ NO_ANSWER = (
 
 
 class Strangers:
-    """Renders with at most AT_ONCE processes, which stay for the next template as long as they behave."""
+    """Renders with a process for each thread that calls; it stays for the next template as long as it behaves."""
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
-        self.threads = ThreadPoolExecutor(AT_ONCE, "strangers")
-        """Jobs run here, so that as many processes are busy as there are threads."""
         self.idle: list[subprocess.Popen[bytes]] = []
-        self.close = weakref.finalize(self, _close, self.threads, self.idle)
+        self.close = weakref.finalize(self, _close, self.idle)
         """Called at the latest when nobody needs us any more."""
 
     def render(
         self, messages: Sequence[Any], options: ChatOptions, specials: Mapping[str, Any]
     ) -> str:
-        """The prompt's text, by `options.template`, which is no path. Blocks: run it in `threads`.
+        """The prompt's text, by `options.template`, which is no path. Blocks: run it in one of AT_ONCE threads.
 
         Raises:
             ValidationError: the template does not do, or does not end.
@@ -92,8 +89,7 @@ class Strangers:
         return start()
 
 
-def _close(threads: ThreadPoolExecutor, idle: list[subprocess.Popen[bytes]]) -> None:
-    threads.shutdown(wait=False, cancel_futures=True)
+def _close(idle: list[subprocess.Popen[bytes]]) -> None:
     while idle:
         end(idle.pop())
 

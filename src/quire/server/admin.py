@@ -18,7 +18,7 @@ from starlette.responses import Response
 from quire import __version__, env
 from quire.engine import held
 from quire.engine.rest import checked_level, checked_tags
-from quire.server.bodies import convert, json_response, read, read_object
+from quire.server.bodies import json_response, read
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import own_name
 from quire.server.health import state_of
@@ -77,8 +77,8 @@ async def abort_requests(request: Request) -> Response:
     """End these generations, or all of them when no ids are given, whichever HTTP process they came through."""
     state = state_of(request)
     engine = state.serving()
-    raw = await read_object(request) if request.headers.get("content-length", "0") != "0" else {}
-    wanted = set(convert(raw, AbortRequest).request_ids)
+    empty = request.headers.get("content-length", "0") == "0"
+    wanted = set(() if empty else (await read(request, AbortRequest)).request_ids)
     if state.fronts == 1:
         ids = [name for name in state.active if not wanted or name in wanted]
         for name in ids:

@@ -27,11 +27,12 @@ from quire.server.errors import ApiError, error_response
 from quire.server.hosts import KnownHosts
 from quire.server.invocations import invocations
 from quire.server.layers import own_layers
-from quire.server.middleware import CLOSED_BY_CLIENT, Counted, Guard, RequestIds, Traced
+from quire.server.middleware import CLOSED_BY_CLIENT, TENANT, Counted, Guard, RequestIds, Traced
 from quire.server.page import routes as page
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
+from quire.server.text_pool import CLIENT
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 
@@ -89,6 +90,7 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        CLIENT.set(client_of(scope))
         answer = await self._answered(request)
         await answer(scope, receive, send)
 
@@ -102,6 +104,14 @@ class Guarded:
             return error_response(error)
         except Exception as error:
             return error_response(error)
+
+
+def client_of(scope: Scope) -> str:
+    """The client that shares threads with others: a key, or an address where no key is needed."""
+    if (tenant := scope.get(TENANT)) is not None:
+        return f"key {tenant.name} {id(tenant)}"
+    address = scope.get("client")
+    return "" if address is None else str(address[0])
 
 
 class App:

@@ -1,14 +1,16 @@
 """A request's body: read within a limit, parsed, and turned into a Struct.
 
-Knows bytes, JSON and Structs. Does not know what any field means.
+Short bodies are handled by the event loop, long ones by a thread. Knows bytes, JSON and Structs. Does not know what any
+field means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-import re
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Set
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,13 +18,19 @@ from starlette.responses import Response
 
 from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid
-from quire.server.state import ServerState
+from quire.server.large_bodies import not_an_object, not_json, not_valid, read_long
+from quire.server.text_pool import TextPool
 
 log = get_logger(__name__)
 
-T = TypeVar("T", bound=msgspec.Struct)
+P = ParamSpec("P")
+T = TypeVar("T")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
-_AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<where>[^`]*)`$", re.DOTALL)
+SIZE = "quire.body_size"  # in the scope of a request whose body was read
+SHORT_BODY = 64 << 10  # bytes: what any work on so few takes does not hold up others
+MOST_UNKNOWN = 8  # unknown fields that are compared with the known ones
+MOST_NAME = 64  # characters of them; the longest known name has half
 
 
 BODY_BYTES_PER_S = 16 << 10
@@ -77,67 +85,79 @@ def too_long(limit: int) -> ApiError:
     )
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object, without the keys whose value is null: null means "not given".
+async def read_raw(request: Request) -> bytes:
+    """The body of a request that says it is JSON.
 
     Raises:
-        ApiError: 400 or 413.
-        ClientDisconnect: nobody is there any more.
+        ApiError: 400, 408 or 413.
+        ClientDisconnect: the client is gone.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed")
-    state: ServerState = request.app.state.quire
-    raw = getattr(request, "_body", None)  # /invocations has read it
+    raw: bytes | None = getattr(request, "_body", None)  # /invocations has read it
     if raw is None:
-        server = state.config.server
+        server = request.app.state.quire.config.server
         raw = await read_body(request, server.max_body_bytes, server.receive_timeout)
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", kind="Bad Request") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply", kind="Bad Request") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", kind="Bad Request")
-    return {key: value for key, value in body.items() if value is not None}
+    request.scope[SIZE] = len(raw)
+    return raw
 
 
-def convert(body: dict[str, Any], kind: type[T]) -> T:
-    """A body as a Struct. Numbers may come as text, as many clients send them.
-
-    Unknown keys are ignored, and logged: a slip of the pen would otherwise go unseen.
+def read_short(raw: bytes, kind: type[Body]) -> Body:
+    """A short body as a Struct. Null means "not given"; numbers may come as text, as many clients send them.
 
     Raises:
         ApiError: 400 that names the field.
     """
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from error
+    if not isinstance(body, dict):
+        raise not_an_object()
+    body = {key: value for key, value in body.items() if value is not None}
     known = set(kind.__struct_encode_fields__)  # structs.fields evaluates annotations anew: 1 ms
     if unknown := body.keys() - known:
-        near = {
-            key: close[0]
-            for key in unknown
-            if (close := difflib.get_close_matches(key, known, 1, 0.85))
-        }
-        for key, meant in near.items():
-            log.warning_every(f"field {key}", 60, "ignored field %r: was %r meant?", key, meant)
-        log.debug("ignored fields: %s", ", ".join(sorted(unknown)))
+        warn_of(unknown, known)
     try:
         return msgspec.convert(body, kind, strict=False)
     except msgspec.ValidationError as error:
-        found = _AT.match(str(error))
-        what, where = (found["what"], found["where"]) if found else (str(error), "")
-        if missing := re.search(r"missing required field `(\w+)`", what):
-            where = f"{where}.{missing[1]}".lstrip(".")
-        raise ApiError(
-            400,
-            f"1 validation error: {where or 'body'}: {what}",
-            param=where or None,
-            kind="Bad Request",
-        ) from error
+        raise not_valid(str(error)) from error
 
 
-async def read(request: Request, kind: type[T]) -> T:
-    return convert(await read_object(request), kind)
+def warn_of(unknown: Set[str], known: Set[str]) -> None:
+    """Unknown fields are ignored, and some of them are logged: a misspelt name would otherwise go unseen.
+
+    Comparing names takes long, and a body may have thousands that are unknown.
+    """
+    looked_at = [name for name in islice(unknown, MOST_UNKNOWN) if len(name) < MOST_NAME]
+    for name in looked_at:
+        if close := difflib.get_close_matches(name, known, 1, 0.85):
+            log.warning_every(close[0], 60, "ignored field %r: was %r meant?", name, close[0])
+    log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
+
+
+async def read(request: Request, kind: type[Body]) -> Body:
+    """The body as a Struct; a long one is decoded in a thread."""
+    raw = await read_raw(request)
+    if len(raw) <= SHORT_BODY:
+        return read_short(raw, kind)
+    texts: TextPool = request.app.state.quire.serving().texts
+    return await texts.run_sized(len(raw), read_long, raw, kind)
+
+
+async def prepared(
+    request: Request, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywords: P.kwargs
+) -> T:
+    """The result of `work`, which reads a request; if its body was long, an event loop in a thread runs it.
+
+    `work` may wait for nothing that belongs to the server's loop.
+    """
+    size = request.scope.get(SIZE, 0)
+    if size <= SHORT_BODY:
+        return await work(*args, **keywords)
+    texts: TextPool = request.app.state.quire.serving().texts
+    return await texts.run_sized(size, lambda: asyncio.run(work(*args, **keywords)))
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -149,4 +169,4 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     )
 
 
-__all__ = ["ClientDisconnect", "convert", "json_response", "read", "read_body", "read_object"]
+__all__ = ["ClientDisconnect", "json_response", "prepared", "read", "read_body", "read_raw"]

@@ -18,7 +18,7 @@ from quire.frontend.parsers.engine import CallDelta
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.beams import beams_of
-from quire.server.bodies import json_response, read
+from quire.server.bodies import json_response, prepared, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
@@ -87,7 +87,8 @@ async def chat_prompt(
 ) -> Prompt:
     """The conversation as the model reads it. `check`: that it fits."""
     text = await chat_text(body, body.messages, engine, state)
-    tokens = await encode(engine, text, special=body.add_special_tokens)
+    fits = check and body.truncate_prompt_tokens is None
+    tokens = await encode(engine, text, special=body.add_special_tokens, fits=fits)
     tokens = truncated(tokens, body, engine)
     if check:
         check_length(tokens, body, engine)
@@ -260,7 +261,7 @@ async def chat(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, ChatRequest)
     model = state.check_model(body.model)
-    generation = await generation_of(request, body, engine, "chatcmpl-")
+    generation = await prepared(request, generation_of, request, body, engine, "chatcmpl-")
     (prompt,) = generation.prompts
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids

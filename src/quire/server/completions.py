@@ -5,6 +5,7 @@ Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.protocol.params import SamplingParams
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.beams import beams_of
-from quire.server.bodies import json_response, read
+from quire.server.bodies import json_response, prepared, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
@@ -129,6 +131,22 @@ class Teller(Splicer):
         yield DONE
 
 
+async def asked_of(
+    request: Request, body: CompletionRequest, engine: TextEngine, state: ServerState
+) -> tuple[SamplingParams, list[Prompt]]:
+    """Raises ApiError, ValidationError: it cannot be served as it is."""
+    params = completion_params(body, engine.defaults())
+    given = given_prompts(body)
+    total = completions_of(len(given), params, state)
+    take_from_key(request, total)
+    prompts = []
+    for prompt in given:
+        prompts.append(await one_prompt(prompt, body, engine))
+        if not engine.texts.inside:
+            await asyncio.sleep(0)  # other callbacks of the loop have their turn
+    return params, prompts
+
+
 async def completions(request: Request) -> Response | EventStream:
     """Go on with a text, or with several."""
     state: ServerState = request.app.state.quire
@@ -137,10 +155,7 @@ async def completions(request: Request) -> Response | EventStream:
     model = state.check_model(body.model)
     if body.use_beam_search and body.stream:
         raise invalid("`stream` does not go together with `use_beam_search`", "stream")
-    params = completion_params(body, engine.defaults())
-    given = given_prompts(body)
-    take_from_key(request, completions_of(len(given), params, state))
-    prompts = [await one_prompt(prompt, body, engine) for prompt in given]
+    params, prompts = await prepared(request, asked_of, request, body, engine, state)
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, interval(body, state),

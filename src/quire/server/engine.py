@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from quire.protocol.output import EngineStats
 from quire.protocol.params import SamplingParams
+from quire.server.text_pool import TextPool
 
 
 class LogprobLike(Protocol):
@@ -84,12 +85,17 @@ class TextEngine(Protocol):
     """The model's ends of text."""
     fingerprint: str
     created: int
+    texts: TextPool
+    """Threads for long texts."""
 
     def defaults(self) -> Mapping[str, Any]:
         """Sampling parameters of the model's generation config, by SamplingParams' names."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Text -> ids; `special`: with what the tokenizer puts around a text (BOS)."""
+
+    def check_width(self, text: str) -> None:
+        """Raises ValidationError: a text that has more tokens than the model takes, however it is tokenized."""
 
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str: ...
 

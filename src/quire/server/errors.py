@@ -108,6 +108,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def clean(message: str) -> str:
     """Without addresses and paths of this machine, and not longer than anyone reads."""
+    message = message[: 4 * MESSAGE_LIMIT]  # it may quote a value of a request, of any length
     message = _PATH.sub("[path]", _ADDRESS.sub("", message))
     return message if len(message) <= MESSAGE_LIMIT else message[:MESSAGE_LIMIT] + " ..."
 

@@ -190,6 +190,7 @@ class Generation:
             self._counted.enter_context(self._counting(self.tenant))
         for which in range(len(self.prompts)):
             self._running.append(await self._ask(which))
+            await asyncio.sleep(0)  # many prompts: others have their turn
 
     async def next(self) -> list[Delta]:
         """What is new, when something is. May be cancelled, and called again: nothing is lost.
@@ -280,7 +281,7 @@ class Generation:
             name = f"{name}-{secrets.token_hex(4)}"
         timer = RequestTimer(self.state.metrics)
         # A copy: the rooms below fill in what is this request's own (seed, ends of text).
-        params = msgspec.structs.replace(self.params) if len(self.prompts) > 1 else self.params
+        params = self.params.settled() if len(self.prompts) > 1 else self.params
         if self.state.config.observe.enable_log_requests:
             self._log(told, prompt, params)
         tenant = self.tenant.id if self.tenant is not None else ""

@@ -5,24 +5,32 @@ Knows which body is meant for which endpoint. Does not know the endpoints.
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.bodies import read_object
+from quire.server.bodies import read, read_raw
 from quire.server.chat import chat
 from quire.server.completions import completions
 from quire.server.errors import invalid
 from quire.server.sse import EventStream
 
 
+class Asked(Struct):
+    """What tells the endpoints apart; the endpoint checks the values."""
+
+    messages: Any = None
+    prompt: Any = None
+
+
 async def invocations(request: Request) -> Response | EventStream:
     """A body with `messages` is a chat, one with `prompt` a completion."""
-    body = await read_object(request)
-    # The endpoint reads the body again, from here.
-    request._body = msgspec.json.encode(body)
-    if "messages" in body:
+    request._body = await read_raw(request)  # the endpoint reads it again, from here
+    asked = await read(request, Asked)
+    if asked.messages is not None:
         return await chat(request)
-    if "prompt" in body:
+    if asked.prompt is not None:
         return await completions(request)
     raise invalid("`/invocations` needs `messages` (a chat) or `prompt` (a completion)", "messages")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -22,6 +23,7 @@ class Account:
     def __init__(self, front: int = 0, fronts: int = 1):
         self.numbers: list[float] | memoryview[float] = [0.0] * (PLAIN + fronts)
         self.own = PLAIN + front
+        self._lock = threading.RLock()  # threads read long requests, and take from their keys
 
     @property
     def under_way(self) -> int:
@@ -29,12 +31,14 @@ class Account:
         return int(sum(self.numbers[at] for at in range(PLAIN, len(self.numbers))))
 
     def begin(self, count: int = 1) -> None:
-        self.numbers[self.own] += count
+        with self._lock:
+            self.numbers[self.own] += count
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes a number meanwhile. Not to be held across an await."""
-        yield
+        """No one else changes a number meanwhile. Not to be held across an await."""
+        with self._lock:
+            yield
 
 
 class SharedAccount(Account):
@@ -53,15 +57,16 @@ class SharedAccount(Account):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        if not self._depth:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+        with self._lock:
             if not self._depth:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 class Ledger:

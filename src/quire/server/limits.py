@@ -13,6 +13,9 @@ from quire.server.middleware import KEY_USE
 from quire.server.state import ServerState
 from quire.server.tenants import KeyUse
 
+MOST_ENTRIES = 1 << 22
+"""Of allowed_token_ids and logit_bias, over all completions: the engine has about 40 bytes for each."""
+
 
 def take_from_key(request: Request, completions: int = 1) -> None:
     """Count `completions` against the limits of the request's key, until the request ends.
@@ -45,5 +48,12 @@ def completions_of(prompts: int, params: SamplingParams, state: ServerState) -> 
             f"{prompts} prompts with `n` = {each} make {total} completions; this server takes"
             f" at most {most} in one request (--max-completions)",
             "n",
+        )
+    entries = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())
+    if total * entries > MOST_ENTRIES:
+        raise invalid(
+            f"{total} completions with {entries} entries of `allowed_token_ids` and `logit_bias` each make"
+            f" {total * entries} entries; at most {MOST_ENTRIES} are taken: ask for fewer of either",
+            "allowed_token_ids" if params.allowed_token_ids else "logit_bias",
         )
     return total

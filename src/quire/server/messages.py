@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.errors import EngineDeadError
-from quire.server.bodies import json_response, read
+from quire.server.bodies import json_response, prepared, read
 from quire.server.chat import chat_prompt, effort_of, generation_of
 from quire.server.constraints import of_format
+from quire.server.engine import Prompt, TextEngine
 from quire.server.errors import as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
@@ -28,7 +29,7 @@ from quire.server.reading import model_formats
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, MessagesRequest
 from quire.server.sse import EventStream, event, or_hung_up
-from quire.server.state import Phase
+from quire.server.state import Phase, ServerState
 
 ERRORS = {
     400: "invalid_request_error",
@@ -177,6 +178,15 @@ class Teller:
         yield event({"type": "message_stop"})
 
 
+async def asked_of(
+    request: Request, body: MessagesRequest, engine: TextEngine, state: ServerState
+) -> Generation:
+    wish = as_chat(body)
+    if wish.include_reasoning and model_formats(state, engine).reasoning is None:
+        raise invalid("`thinking`: this server does not know how its model marks thoughts; leave it out, or start it with --reasoning-parser NAME", "thinking")  # fmt: skip
+    return await generation_of(request, wish, engine, "msg_")
+
+
 @with_its_errors
 async def messages(request: Request) -> Response | EventStream:
     """Answer a conversation, in Anthropic's protocol."""
@@ -184,10 +194,7 @@ async def messages(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, MessagesRequest)
     model = state.check_model(body.model)
-    wish = as_chat(body)
-    if wish.include_reasoning and model_formats(state, engine).reasoning is None:
-        raise invalid("`thinking`: this server does not know how its model marks thoughts; leave it out, or start it with --reasoning-parser NAME", "thinking")  # fmt: skip
-    generation = await generation_of(request, wish, engine, "msg_")
+    generation = await prepared(request, asked_of, request, body, engine, state)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         return await answer(request, generation, Teller(generation, model, details), failed)
@@ -206,5 +213,9 @@ async def count_tokens(request: Request) -> Response:
     body = await read(request, MessagesRequest)
     state.check_model(body.model)
     take_from_key(request)
-    prompt = await chat_prompt(as_chat(body, counted=True), engine, state, check=False)
+    prompt = await prepared(request, counted_of, body, engine, state)
     return json_response({"input_tokens": len(prompt.tokens)})
+
+
+async def counted_of(body: MessagesRequest, engine: TextEngine, state: ServerState) -> Prompt:
+    return await chat_prompt(as_chat(body, counted=True), engine, state, check=False)

@@ -1,12 +1,11 @@
 """Prompts as clients write them -> token ids.
 
-Knows text, ids, truncation. Does not know endpoints. Long texts are tokenized in a thread, so that the
-others' streams go on.
+Knows text, ids, truncation. Does not know endpoints. Threads tokenize long texts, so that other requests' streams
+go on.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from quire import env
@@ -15,12 +14,38 @@ from quire.server.errors import invalid
 from quire.server.schemas import CompletionRequest, Sampling
 
 LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
+MOST_TEXT = (
+    4 << 20
+)  # bytes of UTF-8: about a million tokens, for which the tokenizer takes 300 MiB of memory
+BYTES_A_TOKEN = 16  # ... and for models with a longer context, that many bytes a token of it
+MOST_MESSAGES = 10_000
 
 
-async def encode(engine: TextEngine, text: str, *, special: bool) -> list[int]:
+async def encode(engine: TextEngine, text: str, *, special: bool, fits: bool = True) -> list[int]:
+    """Token ids of a text; of a long one, a thread makes them. `fits`: refuse a text that the model cannot take.
+
+    Raises:
+        ApiError: 400 for a text that is too long to be tokenized at all.
+        ValidationError: it cannot fit into the model's context.
+    """
     if len(text) < LONG_TEXT:
         return engine.encode(text, special=special)
-    return await asyncio.to_thread(engine.encode, text, special=special)
+    return await engine.texts.run_sized(len(text), encode_long, engine, text, special, fits)
+
+
+def encode_long(engine: TextEngine, text: str, special: bool, fits: bool) -> list[int]:
+    """As `encode`, which calls this in a thread."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    most = max(MOST_TEXT, BYTES_A_TOKEN * engine.max_model_len)
+    if size > most:
+        raise invalid(
+            f"the text has {size} bytes of UTF-8; at most {most} are tokenized in one piece: make it shorter, or send"
+            " it in parts",
+            "input_tokens",
+        )
+    if fits:
+        engine.check_width(text)
+    return engine.encode(text, special=special)
 
 
 def truncated(tokens: list[int], request: Sampling, engine: TextEngine) -> list[int]:
@@ -39,6 +64,7 @@ def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> No
     """Raises ApiError 400 for a prompt that is empty, holds no tokens of the model, or is too long."""
     if not tokens:
         raise invalid("the prompt is empty: it must have at least one token", "prompt")
+    check_fits(len(tokens), request, engine)
     low, high = min(tokens), max(tokens)
     if low < 0 or (engine.vocab_size and high >= engine.vocab_size):
         wrong = low if low < 0 else high
@@ -46,11 +72,15 @@ def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> No
             f"token id {wrong} is out of range: the vocabulary has {engine.vocab_size} tokens",
             "prompt",
         )
+
+
+def check_fits(count: int, request: Sampling, engine: TextEngine) -> None:
+    """Raises ApiError 400 for a prompt of more tokens than the model takes."""
     least = 0 if getattr(request, "echo", False) and getattr(request, "max_tokens", 1) == 0 else 1
-    if len(tokens) + least > engine.max_model_len:
+    if count + least > engine.max_model_len:
         raise invalid(
             f"this model's maximum context length is {engine.max_model_len} tokens, but the prompt has"
-            f" {len(tokens)}; make it shorter, or set truncate_prompt_tokens",
+            f" {count}; make it shorter, or set truncate_prompt_tokens",
             "input_tokens",
         )
 
@@ -77,8 +107,12 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
 async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine) -> Prompt:
     text: str | None = None
     if isinstance(prompt, str):
-        text, tokens = prompt, await encode(engine, prompt, special=request.add_special_tokens)
-    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        text = prompt
+        tokens = await encode(
+            engine, prompt, special=request.add_special_tokens,
+            fits=request.truncate_prompt_tokens is None,
+        )  # fmt: skip
+    elif isinstance(prompt, list) and is_ids(prompt, request, engine):
         tokens = prompt
     else:
         raise invalid(
@@ -92,6 +126,13 @@ async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine
     return Prompt(kept, text, request.cache_salt or "")
 
 
+def is_ids(prompt: list[Any], request: CompletionRequest, engine: TextEngine) -> bool:
+    """Raises ApiError 400: it is too long to be looked at."""
+    if request.truncate_prompt_tokens is None:
+        check_fits(len(prompt), request, engine)
+    return all(type(token) is int for token in prompt)
+
+
 def check_messages(messages: list[dict[str, Any]]) -> None:
     """The shape of a conversation. What its words must be is the template's to say.
 
@@ -100,6 +141,11 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
     """
     if not messages:
         raise invalid("`messages` is empty", "messages")
+    if len(messages) > MOST_MESSAGES:
+        raise invalid(
+            f"`messages` has {len(messages)} messages; at most {MOST_MESSAGES} are taken: leave out or join old ones",
+            "messages",
+        )
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
         if not isinstance(message.get("role"), str):

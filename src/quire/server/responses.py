@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import logprobs as shapes
-from quire.server.bodies import json_response, read
+from quire.server.bodies import json_response, prepared, read
 from quire.server.chat import effort_of, generation_of
 from quire.server.constraints import of_format
+from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
@@ -205,13 +206,17 @@ class Teller:
         return iter(())
 
 
+async def asked_of(request: Request, body: ResponsesRequest, engine: TextEngine) -> Generation:
+    return await generation_of(request, as_chat(body), engine, "resp_")
+
+
 async def responses(request: Request) -> Response | EventStream:
     """Answer a conversation, in the Responses protocol."""
     state = state_of(request)
     engine = state.serving()
     body = await read(request, ResponsesRequest)
     model = state.check_model(body.model)
-    generation = await generation_of(request, as_chat(body), engine, "resp_")
+    generation = await prepared(request, asked_of, request, body, engine)
     as_ids = state.config.server.return_tokens_as_token_ids
     shaper = Shaper(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:

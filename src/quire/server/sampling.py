@@ -5,7 +5,7 @@ Knows what is refused and why. What needs the model (lengths, vocabulary) is che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire import env
@@ -16,13 +16,15 @@ from quire.server.middleware import VALID_ID
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 MAX_SALT = 128  # characters
+MAX_STOP = 1024  # characters of a stop string: its table is built for each, and output is held back for its length
+MAX_BAD_WORD = 256  # characters: it is tokenized twice
 LISTS = {
     "stop_token_ids": "MAX_LIST_ENTRIES",
     "bad_words": "MAX_LIST_ENTRIES",
     "logprob_token_ids": "MAX_LIST_ENTRIES",
     "logit_bias": "MAX_LOGIT_BIASES",
 }
-"""Field -> the variable that says how long it may be. allowed_token_ids have the body's limit, and the vocabulary's."""
+"""Field -> the variable that says how long it may be. allowed_token_ids have the vocabulary's."""
 DELTA, FINAL_ONLY = 1, 2
 DRAWING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -68,9 +70,11 @@ def check(request: Sampling) -> None:
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
     if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
         raise invalid(f"`stop` has {stops} strings; at most {most} are taken", "stop")
+    check_texts("stop", [request.stop] if isinstance(request.stop, str) else request.stop, MAX_STOP)
     for name, limit in LISTS.items():
         if (given := getattr(request, name)) and len(given) > (most := env.get(limit)):
             raise invalid(f"`{name}` is too long: at most {most} entries are taken", name)
+    check_texts("bad_words", request.bad_words, MAX_BAD_WORD)
     if request.stream and request.prompt_logprobs:
         raise invalid("`prompt_logprobs` is not available with `stream: true`", "prompt_logprobs")
     if request.stream_interval is not None and request.stream_interval < 1:
@@ -89,6 +93,16 @@ def check(request: Sampling) -> None:
             f"`cache_salt` must have 1 to {MAX_SALT} characters, none of them @ / \\ or NUL",
             "cache_salt",
         )
+
+
+def check_texts(name: str, texts: Sequence[str] | None, most: int) -> None:
+    """Raises ApiError 400: one of them is too long."""
+    for text in texts or ():
+        if len(text) > most:
+            raise invalid(
+                f"`{name}` has a text of {len(text)} characters; at most {most} are taken: make it shorter",
+                name,
+            )
 
 
 def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -125,12 +139,16 @@ def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "skip_special_tokens": request.skip_special_tokens,
         "spaces_between_special_tokens": request.spaces_between_special_tokens,
         "logit_bias": token_biases(request.logit_bias),
-        "allowed_token_ids": request.allowed_token_ids,
+        "allowed_token_ids": without_repeats(request.allowed_token_ids),
         "extra_args": request.vllm_xargs,
         "structured_outputs": constraint(request),
         "repetition_detection": request.repetition_detection,
         "output_kind": DELTA if request.stream else FINAL_ONLY,
     }
+
+
+def without_repeats(ids: list[int] | None) -> list[int] | None:
+    return None if ids is None else list(dict.fromkeys(ids))
 
 
 def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:

@@ -9,25 +9,28 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from quire import __version__
-from quire.api.async_llm import AsyncLLM, Stream
+from quire.api.async_llm import AsyncLLM
+from quire.api.stream import Stream
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
 from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.frontend import chat, prompts
 from quire.frontend.sandbox import SECONDS, TooSlow
-from quire.frontend.strangers import Strangers
+from quire.frontend.strangers import AT_ONCE, Strangers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineStats
 from quire.protocol.params import SamplingParams
 from quire.server.engine import ChatOptions, Prompt
+from quire.server.text_pool import TextPool
 
-AT_ONCE_S = 0.05  # what a template may take of the event loop; nearly all take less than a tenth
+AT_ONCE_S = 0.03  # what a template may take of the event loop; nearly all take less than a tenth
 
 
 class AsyncTextEngine:
@@ -42,6 +45,10 @@ class AsyncTextEngine:
         self.eos_token_ids: Collection[int] = self.front.inputs.eos_token_ids
         self.created = int(time.time())
         self.fingerprint = fingerprint(client)
+        self.texts = TextPool()
+        self.templates = TextPool(AT_ONCE)
+        """Threads that wait for the processes of `strangers`."""
+        llm.in_thread = self.texts.run
 
     @classmethod
     def over(cls, client: EngineClient, config: EngineConfig) -> AsyncTextEngine:
@@ -79,6 +86,9 @@ class AsyncTextEngine:
     def encode(self, text: str, *, special: bool) -> list[int]:
         return self.tokenizer.encode(text, special)
 
+    def check_width(self, text: str) -> None:
+        self.front.inputs.check_width(text)
+
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
         return self.tokenizer.decode(tokens, skip_special)
 
@@ -91,7 +101,7 @@ class AsyncTextEngine:
         return Strangers()
 
     async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-        """In the loop if it is quick, else in a thread; by a template of the request's own in another process."""
+        """In the loop if it is quick, else in a thread; a template of the request's own is rendered by a process."""
         asked = chat.ChatOptions(
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
@@ -103,16 +113,13 @@ class AsyncTextEngine:
             seconds=AT_ONCE_S,
         )
         if options.template is not None:
-            loop, strangers = asyncio.get_running_loop(), self.strangers
             specials = self.tokenizer.special_tokens_map
-            return await loop.run_in_executor(
-                strangers.threads, strangers.render, messages, asked, specials
-            )
-        try:
-            return self.front.render(messages, asked)
-        except TooSlow:
-            slower = replace(asked, seconds=SECONDS)
-            return await asyncio.to_thread(self.front.render, messages, slower)
+            return await self.templates.run(self.strangers.render, messages, asked, specials)
+        if not self.texts.inside:
+            with suppress(TooSlow):
+                return self.front.render(messages, asked)
+        slower = replace(asked, seconds=SECONDS)
+        return await self.texts.run(self.front.render, messages, slower)
 
     # -- requests -------------------------------------------------------------------------------
     async def open(

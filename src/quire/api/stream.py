@@ -1,0 +1,44 @@
+"""One request's outputs, as `AsyncLLM` opens it.
+
+Knows what collects a request's outputs. Does not know event loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.frontend.collect import Collector
+from quire.frontend.outputs import RequestOutput, error_of
+
+if TYPE_CHECKING:
+    from quire.api.async_llm import AsyncLLM
+
+
+class Stream:
+    """One request's outputs, for whoever waits in a way of his own: `take` what is there."""
+
+    def __init__(self, llm: AsyncLLM, collector: Collector, heard: Callable[[], None]):
+        self.llm, self.collector, self.heard = llm, collector, heard
+        self.ended = False
+        """Nothing more will come."""
+
+    def take(self) -> RequestOutput | None:
+        """What is new; None: nothing yet, unless it has ended.
+
+        Raises:
+            QuireError: the request failed.
+            EngineDeadError: the engine has stopped.
+        """
+        output = self.collector.take()
+        self.ended = self.collector.finished
+        if output is None:
+            if not self.ended:
+                self.llm.check_alive()
+        elif self.collector.failed and (error := error_of(output)) is not None:
+            raise error
+        return output
+
+    def close(self) -> None:
+        """Abort the request if it still runs."""
+        self.llm.closed(self)
