@@ -281,7 +281,9 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     until(lambda: server.metric("quire:process_restarts_total") == before + 1)
 
 
-def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str, number: signal.Signals):
+    """SIGHUP comes from a terminal that closes, to the engine's process too."""
     flags = ["--shutdown-timeout", "60", "--api-key", "k", "--kv-cache-memory-bytes", "20M"]
     with Served(checkpoint, *flags) as server:
         server.client.headers["Authorization"] = "Bearer k"
@@ -294,7 +296,9 @@ def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str):
             next(last.iter_lines())
             lines = answer.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGTERM)
+            for engine in children(server.process.pid) if number is signal.SIGHUP else ():
+                os.kill(engine, number)
+            server.process.send_signal(number)
             server.until("shutting down")
             late = httpx.post(
                 f"{server.url}{TEXT}", json=GREEDY, headers={"Authorization": "Bearer k"}
