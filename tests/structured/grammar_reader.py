@@ -6,16 +6,24 @@ from llguidance import LLMatcher
 
 from quire.features.structured.check import checked
 from quire.features.structured.compile import Compiler
+from quire.features.structured.matcher import make_matcher
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
+from quire.features.structured.xgrammar import XCompiler
 from quire.protocol.constraint import StructuredOutputsParams
 
 
 class Reader:
     def __init__(self, checkpoint: str, size: int = 259):
         self.compiler = Compiler(Vocabulary(tokenizer_json(checkpoint), size))
+        self._xgrammar: XCompiler | None = None
 
     def matcher(self, constraint: StructuredOutputsParams) -> LLMatcher:
-        return self.compiler.ask(constraint.plain()).result().deep_copy()
+        """Compiled in this process, so that a test can ask it anything."""
+        plain, vocabulary = constraint.plain(), self.compiler.vocabulary
+        if plain.engine == "xgrammar" and self._xgrammar is None:
+            self._xgrammar = XCompiler(vocabulary)
+        other = self._xgrammar if plain.engine == "xgrammar" else None
+        return make_matcher(plain, vocabulary, other)
 
     def admits(self, constraint: StructuredOutputsParams, *pieces: str | int) -> bool:
         """Is this a whole output? Pieces are text, or tokens by their ids."""

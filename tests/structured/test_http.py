@@ -168,7 +168,7 @@ def test_32_at_once_see_only_their_own(state: ServerState):
         assert all(keeps(text) for text in said(path, answer.json()))
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "keyword": ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "structured_outputs.json: not"),
     "keywords": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array", "contains": {}, "uniqueItems": True}}}}, "response_format", "contains, uniqueItems"),
     "regex": ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
@@ -183,6 +183,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown": ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
     "choices": ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+    "ref loop": ({"structured_outputs": {"json": {"$ref": "#"}}}, None, "structured_outputs.json: no output"),
+    "ref circle": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}}}, None, "response_format: no output"),
+    "long": ({"structured_outputs": {"grammar": 'start: ("a"){1000000}'}}, "structured_outputs", "at most 65536"),
+    "hidden": ({"structured_outputs": {"grammar": 'start: a a\na: b b\nb: c c\nc: "x"{60000}'}}, None, "make it smaller"),
+    "nested": ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "at most 10000"),
     "ref": ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/x"}}}, "structured_outputs", "127.0.0.1"),
 }  # fmt: skip
 

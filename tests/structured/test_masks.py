@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from grammar_reader import Reader
-from llguidance import LLMatcher
 
 from quire.errors import ValidationError
 from quire.features.structured.check import checked
-from quire.features.structured.compile import KEPT, THREADS, Compiler
+from quire.features.structured.compile import KEPT, THREADS, Compiler, digest
 from quire.features.structured.gate import GrammarGate, Told, obey
 from quire.features.structured.masks import GrammarMasks
+from quire.features.structured.places import NOT_KEPT, Places, PlaceSettings
+from quire.features.structured.processes import GrammarProcess
 from quire.features.structured.refusal import Refused
 from quire.ops.choose import bits, num_words
 from quire.protocol.constraint import StructuredOutputsParams as Form
@@ -116,36 +117,41 @@ class Panics:
             raise PanicException("out of range")
         return True
 
-    def unsafe_compute_mask_ptr(self, place: int, size: int) -> None:
+    def is_error(self) -> bool:
+        return False
+
+    def fill(self, masks_NW: np.ndarray, row: int) -> None:
         raise PanicException("out of range")
 
 
 @pytest.mark.parametrize("when", ["token", "mask"])
-def test_an_engine_that_fails_fails_one_row(reader: Reader, when: str):
-    made = masks(reader, entered(0, Form(regex="a*"), []), entered(1, Form(regex="a*b"), []))
-    allowed(made, [0, 1])
-    made.held[0].matcher = Panics(when)  # type: ignore[assignment]
-    rows = np.array([0, 1])
-    made.rows.token_ids_RL[rows, made.rows.length[rows]] = A
-    made.hook.after(StepPlan(1, [], [], []))
-    made.rows.length[rows] += 1
-    picked = Picked(np.arange(2), rows, made.rows.length[rows], made.rows)
-    left = made.apply(torch.zeros(2, WIDTH), picked).isfinite()
-    assert picked.errors.keys() == {0}
-    assert set(left[1].nonzero().flatten().tolist()) == {A, B}
+def test_a_library_that_fails_fails_one_row(reader: Reader, when: str):
+    accepts = reader.compiler.vocabulary.accepts
+    places = Places(lambda: reader.matcher(Form(regex="a*b")), accepts, (accepts + 32) // 32)
+    for number in (0, 1):
+        places.begin(number, PlaceSettings([EOS], False, 40, 40, False), [])
+    places.at[0].matcher = Panics(when)  # type: ignore[assignment]
+    assert [places.feed(number, A) for number in (0, 1)] == [[], []]
+    masks_NW = places.fill([0, 1])
+    assert places.at[0].error == NOT_KEPT
+    assert places.at[1].error is None
+    left = np.unpackbits(masks_NW[1].view(np.uint8), bitorder="little").nonzero()[0]
+    assert set(left.tolist()) == {A, B}
 
 
-def test_an_engine_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    """Its own words are not told to the client."""
+
     def fails(*args: Any, **more: Any) -> Any:
         raise PanicException("out of range")
 
     stub = SimpleNamespace(validate_grammar_with_warnings=fails)
     monkeypatch.setattr("quire.features.structured.check.LLMatcher", stub)
-    monkeypatch.setattr("quire.features.structured.compile.LLMatcher", fails)
+    monkeypatch.setattr("quire.features.structured.matcher.LLMatcher", fails)
     form = Form(regex="a{3}unlike any other")
-    with pytest.raises(ValidationError, match="out of range"):
+    with pytest.raises(ValidationError, match="regex: the grammar library"):
         checked(form)
-    with pytest.raises(Refused, match="out of range"):
+    with pytest.raises(Refused, match="the grammar library"):
         reader.matcher(form)
 
 
@@ -219,7 +225,7 @@ def test_more_may_wait_than_grammars_are_kept(reader: Reader):
         woken.clear()
     assert all(ready)
     # The first is forgotten by now. Whoever enters gets it all the same, and a preempted one asks again.
-    assert reader.admits(forms[0], "x-many")
+    assert reader.compiler.ask(forms[0]).result(60).alive
     gate.leave(waiting[0])
     assert gate.ready(waiting[0])
 
@@ -229,9 +235,9 @@ def compiled(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
     seen: list[Form] = []
     compile = reader.compiler._compile
 
-    def seeing(form: Form) -> LLMatcher:
+    def seeing(key: bytes, form: Form, slow: bool) -> GrammarProcess:
         seen.append(form)
-        return compile(form)
+        return compile(key, form, slow)
 
     monkeypatch.setattr(reader.compiler, "_compile", seeing)
     return seen
@@ -260,7 +266,7 @@ def test_nothing_is_compiled_for_those_who_gave_up(
         anew = asked(forms[5])
         assert not gate.ready(anew)
         pass_on(gate, other)
-        left = [form.key for form in (forms[0], forms[1], forms[5])]
+        left = [digest(form) for form in (forms[0], forms[1], forms[5])]
         assert list(reader.compiler.waiting) == left
         assert list(other.waiting) == (left if elsewhere else [])
     for form in (forms[0], forms[1], forms[5]):
@@ -282,6 +288,6 @@ def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):
         behind = reader.compiler.ask(form)
-        assert not reader.compiler.ask(form, now=True).result(60).is_error()
+        assert reader.compiler.ask(form, now=True).result(60).alive
         assert behind.done()  # whoever waited for it has it too
         assert not reader.compiler.waiting

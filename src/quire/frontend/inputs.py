@@ -18,7 +18,7 @@ from quire import env
 from quire.config.old_names import LORA
 from quire.config.structured import Wishes
 from quire.errors import Unsupported, ValidationError
-from quire.features.structured.check import checked
+from quire.features.structured.checker import ConstraintChecker
 from quire.frontend.fanout import child_id, fan_out, mix
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parsers.table import Reasoning
@@ -115,6 +115,7 @@ class Inputs:
     structured: Wishes = field(default_factory=Wishes)
     reasoning: Callable[[], Reasoning | None] = lambda: None
     """How the model marks its thoughts."""
+    checker: ConstraintChecker = field(default_factory=ConstraintChecker)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
     """Characters of the vocabulary's longest token; 0: not looked up yet."""
@@ -286,7 +287,7 @@ class Inputs:
         form = params.structured_outputs
         if more := {name: True for name in ours if getattr(self.structured, name)}:
             form = msgspec.structs.replace(form, **more)
-        return checked(form, self.structured.backend)
+        return self.checker.checked(form, self.structured.backend)
 
     def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
         if asked is None:

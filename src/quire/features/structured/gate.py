@@ -22,7 +22,7 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from quire.features.structured.compile import Matcher
+    from quire.features.structured.processes import GrammarProcess
 
 NAME = "structured"
 
@@ -47,8 +47,8 @@ class GrammarGate(Gate):
         self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
         self._wanted: dict[_Key, StructuredOutputsParams] = {}
         self._dropped: dict[_Key, StructuredOutputsParams] = {}
-        self._asked: WeakKeyDictionary[Request, ref[Future[Matcher]]] = WeakKeyDictionary()
-        self._askers: WeakKeyDictionary[Future[Matcher], int] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Request, ref[Future[GrammarProcess]]] = WeakKeyDictionary()
+        self._askers: WeakKeyDictionary[Future[GrammarProcess], int] = WeakKeyDictionary()
         self._ready: WeakSet[Request] = WeakSet()
 
     def ready(self, request: Request) -> bool:
@@ -70,7 +70,7 @@ class GrammarGate(Gate):
         return request in self._ready
 
     def gave_up(self, request: Request) -> None:
-        """What nobody else waits for is not compiled, unless that has begun."""
+        """What nobody else waits for is not compiled; a compile that has begun is ended."""
         constraint, asked = request.params.structured_outputs, self._asked.pop(request, None)
         compiled = None if asked is None else asked()
         if constraint is None or compiled is None or compiled.done():
@@ -86,7 +86,7 @@ class GrammarGate(Gate):
         self._asked.pop(request, None)
         self._ready.discard(request)
 
-    def _done(self, asker: ref[Request], _: Future[Matcher]) -> None:
+    def _done(self, asker: ref[Request], _: Future[GrammarProcess]) -> None:
         if (request := asker()) is not None:
             self._ready.add(request)
         if self.wake is not None:

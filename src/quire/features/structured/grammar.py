@@ -14,6 +14,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from quire.features.structured.cost import check_grammar, check_regex, check_text
 from quire.features.structured.refusal import Refused
 from quire.features.structured.schema import MAX_BYTES, read_schema
 from quire.features.structured.tags import tags_to_grammar
@@ -22,11 +23,19 @@ from quire.protocol.constraint import StructuredOutputsParams
 MAX_CHOICES = 4096
 MAX_ITEMS = 10_000  # ways to go on at one place: an object of MAX_PROPERTIES needs four for each
 UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \[(".*?")\]')
+SPENT = re.compile(
+    r"fuel exhausted|[Tt]oo many|Current row has \d+ items|[Tt]ooComplex|InternalError"
+)
+TOO_MUCH = "it is too much work; make it smaller, or repeat less in it"
+MAX_TOLD = 1000  # characters of what llguidance says
 PREFIX = re.compile(r"^at \d+\(\d+\): ")
 
 
 def limits() -> LLParserLimits:
-    """How much work one grammar may cause: when compiled (about 0.1 s), and for one mask (about 30 ms)."""
+    """How much work llguidance does for a grammar: when it is compiled (about 0.1 s), and for one mask (about 0.03 s).
+
+    It does not count all work, forced text for one; `compile.py` and `forker.py` have the limits that hold.
+    """
     return LLParserLimits(
         initial_lexer_fuel=5_000_000,
         step_lexer_fuel=400_000,
@@ -59,6 +68,7 @@ def grammar_of(
         case "json_object":
             return LLMatcher.grammar_from_json_schema(read_schema({"type": "object"}, constraint))
         case "regex":
+            check_regex(value)
             return LLMatcher.grammar_from_regex(value)
         case "choice":
             return _choice(value)
@@ -72,6 +82,8 @@ def _choice(texts: list[str]) -> str:
         raise Refused(f"it has {len(texts)} texts; at most {MAX_CHOICES} are taken")
     if sum(map(len, texts)) > MAX_BYTES:
         raise Refused(f"its texts have more than {MAX_BYTES} characters together")
+    for text in texts:
+        check_text(text)
     quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
     return "start: TEXT\nTEXT: " + "\n    | ".join(quoted)
 
@@ -80,6 +92,7 @@ def read_grammar(text: str) -> str:
     """Lark from EBNF (`name ::= ...`) or from Lark."""
     if not text.strip():
         raise Refused("it is empty")
+    check_grammar(text)
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter raises what it likes
@@ -100,4 +113,8 @@ def explained(message: str) -> str:
         return (
             "oneOf: a value may fit two of its branches, as far as can be seen; use anyOf instead"
         )
-    return message
+    if message.startswith("NoExtension"):
+        return "no output can keep to it: look for references that lead in a circle"
+    if SPENT.search(message):
+        return TOO_MUCH
+    return message[:MAX_TOLD]

@@ -1,54 +1,58 @@
 """Masks: what the grammars of a step's rows allow next, laid over the logits.
 
-Knows rows, tokens and matchers. A row's grammar lives here, beside the tokens, so nothing has to travel to the
-host and back between two steps: it works at any depth, with any chunking, and after a preemption the matcher is
-fed what the row brings along.
+Knows rows, tokens and the processes that follow grammars. A row's place in its grammar is known beside the tokens, so
+nothing has to travel to the host and back between two steps: it works at any depth, with any chunking, and after a
+preemption the grammar is fed what the row brings along.
 
-    enter   -> thread: copy the compiled matcher, feed it the output so far, fill the mask
+    enter   -> thread: the row enters the process of its grammar, with the output so far; its mask comes back
     apply      wait for the masks of the rows that draw; lay them over the logits
-    after   -> thread: read the tokens that were drawn, feed them, fill the masks of the next step
+    after   -> thread: send the tokens that were drawn to the grammars; the masks of the next step come back
     certain    wait for the feeding; tokens that the grammar forces next are not drawn at all (`jumps`)
 
 A token is forced when the mask allows no other, so a jump changes no token. A step that was planned before a jump
 was known draws at places which the jump has filled: it gets the token that stands there.
 
-The thread works while the forward pass runs (llguidance lets go of the GIL). It is one thread, so a row's jobs run
-in order; many masks are filled by llguidance's own pool.
+The processes work while the forward pass runs. One thread talks to them, so a row's jobs run in order. A process that
+takes too much is ended by the kernel. Then each of its rows is tried again alone, in a new process, so that only the row
+at fault fails.
 
 Shape suffixes: R rows of the worker, S rows that draw, V vocabulary, W = words of 32 tokens.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.features.structured.compile import Compiler
+from quire.features.structured.frames import Filled, ProcessEnded
 from quire.features.structured.gate import NAME, obey
-from quire.features.structured.grammar import explained
+from quire.features.structured.places import PlaceSettings
+from quire.features.structured.processes import STEP_S, GrammarProcess
 from quire.features.structured.refusal import Refused
-from quire.features.structured.xgrammar import XMatcher
 from quire.ops import choose
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.protocol.constraint import FIELD, StructuredOutputsParams
 from quire.protocol.params import SamplingParams
-from quire.protocol.plan import Entered
+from quire.protocol.plan import Entered, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.rows import Rows
 from quire.worker.sample.outcome import Fault
 from quire.worker.sample.processors import Picked, Processor, keep_only
 from quire.worker.sample.rules import only
 
-if TYPE_CHECKING:
-    from quire.features.structured.compile import Matcher
-    from quire.protocol.plan import StepPlan
+MAX_DEATHS = 2
+WAIT_S = (
+    3.0  # a step waits no longer for all its masks; a process has 0.2 s of processor time for them
+)
 
-DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
+TOO_LONG = "its grammar needed too much processor time or memory for one token; make it smaller, or repeat less in it"
 
 
 @dataclass(slots=True, eq=False)
@@ -56,23 +60,31 @@ class Held:
     """A row's grammar. Touched by the thread alone, but for `job` and `gone`."""
 
     row: int
+    number: int  # of the row in its grammar's process
     constraint: StructuredOutputsParams
-    ends: list[int]
-    ends_late: bool  # ignore_eos: end only where nothing else is allowed
-    compiled: Future[Matcher]
+    compiled: Future[GrammarProcess]
+    settings: PlaceSettings
     start: int  # where the output begins
-    room: int  # tokens it may have
-    end_at: int  # if only one token ends it, from this place on it ends the request too: max_tokens elsewise
-    jumps: bool
     known: list[int]  # the output so far, with what is forced next
-    num_fed: int  # how many of them the matcher has read: all up to the first end
-    matcher: Matcher | None = None
-    renewed: bool = False
+    process: GrammarProcess | None = None
+    deaths: int = 0  # how many processes ended while the row was in them
     over: bool = False  # only an end may come now
-    ended: bool = False  # an end was drawn; whatever else comes is an end as well
     error: str | None = None
     gone: bool = False
     job: Future[None] | None = None
+    again: Future[None] | None = None  # it enters a new process, which may take long
+
+    def fail(self, why: str) -> None:
+        """The row's error, which names the field that the client wrote."""
+        said, kind = self.constraint.said, self.constraint.kind
+        self.error = Fault(f"{said if said != FIELD else f'{said}.{kind}'}: {why}")
+
+    def told(self, told: Filled, at: int) -> bool:
+        """Take the process's answer; True: it has a mask."""
+        self.over = told.over[at]
+        if told.errors[at] is not None:
+            self.fail(told.errors[at] or "")
+        return self.error is None
 
 
 class GrammarMasks(Processor):
@@ -87,8 +99,9 @@ class GrammarMasks(Processor):
         self.hook = GrammarHook(self)
         self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
+        self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        self._par: LLExecutor | None = None
+        self._second = ThreadPoolExecutor(1, "grammar-again")
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: Entered) -> bool:
@@ -97,16 +110,22 @@ class GrammarMasks(Processor):
         params, compiled = new.params, self.compiler.ask(constraint, now=True)
         ends, room = list(params.eos_token_ids), params.max_tokens or 0
         one_end = len(ends) == 1 and not params.ignore_eos
-        held = Held(
-            new.row, constraint, ends, params.ignore_eos, compiled, new.num_prompt, room,
-            params.min_tokens if one_end else room, self.jumps and may_jump(params), [], 0,
+        settings = PlaceSettings(
+            ends, params.ignore_eos, room, params.min_tokens if one_end else room,
+            self.jumps and may_jump(params),
         )  # fmt: skip
+        outputs = new.tokens[new.num_prompt :]
+        held = Held(
+            new.row, next(self._numbers), constraint, compiled, settings, new.num_prompt, outputs
+        )
         self.held[new.row] = held
-        held.job = self._thread.submit(self._begin, held, new.tokens[new.num_prompt :])
+        held.job = self._thread.submit(self._begin, held)
         return True
 
     def leave(self, row: int) -> None:
-        self.held.pop(row).gone = True
+        held = self.held.pop(row)
+        held.gone = True
+        self._thread.submit(self._drop, held)
 
     # -- a step ---------------------------------------------------------------------------------
     def begin_step(self) -> None:
@@ -128,9 +147,13 @@ class GrammarMasks(Processor):
     def _lay(self, words_SW: np.ndarray, picked: Picked) -> list[tuple[int, list[int]]]:
         """Masks of the picked rows, once they are filled; rows whose token is settled are told instead, with it."""
         helds = [self.held[row] for row in picked.rows.tolist()]
+        until = time.monotonic() + WAIT_S
         for at, held in zip(picked.at.tolist(), helds, strict=True):
             if held.job is not None:
-                held.job.result()
+                self._wait(held, held.job, until)
+            if held.again is not None:
+                self._wait(held, held.again, until)
+                held.again = None
             if held.error is not None:
                 picked.errors.setdefault(at, held.error)
         self._drawing = helds, picked.rows, picked.lengths
@@ -141,12 +164,19 @@ class GrammarMasks(Processor):
             if (place := length - held.start) < len(held.known):
                 settled.append((at, [held.known[place]]))
             elif held.error is None and held.over:
-                settled.append((at, held.ends))
+                settled.append((at, held.settings.ends))
             elif held.error is None:
-                mask_W = self._masks()[held.row, : words_SW.shape[1]]
+                mask_W = self._masks(0)[held.row, : words_SW.shape[1]]
                 words_SW[at, : len(mask_W)] &= mask_W
                 words_SW[at, len(mask_W) :] = 0
         return settled
+
+    def _wait(self, held: Held, job: Future[None], until: float) -> None:
+        """The step goes on in any case: a row whose mask is not there in time fails."""
+        try:
+            job.result(max(until - time.monotonic(), 0))
+        except TimeoutError:
+            held.fail(TOO_LONG)
 
     def drew(self, step: int) -> None:
         """The step's tokens stand in the rows: feed them, in the thread."""
@@ -167,30 +197,66 @@ class GrammarMasks(Processor):
             event.record()
 
         found: Future[dict[int, list[int]]] = Future()
-        if any(held.jumps for held in helds):
+        if any(held.settings.jumps for held in helds):
             self.found[step] = found
         job = self._thread.submit(self._advance, helds, tokens_P, lengths_P, event, found)
         for held in helds:
             held.job = job
 
     # -- in the thread --------------------------------------------------------------------------
-    def _masks(self) -> np.ndarray:
+    def _masks(self, words: int) -> np.ndarray:
         if self._masks_RW is None:
-            words = (self.compiler.vocabulary.tokenizer.vocab_size + 31) // 32
             self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
         return self._masks_RW
 
-    # What goes wrong here is a row's own: BaseException, because Rust's panics are no Exception.
-    def _begin(self, held: Held, outputs: list[int]) -> None:
+    def _begin(self, held: Held) -> None:
+        """Enter the grammar's process with what is known of the output."""
         try:
-            held.matcher = held.compiled.result().deep_copy()
-            for token in outputs:
-                self._feed(held, token)
-            self._fill([held])
-        except Refused as error:
-            held.error = Fault(error)
+            self._enter(held)
+        except ProcessEnded:
+            self._again([held])
+
+    def _enter(self, held: Held) -> None:
+        """Raises ProcessEnded. All other errors are the row's own."""
+        try:
+            process = held.process = held.compiled.result(STEP_S)
+            with process.turn:
+                told, masks_1W = process.begin(
+                    held.number, held.settings, held.known, time.monotonic() + STEP_S
+                )
+        except ProcessEnded:
+            raise
+        except (Refused, ConfigError) as error:
+            held.fail(str(error))
+        except TimeoutError:
+            held.fail(TOO_LONG)
         except BaseException as error:
             held.error = str(error)
+        else:
+            if held.told(told, 0):
+                self._masks(process.words)[held.row] = masks_1W[0]
+
+    def _again(self, rows: list[Held]) -> None:
+        """Their process has ended. Each is tried alone, in a new one, while other grammars go on."""
+        for held in rows:
+            held.again = self._second.submit(self._enter_again, held)
+
+    def _enter_again(self, held: Held) -> None:
+        """The row at fault fails here again."""
+        held.deaths += 1
+        if held.deaths > MAX_DEATHS or held.gone:
+            held.fail(TOO_LONG)
+            return
+        held.compiled = self.compiler.ask(held.constraint, now=True)
+        try:
+            self._enter(held)
+        except ProcessEnded:
+            held.fail(TOO_LONG)
+
+    def _drop(self, held: Held) -> None:
+        if held.process is not None and held.process.alive:
+            with held.process.turn:
+                held.process.drop(held.number)
 
     def _advance(
         self,
@@ -200,125 +266,69 @@ class GrammarMasks(Processor):
         event: torch.Event | None,
         found: Future[dict[int, list[int]]],
     ) -> None:
-        live: list[Held] = []
         certain: dict[int, list[int]] = {}
+        fed: list[_Rows] = []
         try:
             if event is not None:
                 event.synchronize()
-            self._read(helds, tokens_P.tolist(), lengths_P.tolist(), live, certain)
+            asked = self._send(helds, tokens_P.tolist(), lengths_P.tolist())
+            until = time.monotonic() + STEP_S
+            fed = [one for one in asked if self._fed(*one, until, certain)]
         finally:
             found.set_result(certain)  # whoever waits for it is not left waiting
-        try:
-            self._fill(live)
-        except BaseException:
-            for held in live:  # who was it?
-                try:
-                    self._fill([held])
-                except BaseException as error:
-                    held.error = f"the constraint cannot be kept: {error}"
+        for process, rows in fed:
+            try:
+                told, masks_NW = process.filled(until)
+            except ProcessEnded:
+                self._again(rows)
+                continue
+            finally:
+                process.turn.release()
+            for at, held in enumerate(rows):
+                if held.told(told, at):
+                    self._masks(process.words)[held.row] = masks_NW[at]
 
-    def _read(
-        self,
-        helds: list[Held],
-        tokens: list[int],
-        lengths: list[int],
-        live: list[Held],
-        certain: dict[int, list[int]],
-    ) -> None:
-        """Feed each its token, and what is forced after it."""
+    def _send(self, helds: list[Held], tokens: list[int], lengths: list[int]) -> list[_Rows]:
+        """Send each process its rows' tokens."""
+        by_process: dict[GrammarProcess, list[tuple[Held, int]]] = {}
         for held, token, length in zip(helds, tokens, lengths, strict=True):
             if held.error is not None or held.gone or length - held.start < len(held.known):
                 continue
+            held.known.append(token)
+            if held.process is not None:
+                by_process.setdefault(held.process, []).append((held, token))
+        asked: list[_Rows] = []
+        until = time.monotonic() + STEP_S
+        for process, pairs in by_process.items():
+            rows = [held for held, _ in pairs]
+            process.turn.acquire()
             try:
-                self._feed(held, token)
-                live.append(held)
-                if held.jumps and (forced := self._jump(held)):
-                    certain[held.row] = forced
-            except BaseException as error:
-                held.error = f"the constraint cannot be kept: {error}"
+                process.step([(held.number, token) for held, token in pairs], until)
+            except ProcessEnded:
+                process.turn.release()
+                self._again(rows)
+            else:
+                asked.append((process, rows))
+        return asked
 
-    def _feed(self, held: Held, token: int) -> None:
-        held.known.append(token)
-        if held.ended or held.matcher is None:
-            return
-        if token in held.ends:
-            held.ended = held.over = True
-        else:
-            held.num_fed += 1
-            if not held.matcher.consume_token(token):
-                self._renew(held)
+    def _fed(
+        self, process: GrammarProcess, rows: list[Held], until: float, certain: dict[int, list[int]]
+    ) -> bool:
+        """Take what is forced after the tokens."""
+        try:
+            told = process.fed(until)
+        except ProcessEnded:
+            process.turn.release()
+            self._again(rows)
+            return False
+        for held, forced in zip(rows, told.forced, strict=True):
+            held.known += forced
+            if forced and held.settings.jumps:
+                certain[held.row] = forced
+        return True
 
-    def _jump(self, held: Held) -> list[int]:
-        """Feed what is forced next, and say what it was."""
-        start = len(held.known)
-        while (matcher := held.matcher) is not None and held.error is None:
-            forced = matcher.compute_ff_tokens()[: held.room - len(held.known)]
-            for token in forced:
-                if token in held.ends or held.error is not None:
-                    return held.known[start:]
-                self._feed(held, token)
-            if not forced:
-                break
-        done = matcher is not None and matcher.is_stopped() and matcher.is_accepting()
-        if done and not held.ended and held.end_at <= len(held.known) < held.room:
-            self._feed(held, held.ends[0])
-        return held.known[start:]
 
-    def _renew(self, held: Held) -> None:
-        """The matcher has given up. If others have used up its limits, a new one goes on; else it was right."""
-        if not held.renewed:
-            held.renewed = True
-            self.compiler.forget(held.constraint, held.compiled)
-            held.compiled = self.compiler.ask(held.constraint, now=True)
-            held.matcher = held.compiled.result().deep_copy()
-            if held.matcher.consume_tokens(held.known[: held.num_fed]):
-                return
-        if held.matcher is not None:
-            why = explained(held.matcher.get_error())
-            held.error = f"the constraint is too much work, or the output left it: {why}"
-
-    def _fill(self, helds: list[Held]) -> None:
-        """Masks of rows that go on; then the ends are put where they belong."""
-        todo = [
-            (held.matcher, held.row)
-            for held in helds
-            if held.matcher is not None and not held.ended and held.error is None
-        ]
-        masks_RW = self._masks()
-        slow = [one for one in todo if isinstance(one[0], XMatcher)]
-        todo = [one for one in todo if not isinstance(one[0], XMatcher)]
-        for matcher, row in slow if len(todo) > 1 else [*slow, *todo]:
-            _compute(matcher, row, masks_RW)
-        if len(todo) > 1:
-            self._par = self._par or LLExecutor()
-            rows, bytes_ = masks_RW.shape[0], masks_RW.strides[0]
-            quick = cast("list[tuple[LLMatcher, int]]", todo)
-            self._par.unsafe_compute_mask_ptr(quick, masks_RW.ctypes.data, bytes_, rows)
-        for held in helds:
-            if held.matcher is None or held.ended or held.error is not None:
-                continue
-            if held.matcher.is_error():
-                self._renew(held)
-                if held.error is None:
-                    _compute(held.matcher, held.row, masks_RW)
-                if held.error is None and held.matcher.is_error():
-                    self._renew(held)
-            if held.error is None:
-                self._set_ends(held, masks_RW[held.row])
-
-    def _set_ends(self, held: Held, words_W: np.ndarray) -> None:
-        accepts = self.compiler.vocabulary.accepts
-        may_end = bool(words_W[accepts >> 5] >> (accepts & 31) & 1)
-        bits = words_W.view(np.uint32)
-        for token in (accepts, *held.ends):
-            bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
-        goes_on = bool(words_W.any())
-        held.over = may_end and not goes_on
-        if not may_end and not goes_on:
-            held.error = DEAD_END
-        elif may_end and not held.ends_late:
-            for token in held.ends:
-                bits[token >> 5] |= np.uint32(1 << (token & 31))
+_Rows = tuple[GrammarProcess, list[Held]]
 
 
 def may_jump(params: SamplingParams) -> bool:
@@ -326,14 +336,6 @@ def may_jump(params: SamplingParams) -> bool:
     reported = params.logprobs is not None or params.logprob_token_ids is not None
     barred = params.allowed_token_ids is not None or any(params.bad_word_ids)
     return not (reported or barred or (params.min_tokens and params.stop_token_ids))
-
-
-def _compute(matcher: Matcher, row: int, masks_RW: np.ndarray) -> None:
-    if isinstance(matcher, XMatcher):
-        matcher.fill(masks_RW, row)
-        return
-    words_W = masks_RW[row]
-    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
 
 
 class GrammarHook(Hook):

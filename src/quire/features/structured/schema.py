@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from quire import env
+from quire.features.structured.cost import check_regex, check_schema
 from quire.features.structured.patterns import rewritten
 from quire.features.structured.refusal import Refused
 from quire.protocol.constraint import StructuredOutputsParams
@@ -50,6 +51,9 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
         raise Refused("a schema must be a JSON object")
     if depth(schema) > (most := most_nested()):
         raise Refused(f"it is nested more than {most} deep")
+    check_schema(schema)
+    if constraint.whitespace_pattern is not None:
+        check_regex(constraint.whitespace_pattern)
     made = _Strict(constraint.disable_additional_properties).copy(schema)
     options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if constraint.disable_any_whitespace:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from quire.features.structured.cost import check_grammar, check_regex, check_schema
 from quire.features.structured.refusal import Refused
 from quire.features.structured.schema import depth, most_nested
 from quire.protocol.constraint import StructuredOutputsParams
@@ -62,6 +63,7 @@ def check(constraint: StructuredOutputsParams) -> None:
     match kind:
         case "json":
             schema = schema_of(constraint)
+            check_schema(schema)
             try:
                 _Reader(schema).read(schema)
             except (
@@ -81,6 +83,7 @@ def check(constraint: StructuredOutputsParams) -> None:
                 raise Refused(
                     "the engine xgrammar reads EBNF (`root ::= ...`); Lark needs guidance"
                 )
+            check_grammar(value)
         case _:
             raise Refused(f"{kind}: the engine xgrammar is not used for it; it needs guidance")
 
@@ -287,6 +290,7 @@ def whole(pattern: str) -> str:
         Refused: it has an anchor elsewhere than at its ends, or what `_pattern` refuses.
     """
     _pattern(pattern)
+    check_regex(pattern)
     pieces = PIECE.findall(pattern)
     pieces = pieces[pieces[:1] == ["^"] :]
     if pieces[-1:] == ["$"]:

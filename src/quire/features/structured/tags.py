@@ -17,6 +17,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
 
+from quire.features.structured.cost import check_grammar, check_regex, check_text
 from quire.features.structured.refusal import Refused
 from quire.features.structured.schema import MAX_BYTES, depth, most_nested, read_schema
 from quire.protocol.constraint import StructuredOutputsParams
@@ -133,10 +134,13 @@ class _Writer:
             raise Refused(f"json_schema: {error}") from error
 
     def _regex(self, given: dict[str, Any]) -> str:
-        return self.rule(f"/{_slashed(_text(given, 'pattern'))}/", terminal=True)
+        pattern = _text(given, "pattern")
+        check_regex(pattern)
+        return self.rule(f"/{_slashed(pattern)}/", terminal=True)
 
     def _grammar(self, given: dict[str, Any]) -> str:
         text = _text(given, "grammar")
+        check_grammar(text)
         name = f"g{len(self.grammars)}"
         try:
             self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
@@ -258,6 +262,8 @@ def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
     value = given.get(name) if isinstance(given, dict) else None
     if not isinstance(value, str) or not (value or may_be_empty):
         raise Refused(f"`{name}` must be a text that is not empty")
+    if name not in ("grammar", "pattern"):
+        check_text(value)
     return value
 
 

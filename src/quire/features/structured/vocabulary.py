@@ -46,6 +46,16 @@ class Vocabulary:
         self._made: LLTokenizer | None = None
         self._specials: dict[str, int] = {}
 
+    def text(self) -> str:
+        """The text of the tokenizer.json, for a process that reads it.
+
+        Raises ConfigError: there is none.
+        """
+        try:
+            return self._source()
+        except OSError as error:
+            raise ConfigError(f"constrained output cannot read this tokenizer: {error}") from error
+
     @property
     def accepts(self) -> int:
         """The token whose bit in a mask says that the output may end."""

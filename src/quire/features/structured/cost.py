@@ -1,0 +1,214 @@
+"""What a constraint asks for, counted before anything is compiled: the clear cases of too much are refused here.
+
+Knows the shapes of regexes, grammars and schemas, and limits. It reads roughly and quickly; what gets past it is held by
+the limits of the process that compiles (`compile.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from quire.features.structured.refusal import Refused
+
+MAX_NESTED = (
+    10_000  # `(a{100}){100}`: llguidance takes 0.03 s for as many, and seconds for a million
+)
+MAX_LITERAL = 64 << 10  # characters of one text that the output must have: 0.06 s
+MAX_ALTERNATIVES = 5000  # of a grammar: compiling takes time by the square of them, 0.1 s for these
+MAX_MULTIPLE = 100_000  # llguidance makes a state of each remainder: a second for as many
+MAX_GROUPS = 1000  # that stand in one another
+
+PIECE = re.compile(
+    r"\\(?:x\{[^}]*\}|u\{[^}]*\}|[pP]\{[^}]*\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|\(\?[^:)>=!]{0,64}[:>]?|.",
+    re.DOTALL,
+)
+COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
+IN_GRAMMAR = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|\[(?:\\.|[^\]\\\n])*\]|//[^\n]*|#[^\n]*|\{\s*\d+\s*(?:,\s*\d*\s*)?\}|~\s*\d+(?:\s*\.\.\s*\d+)?'
+    r"|[()|\n*+?]|[^\s\"/\[()|{~*+?#]+|."
+)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A piece of an expression."""
+
+    length: int = 0  # characters that it has at least
+    nested: int = 1  # the largest product of counts that stand in one another
+    depth: int = 0  # how many counts those are
+
+    def times(self, least: int, most: int) -> None:
+        self.length *= least
+        if most > 1:
+            self.nested, self.depth = self.nested * most, self.depth + 1
+        if self.depth > 1 and self.nested > MAX_NESTED:
+            raise Refused(
+                f"repetitions that stand in one another make {self.nested} together; at most {MAX_NESTED} are"
+                " taken: write a smaller count, or one count"
+            )
+        if self.length > MAX_LITERAL:
+            raise Refused(
+                f"the output would have at least {self.length} characters; at most {MAX_LITERAL} are taken"
+            )
+
+    def add(self, other: _Part) -> None:
+        self.length += other.length
+        self._at_most(other)
+
+    def either(self, other: _Part) -> None:
+        self.length = max(self.length, other.length)
+        self._at_most(other)
+
+    def _at_most(self, other: _Part) -> None:
+        self.nested, self.depth = max(self.nested, other.nested), max(self.depth, other.depth)
+        self.times(1, 1)
+
+
+class _Reader:
+    """Adds up an expression from its pieces: groups, alternatives and counts."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[_Part, _Part, _Part]] = []
+        self._new()
+
+    def _new(self) -> None:
+        # The alternatives before this one, this one up to its last piece, and that piece.
+        self.before, self.own, self.last = _Part(), _Part(), _Part()
+
+    def piece(self, length: int, part: _Part | None = None) -> None:
+        self.own.add(self.last)
+        self.last = part or _Part(length)
+
+    def open(self) -> None:
+        if len(self.groups) >= MAX_GROUPS:
+            raise Refused(f"its groups are nested more than {MAX_GROUPS} deep")
+        self.own.add(self.last)
+        self.groups.append((self.before, self.own, self.last))
+        self._new()
+
+    def close(self) -> None:
+        if self.groups:
+            whole = self.whole()
+            self.before, self.own, _ = self.groups.pop()
+            self.last = whole
+
+    def alternative(self) -> None:
+        self.own.add(self.last)
+        self.before.either(self.own)
+        self.own, self.last = _Part(), _Part()
+
+    def whole(self) -> _Part:
+        self.alternative()
+        return self.before
+
+
+def check_regex(text: str) -> None:
+    """Raises Refused."""
+    _regex(text)
+
+
+def _regex(text: str) -> _Part:
+    reader = _Reader()
+    for piece in PIECE.findall(text):
+        if piece.startswith("("):
+            reader.open()
+        elif piece == ")":
+            reader.close()
+        elif piece == "|":
+            reader.alternative()
+        elif piece in ("*", "?"):
+            reader.last.times(0, 1)
+        elif (count := COUNT.fullmatch(piece)) is not None:
+            least = _number(count[1])
+            reader.last.times(least, _number(count[3]) if count[3] else least)
+        elif piece not in ("+", "^", "$"):
+            reader.piece(1)
+    return reader.whole()
+
+
+def check_grammar(text: str) -> None:
+    """A grammar in EBNF or Lark, rule by rule. Raises Refused."""
+    reader, alternatives = _Reader(), 0
+    for piece in IN_GRAMMAR.findall(text):
+        first = piece[:1]
+        if first == '"':
+            check_text(piece)
+            reader.piece(len(piece) - 2)
+        elif first == "/" and not piece.startswith("//"):
+            reader.piece(0, _regex(piece[1:-1]))
+        elif piece == "(":
+            reader.open()
+        elif piece == ")":
+            reader.close()
+        elif piece == "|":
+            alternatives += 1
+            reader.alternative()
+        elif piece in ("*", "?"):
+            reader.last.times(0, 1)
+        elif first in "{~" and (counts := re.findall(r"\d+", piece)):
+            reader.last.times(_number(counts[0]), _number(counts[-1]))
+        elif piece in (":", "::=") or piece.endswith(":"):
+            reader = _Reader()
+        elif first.isalnum() or first in "_[<@%":
+            reader.piece(1 if first == "[" else 0)
+    if alternatives > MAX_ALTERNATIVES:
+        raise Refused(f"it has {alternatives} alternatives; at most {MAX_ALTERNATIVES} are taken")
+
+
+def check_text(text: str) -> None:
+    """Raises Refused."""
+    if len(text) > MAX_LITERAL:
+        raise Refused(
+            f"one of its texts has {len(text)} characters; at most {MAX_LITERAL} are taken"
+        )
+
+
+def check_schema(schema: Any) -> None:
+    """All parts of a JSON schema. Raises Refused."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, str):
+            check_text(part)
+        elif isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            todo += part.values()
+            for name in part:
+                check_text(name)
+            if isinstance(pattern := part.get("pattern"), str):
+                check_regex(pattern)
+            if isinstance(patterns := part.get("patternProperties"), dict):
+                for pattern in patterns:
+                    check_regex(pattern)
+            _check_multiple(part)
+
+
+def _check_multiple(schema: dict[str, Any]) -> None:
+    """The least common multiple of what stands in one `allOf`."""
+    parts, found = [schema], Fraction(1)
+    while parts:
+        part = parts.pop()
+        value = part.get("multipleOf")
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            own = Fraction(str(value))
+            found = Fraction(
+                math.lcm(found.numerator, own.numerator),
+                math.gcd(found.denominator, own.denominator),
+            )
+            if found.numerator > MAX_MULTIPLE:
+                raise Refused(
+                    f"multipleOf: the least common multiple of its numbers is {found.numerator}; at most"
+                    f" {MAX_MULTIPLE} is taken"
+                )
+        if isinstance(every := part.get("allOf"), list):
+            parts += [one for one in every if isinstance(one, dict)]
+
+
+def _number(digits: str) -> int:
+    """At most a billion, since Python takes long for thousands of digits."""
+    return int(digits) if len(digits) < 10 else 10**9

@@ -1,0 +1,46 @@
+"""Makes a matcher: the grammar of one constraint, compiled for one vocabulary.
+
+Knows constraints, both grammar libraries and their errors. Does not know rows. A compile may take much time and memory,
+so the engine runs this module only in processes that it can end (`forker.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher
+
+from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.refusal import Refused, is_panic
+from quire.features.structured.vocabulary import Vocabulary
+from quire.protocol.constraint import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.features.structured.xgrammar import XCompiler, XMatcher
+
+    Matcher = LLMatcher | XMatcher
+
+
+def make_matcher(
+    constraint: StructuredOutputsParams, vocabulary: Vocabulary, other: XCompiler | None = None
+) -> Matcher:
+    """A matcher that has read nothing. `other` is given for constraints that xgrammar reads.
+
+    Raises:
+        Refused, ConfigError: the constraint cannot be enforced, or not with this vocabulary.
+    """
+    if other is not None:
+        return other.compile(constraint)
+    try:
+        text = grammar_of(constraint, vocabulary.specials)
+        made = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits())
+    except BaseException as error:
+        if is_panic(error):
+            raise Refused(PANIC) from None
+        raise
+    if made.is_error():
+        raise Refused(explained(made.get_error()))
+    return made
+
+
+PANIC = "the grammar library llguidance fails on it; write the constraint in another way"

@@ -1,0 +1,243 @@
+"""Grammars that ask for too much: refused by arithmetic, or ended in their own process; others notice nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_reader import Reader
+from test_engine import finished, params, prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
+
+from engines import Engine, engine
+
+from quire.errors import ValidationError
+from quire.features.structured import checker, compile
+from quire.features.structured.check import checked
+from quire.features.structured.checker import ConstraintChecker
+from quire.features.structured.compile import Compiler
+from quire.features.structured.refusal import Refused
+from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.protocol.request import EngineRequest
+
+PRIMES = (999983, 999979, 999961, 999959, 999953)
+REVIEWED = {
+    "multiples": Form(json={"allOf": [{"type": "integer", "multipleOf": p} for p in PRIMES]}),
+    "multiples in another order": Form(
+        json={"allOf": [{"type": "integer", "multipleOf": p} for p in reversed(PRIMES)]}
+    ),
+    "100^4": Form(regex="((((a{100}){100}){100}){100})"),
+    "100^4x": Form(regex="((((a{100}){100}){100}){100})x"),
+    "60^4": Form(regex="((((a{60}){60}){60}){60})"),
+    "1000^2": Form(regex="(a{1000}){1000}"),
+    "long choice": Form(choice=["ab" * (1 << 19)]),
+    "long regex": Form(regex="ab" * (1 << 19)),
+    "lark": Form(grammar="start: /(a{1000}){1000}/"),
+    "gbnf": Form(grammar="root ::= " + " | ".join(f'"x{n}"' for n in range(100_000))),
+    "pattern": Form(json={"type": "string", "pattern": "^(a{1000}){1000}$"}),
+    "spaces": Form(json={}, whitespace_pattern="(a{1000}){1000}"),
+    "tag": Form(
+        structural_tag={
+            "type": "structural_tag",
+            "format": {"type": "regex", "pattern": "(a{1000}){1000}"},
+        }
+    ),
+    "repetition": Form(grammar='start: ("a"){1000000}'),
+}
+
+HIDDEN = {
+    # Arithmetic does not follow references: these are for the process to end.
+    "multiples": Form(
+        json={
+            "$defs": {f"p{p}": {"type": "integer", "multipleOf": p} for p in (99991, 99989, 99971)},
+            "allOf": [{"$ref": f"#/$defs/p{p}"} for p in (99991, 99989, 99971)],
+        }
+    ),
+    "doubling": Form(
+        grammar="start: r0\n"
+        + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(20))
+        + '\nr20: "'
+        + "a" * 4000
+        + '"'
+    ),
+}
+# Its first masks are small. Then 4 GB of text are forced.
+LATER = Form(
+    json={"type": "array", "prefixItems": [{"enum": [1, 2]}], "items": {"const": "a" * 4000}, "minItems": 10**6},
+    disable_any_whitespace=True,
+)  # fmt: skip
+HONEST = [
+    Form(regex="[a-z]{1,100000}"),
+    Form(regex="((a{1,20}){1,20}){1,20}"),
+    Form(json={"type": "string", "maxLength": 10**9}),
+    Form(json={"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+    Form(json={"type": "number", "multipleOf": 0.01}),
+    Form(json={"allOf": [{"type": "integer", "multipleOf": 60}, {"multipleOf": 1000}]}),
+    Form(grammar="root ::= " + " | ".join(f'"x{n}"' for n in range(2000))),
+    Form(choice=["a" * 60_000, "b"]),
+]
+
+
+@pytest.mark.parametrize("name", REVIEWED)
+def test_what_can_be_counted_is_refused_before_it_is_compiled(name: str):
+    began = time.thread_time()
+    with pytest.raises(ValidationError, match="at most"):
+        checked(REVIEWED[name])
+    assert time.thread_time() - began < 5  # (40 s and a panic)
+
+
+@pytest.mark.parametrize("form", HONEST, ids=str)
+def test_what_is_large_and_can_be_done_is_taken(reader: Reader, form: Form):
+    assert reader.compiler.ask(checked(form).plain()).result(60).alive
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_takes_too_much_is_ended(reader: Reader, name: str):
+    """The process of such a grammar ends; whoever asks at the same time does not wait for that."""
+    compiler = Compiler(reader.compiler.vocabulary)
+    compiler.forkers.start()
+    bombs = [
+        compiler.ask(
+            Form(**{**_fields(HIDDEN[name]), "whitespace_pattern": f"[ ]{{1,{n}}}"}).plain()
+        )
+        for n in (3, 4)
+    ]
+    assert compiler.ask(Form(regex=f"{name}[0-9]")).result(60).alive
+    for bomb in bombs:
+        with pytest.raises(Refused, match="make it smaller"):
+            bomb.result(60)
+    assert not compiler._running
+    assert compiler.ask(Form(regex=f"{name}[0-9]{{2}}")).result(60).alive
+
+
+def _fields(form: Form) -> dict[str, Any]:
+    return {form.kind: getattr(form, form.kind)}
+
+
+def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
+    compiler = Compiler(reader.compiler.vocabulary)
+    form = HIDDEN["multiples"].plain()
+    bomb = compiler.ask(form)
+    while not (compiler._running or bomb.done()):
+        time.sleep(0.001)
+    (process,) = compiler._running.values()
+    compiler.drop(form)
+    assert not process.alive
+    with pytest.raises(Refused):
+        bomb.result(60)
+    assert compiler.ask(form) is not bomb
+
+
+def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    compiler = Compiler(reader.compiler.vocabulary)
+    one = compiler.ask(Form(regex="[0-9]-one")).result(60).bytes
+    assert one > 1 << 16
+    monkeypatch.setattr(compile, "KEPT_BYTES", int(3.5 * one))
+    for number in range(8):
+        compiler.ask(Form(regex=f"[0-9]-{number}")).result(60)
+    assert len(compiler._kept) <= 4
+    assert compiler.kept_bytes() < 4 * one
+
+
+def test_a_refusal_is_kept_too(reader: Reader):
+    compiler = Compiler(reader.compiler.vocabulary)
+    first = compiler.ask(Form(regex="["))
+    with pytest.raises(Refused):
+        first.result(60)
+    assert compiler.ask(Form(regex="[")) is first
+
+
+def test_the_front_rooms_check_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """It has a bound of its own, whatever llguidance does with a text; the next check has a new process."""
+    monkeypatch.setattr(checker, "CPU_S", 0.02)
+    one = ConstraintChecker()
+    large = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1000)}}
+    schema = {"anyOf": [{**large, "title": str(n)} for n in range(4)]}
+    with pytest.raises(ValidationError, match="processor time or memory; make it smaller"):
+        one.checked(Form(json=schema))
+    monkeypatch.setattr(checker, "CPU_S", 1.0)
+    assert one.checked(Form(regex="[0-9]")).regex == "[0-9]"
+    with pytest.raises(ValidationError, match="regex parse error"):
+        one.checked(Form(regex="(" * 3))
+
+
+# -- on an engine ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def plain(checkpoint: str) -> Iterator[Engine]:
+    with engine(checkpoint, max_num_seqs=8) as one:
+        yield one
+
+
+def processes(one: Engine) -> list[int]:
+    """Of grammars, by their ids."""
+    compiler = one.client.core.executor.worker.hooks[0].masks.compiler  # type: ignore[attr-defined]
+    (forker,) = [pid for pid in _children(os.getpid()) if _holds(pid, compiler)]
+    return _children(forker)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _holds(pid: int, compiler: Compiler) -> bool:
+    peek = compiler.forkers.close.peek() if compiler.forkers.close is not None else None
+    return peek is not None and peek[2][1].pid == pid
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_bomb_in_the_middle_of_an_output_fails_alone(plain: Engine, jumps: bool):
+    """(It stalled all for a minute, and 8 GB later the allocator ended the engine.)"""
+    more: dict[str, Any] = {} if jumps else {"logprobs": 0}
+    expected = plain.tokens([prompt(1)], params(Form(regex="[a-z]{30}"), max_tokens=40))
+    for name, form in (("bomb", LATER), ("same", LATER), ("good", Form(regex="[a-z]{30}"))):
+        extra = more if form is LATER else {}
+        asked = params(form, max_tokens=40, **extra)
+        plain.client.submit(EngineRequest(name, prompt(1), asked))
+    outputs: dict[str, list[Any]] = {"bomb": [], "same": [], "good": []}
+    ended: set[str] = set()
+    while ended != set(outputs):
+        for out in plain.client.outputs():
+            outputs[out.id].append(out)
+            if out.finish is not None:
+                ended.add(out.id)
+    assert [token for out in outputs["good"] for token in out.tokens] == expected[0]
+    for name in ("bomb", "same"):
+        last = outputs[name][-1]
+        assert (last.finish, last.error_kind) == ("error", "invalid")
+        assert "structured_outputs.json: its grammar needed too much" in last.error
+    assert plain.tokens([prompt(1)], params(Form(regex="[a-z]{30}"), max_tokens=40)) == expected
+
+
+def test_a_process_that_is_killed_is_replaced(plain: Engine):
+    form = Form(regex="[0-9]{3}-[a-z]{30}")
+    expected = plain.tokens([prompt(2)] * 2, params(form, max_tokens=40))
+    for pid in processes(plain):
+        os.kill(pid, signal.SIGKILL)
+    # The two rows share a process. Each enters a new one.
+    assert plain.tokens([prompt(2)] * 2, params(form, max_tokens=40)) == expected
+
+
+def test_an_engine_takes_no_memory_of_distinct_bombs(plain: Engine):
+    """(24 of them took 19 GB.)"""
+    before = _resident()
+    names = {f"bomb{number}" for number in range(4)}
+    for number, name in enumerate(sorted(names)):
+        form = Form(regex="((((a{100}){100}){100}){100})" + "x" * number)
+        plain.client.submit(EngineRequest(name, prompt(3), params(form)))
+    ended = finished(plain, names)
+    assert all("at most 10000" in (one.error or "") for one in ended.values())
+    assert _resident() - before < 64 << 20
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
