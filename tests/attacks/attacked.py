@@ -111,9 +111,20 @@ def role(pid: int, first: int) -> str:
     return "engine" if "quire.engine" in words or "quire.executor" in words else "helper"
 
 
-def rss_mib(pid: int) -> float:
-    """Resident memory; 0 for a process that has ended."""
+def follows_grammar(pid: int) -> bool:
+    """Whether this is one of the processes that compile and follow grammars. The engine keeps a bounded number of them."""
     try:
+        return "quire.features.structured.forker" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory; 0 for a process that has ended. Grammars' processes share most of theirs, which is not counted."""
+    try:
+        if follows_grammar(pid):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
     except (OSError, IndexError):
         return 0.0
@@ -134,9 +145,14 @@ def reset_peak(pid: int) -> None:
 
 
 def counted(pids: list[int]) -> dict[str, int]:
-    """Processes, threads and open files."""
-    found = {"processes": len(pids), "threads": 0, "files": 0}
+    """Processes, threads and open files, but for the grammars that are kept."""
+    grammars = {
+        pid for pid in pids if follows_grammar(pid)
+    }  # kept, and the engine has a file for each
+    found = {"processes": len(pids) - len(grammars), "threads": 0, "files": -len(grammars)}
     for pid in pids:
+        if pid in grammars:
+            continue
         with contextlib.suppress(OSError):
             found["threads"] += len(os.listdir(f"/proc/{pid}/task"))
             found["files"] += len(os.listdir(f"/proc/{pid}/fd"))

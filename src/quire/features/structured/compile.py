@@ -27,7 +27,7 @@ from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.constraint import StructuredOutputsParams
 
-KEPT = 64  # compiled grammars: each is a process
+KEPT = 32  # compiled grammars that no row may follow: each is a process
 KEPT_BYTES = 512 << 20  # of memory that they take together; the least recently used go first
 KEPT_REFUSALS = 1024
 THREADS = 2

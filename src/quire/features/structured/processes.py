@@ -118,8 +118,9 @@ class Forkers:
 
 
 def environment() -> dict[str, str]:
-    """What the process needs to know: nothing else of ours, so no keys."""
+    """What the process needs to know, and no keys."""
     return {
+        **env.bare_for_a_child(),
         "PYTHONPATH": str(Path(quire.__file__).parents[1]),
         "QUIRE_MAX_SCHEMA_NESTING": str(env.get("MAX_SCHEMA_NESTING")),
         "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of addresses, which MEMORY counts
