@@ -63,7 +63,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds a step may take before its worker counts as hung."),
         Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, avx512vnni, avx512, avx2, portable, or none (plain torch)."),
         Variable("HEARTBEAT_TIMEOUT_S", float, 8.0, "Seconds without a sign of life after which an engine process is replaced; 0: never."),
-        Variable("MAX_ENGINE_RESTARTS", int, 3, "How often within ten minutes a dead or hung engine process is replaced."),
+        Variable("MAX_ENGINE_RESTARTS", int, 3, "How often within ten minutes a dead or hung process is replaced at once; then every 30 seconds. 0: never, the server ends."),
         Variable("FLIGHT_RECORDER", bool, True, "0: the engine process does not write down its last steps."),
         Variable("KEEP_ALIVE_ON_ENGINE_DEATH", bool, False, "1: the HTTP server stays up when the engine has died."),
         Variable("CHECK", bool, False, "1: integrity checks after every step (tests, debugging)."),

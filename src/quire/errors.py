@@ -53,6 +53,16 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine cannot answer any more; the message says why."""
 
 
+class EngineDelayed(QuireError, RuntimeError):
+    """The engine died too often; it is started again later. HTTP 503 with Retry-After. `incident` is in the log."""
+
+    def __init__(self, incident: str):
+        super().__init__(
+            f"the engine failed and is started again later ({incident} in the server's log)"
+        )
+        self.incident = incident
+
+
 class Conflict(QuireError, RuntimeError):
     """Somebody else wanted otherwise meanwhile. HTTP 409."""
 

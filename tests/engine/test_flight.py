@@ -12,6 +12,9 @@ from toy import StepFailed
 from quire.engine import flight
 from quire.engine.client import InlineClient
 from quire.engine.replay import replay
+from quire.protocol.params import SamplingParams
+from quire.protocol.plan import Entered
+from quire.protocol.request import EngineRequest
 
 
 def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
@@ -178,3 +181,101 @@ def test_nothing_recorded_is_no_recording(tmp_path: Path) -> None:
     (tmp_path / "flight-0").write_bytes(b"\x03\x00\x00\x00abc")
     with pytest.raises(ValueError, match="not a flight recording"):
         flight.read(tmp_path)
+
+
+# -- a recording that cannot be written -------------------------------------------------------------
+def tokens_of(client: InlineClient, ids: set[str]) -> dict[str, list[int]]:
+    return {
+        id: [t for one in outs for t in one.tokens] for id, outs in collect(client, ids).items()
+    }
+
+
+def no_space(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("when", ["at the first step", "later", "the folder is missing", "a fault"])
+def test_a_recording_that_cannot_be_written_costs_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """(The engine died of it, and so did the one after it.)"""
+    folder = tmp_path / "gone" if when == "the folder is missing" else tmp_path
+    client, stops = make(), []
+    wrapped = flight.Recorded(
+        client.core.executor, flight.Recorder(folder), lambda: stops.append(1)
+    )
+    wrapped.kin = client.core.executor.kin = Kin()
+    client.core.executor = wrapped
+    if when == "later":
+        ask(client, "before", 3)
+        collect(client, {"before"})
+        assert not stops
+        assert flight.read(folder) is not None
+    if when == "a fault":
+        monkeypatch.setattr(flight.Recorder, "result", lambda self, result: 1 / 0)
+    else:
+        monkeypatch.setattr(flight.Segment, "_grow", no_space)
+        monkeypatch.setattr(flight.Segment, "append", no_space)
+    ids = {f"r{number}" for number in range(4)}
+    for id in sorted(ids):
+        ask(client, id, 30)
+    got = tokens_of(client, ids)
+    assert stops == [1]
+    assert flight.read(folder) is None
+    assert not list(folder.glob("flight-*"))
+    plain = make()
+    for id in sorted(ids):
+        ask(plain, id, 30)
+    assert got == tokens_of(plain, ids)
+    client.core.executor.close()
+
+
+def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path) -> None:
+    """(Each child's were written again at each 64th plan: one request wrote 3 GiB.)"""
+    client = recorded(tmp_path)
+    large = SamplingParams(max_tokens=40, allowed_token_ids=list(range(200_000)))
+    ids = {f"r{number}" for number in range(8)}
+    for id in sorted(ids):
+        client.core.executor.kin[id] = (None, "")
+        client.submit(EngineRequest(id, [1, 2, 3], large))
+    collect(client, ids)
+    client.core.executor.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("flight-*")) < 100_000
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    assert recording.seen() == ids
+    [left_out] = {tuple(row.params.extra_args["left_out"]) for row in recording.seated.rows or first(recording)}  # fmt: skip
+    assert left_out == ("allowed_token_ids",)
+
+
+def first(recording: flight.Recording) -> list[Entered]:
+    return next(f.entered for f in recording.frames if isinstance(f, flight.StepPlan))
+
+
+def test_a_file_has_a_limit_and_what_it_holds_can_be_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "ROOM", 1 << 9)
+    monkeypatch.setattr(flight, "MOST_ROOM", 1 << 10)
+    run(recorded(tmp_path), random.Random(60), 60)
+    assert all(path.stat().st_size <= 1 << 10 for path in tmp_path.glob("flight-*"))
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    steps = list(replay(recording, fresh(), budget=16))
+    assert len(steps) > 5
+    assert all(step.result is not None and not step.differs for step in steps)
+
+
+def test_what_runs_at_the_end_is_known(tmp_path: Path) -> None:
+    client = recorded(tmp_path)
+    ask(client, "short", 2)
+    ask(client, "long", 30)
+    client.outputs()
+    while "short" in client.core.scheduler.requests:
+        client.outputs()
+    client.outputs()
+    recording = flight.read(tmp_path)
+    assert recording is not None
+    assert [row.id for row in recording.running()] == ["long"]
+    assert recording.seen() == {"short", "long"}
+    client.core.executor.close()

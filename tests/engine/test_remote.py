@@ -1,38 +1,41 @@
-"""ProcessClient without a process: what it does when its engine is replaced, told by the state file alone."""
+"""ProcessClient without a process: what it does when its engine is replaced, told by the board alone."""
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from test_client import make
 
+from quire.engine.board import ROOM, Condition, State, StateBoard
 from quire.engine.core import EngineCore
-from quire.engine.host import Condition, State
+from quire.engine.poison import FORGET_S, MOST, Suspects, digest_of, digest_of_entered, short_form
 from quire.engine.process import Link, Stop, stop
 from quire.engine.remote import ProcessClient
-from quire.errors import ValidationError
+from quire.errors import EngineDelayed, QuireError, ValidationError
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
+from quire.protocol.plan import Entered
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
 
 class Place:
-    """A host's folder, and the engine's end of the sockets of one generation."""
+    """A host's folder and board, and the engine's end of the sockets of one generation."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.board = folder, StateBoard()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.numbers = itertools.count(1)
 
-    def publish(self, generation: int, condition: Condition, error: str = "") -> None:
-        new = self.folder / f"new-{next(self.numbers)}"
-        new.write_bytes(msgspec.msgpack.encode(State(generation, condition, error=error)))
-        new.replace(self.folder / "state")
+    def publish(self, generation: int, condition: Condition, **more: Any) -> None:
+        self.board.publish(State(generation, condition, **more))
+
+    def client(self) -> ProcessClient:
+        return ProcessClient(make().resolved, self.folder, self.board)
 
     def heard(self, generation: int, count: int) -> list[ToEngine]:
         """The first so many messages that an engine of this generation is sent."""
@@ -50,6 +53,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     made.publish(1, "ready")
     yield made
     made.context.destroy(linger=0)
+    made.board.close()
 
 
 def ask(client: ProcessClient, *ids: str) -> None:
@@ -59,7 +63,7 @@ def ask(client: ProcessClient, *ids: str) -> None:
 
 def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place) -> None:
     """(Nobody read it, and it ran to its end.)"""
-    client = ProcessClient(make().resolved, place.folder)
+    client = place.client()
     ask(client, "left", "kept")
     client.abort(["left"])
     place.publish(2, "restarting", error="struck down")
@@ -75,7 +79,7 @@ def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place)
 
 
 def test_an_abort_goes_to_the_engine_that_has_the_request(place: Place) -> None:
-    client = ProcessClient(make().resolved, place.folder)
+    client = place.client()
     ask(client, "a")
     client.abort(["a", "unknown"])
     [asked, abort] = place.heard(1, 2)
@@ -95,7 +99,7 @@ def test_being_told_to_stop_is_no_failure_of_a_function() -> None:
 
 def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) -> None:
     """(It was kept for ever, and sending it again ended the thread that reads outputs.)"""
-    client = ProcessClient(make().resolved, place.folder)
+    client = place.client()
     for value in (1 << 64, object(), "\ud800"):
         params = SamplingParams(max_tokens=2).settled(extra_args={"a": value})
         with pytest.raises(ValidationError, match="cannot be sent"):
@@ -111,7 +115,7 @@ def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) ->
 
 
 def test_a_request_that_cannot_be_sent_again_fails_alone(place: Place) -> None:
-    client = ProcessClient(make().resolved, place.folder)
+    client = place.client()
     ask(client, "spoilt", "good")
     client._mine["spoilt"].request.tokens.append(1 << 64)
     place.publish(2, "restarting", error="struck down")
@@ -158,3 +162,200 @@ def test_what_the_engine_cannot_decode_is_answered() -> None:
     assert {one.finish for one in found if isinstance(one, EngineOutput)} == {"error"}
     assert all("could not decode" in (one.error or "") for one in found)
     assert list(core.scheduler.requests) == ["good"]
+
+
+# -- what died with the engine ----------------------------------------------------------------------
+SECRET = "OSError: /srv/model: row 3 is taken by 'cmpl-of-another'"
+
+
+def begun(client: ProcessClient, id: str) -> None:
+    client._mine[id].begun = True
+
+
+def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place) -> None:
+    """(They read the exception: files of this machine, and ids of others' requests.)"""
+    client = place.client()
+    ask(client, "mine")
+    begun(client, "mine")
+    place.publish(2, "restarting", error=SECRET, incident="0badcafe", recorded=True)
+    [ended] = client.outputs()
+    assert ended.finish == "error"
+    assert "0badcafe" in (ended.error or "")
+    assert not set(SECRET.split()) & set((ended.error or "").split())
+    client.close()
+
+
+def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
+    client = place.client()
+    for generation in (2, 3):
+        ask(client, "poison")
+        begun(client, "poison")
+        place.publish(generation, "restarting", recorded=True)
+        assert [(one.id, one.finish) for one in client.outputs()] == [("poison", "error")]
+    place.publish(3, "ready")
+    with pytest.raises(ValidationError, match="died twice while this request ran"):
+        ask(client, "under another name")
+    client.submit(EngineRequest("other", [2], SamplingParams(max_tokens=2)))
+    assert list(client._mine) == ["other"]
+    client.close()
+
+
+def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> None:
+    """It ran beside what killed the engine, perhaps: a prompt that many ask for."""
+    client = place.client()
+    for generation in (2, 3):
+        ask(client, "hi")
+        begun(client, "hi")
+        known = digest_of(client._mine["hi"].request)
+        poison = [known] if generation == 3 else []
+        place.publish(generation, "restarting", recorded=True, poison=poison)
+        assert [(one.id, one.finish) for one in client.outputs()] == [("hi", "error")]
+        ask(client, "again")
+        client._keep([EngineOutput("again", [1], "length")])
+        client.outputs()
+    ask(client, "hi")
+    client.close()
+
+
+def test_what_only_waited_at_two_deaths_may_be_asked_for_again(place: Place) -> None:
+    client = place.client()
+    ask(client, "waiting")
+    place.publish(2, "restarting", recorded=True)
+    client._receive(1)
+    assert list(client._mine) == ["waiting"]
+    place.publish(3, "restarting", recorded=True)
+    [ended] = client.outputs()
+    assert (ended.id, ended.finish) == ("waiting", "error")
+    place.publish(3, "ready", recorded=True)
+    ask(client, "again")
+    client.close()
+
+
+def test_without_a_recording_what_was_there_at_two_deaths_is_poison(place: Place) -> None:
+    """(The plan that could not be written was in no recording: its request was sent to each new engine.)"""
+    client = place.client()
+    ask(client, "prefill")
+    place.publish(2, "restarting", recorded=False)
+    client._receive(1)
+    place.publish(3, "restarting", recorded=False)
+    [ended] = client.outputs()
+    assert (ended.id, ended.finish) == ("prefill", "error")
+    with pytest.raises(ValidationError, match="died twice"):
+        ask(client, "prefill")
+    client.close()
+
+
+def test_what_the_host_calls_poison_is_refused_by_every_front_room(place: Place) -> None:
+    """Its deaths came by way of other front rooms."""
+    client = place.client()
+    ask(client, "waiting", "begun")
+    begun(client, "begun")
+    known = digest_of(client._mine["waiting"].request)
+    place.publish(2, "restarting", recorded=True, poison=[known])
+    assert {one.id: one.finish for one in client.outputs()} == {
+        "waiting": "error",
+        "begun": "error",
+    }
+    with pytest.raises(ValidationError, match="died twice"):
+        ask(client, "again")
+    client.close()
+
+
+def test_while_no_engine_is_started_nobody_waits_for_one(place: Place) -> None:
+    client = place.client()
+    ask(client, "waiting", "given up")
+    client.abort(["given up"])
+    place.publish(1, "delayed", error=SECRET, incident="0badcafe")
+    ended = {one.id: one for one in client.outputs()}
+    assert (ended["waiting"].finish, ended["waiting"].error_kind) == ("error", "overloaded")
+    assert ended["given up"].finish == "abort"
+    for use in (lambda: ask(client, "new"), lambda: client.call("stats"), client.check):
+        with pytest.raises(EngineDelayed, match="0badcafe"):
+            use()
+    place.publish(2, "restarting")
+    client._receive(1)
+    ask(client, "new")
+    assert list(client._mine) == ["new"]
+    client.close()
+
+
+def test_a_call_ends_when_the_engine_is_delayed(place: Place) -> None:
+    client = place.client()
+    before = client._receive
+
+    def delayed(wait: int) -> None:
+        place.publish(1, "delayed")
+        before(wait)
+
+    client._receive = delayed
+    with pytest.raises(QuireError):
+        client.call("stats")
+    client.close()
+
+
+# -- digests ----------------------------------------------------------------------------------------
+def test_equal_requests_have_equal_digests() -> None:
+    params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=1)
+    one = EngineRequest("a", [1, 2], params)
+    again = EngineRequest("b", [1, 2], SamplingParams(max_tokens=2, seed=9))
+    assert digest_of(one) == digest_of(again)
+    entered = Entered(0, "c", [1, 2, 77], 2, 0, [], params)
+    assert digest_of_entered(entered) == digest_of(one)
+    assert digest_of(EngineRequest("a", [1, 3], params)) != digest_of(one)
+    other = EngineRequest("a", [1, 2], SamplingParams(max_tokens=3))
+    assert digest_of(other) != digest_of(one)
+
+
+def test_large_parameters_have_a_short_form_with_the_same_digest() -> None:
+    ids = list(range(100_000))
+    request = EngineRequest("a", [1], SamplingParams(allowed_token_ids=ids, temperature=0.5))
+    short = short_form(request.params)
+    assert len(msgspec.msgpack.encode(short)) < 1000
+    assert (short.allowed_token_ids, short.temperature) == (None, 0.5)
+    recorded = msgspec.msgpack.decode(msgspec.msgpack.encode(short), type=SamplingParams)
+    assert digest_of(EngineRequest("b", [1], recorded)) == digest_of(request)
+    other = EngineRequest("a", [1], SamplingParams(allowed_token_ids=ids[1:], temperature=0.5))
+    assert digest_of(other) != digest_of(request)
+
+
+def test_suspects_are_forgotten_and_bounded() -> None:
+    now = 0.0
+    suspects = Suspects(lambda: now)
+    suspects.ran(["a", "b"])
+    suspects.ran(["a", "a"])
+    assert suspects.poison() == ["a"]
+    now = FORGET_S + 1
+    assert suspects.poison() == []
+    suspects.ran(map(str, range(3 * MOST)))
+    suspects.ran(map(str, range(3 * MOST)))
+    assert len(suspects.poison()) <= MOST
+
+
+# -- the board --------------------------------------------------------------------------------------
+def test_another_process_reads_the_state() -> None:
+    board = StateBoard()
+    reader = StateBoard(os.dup(board.fd))
+    assert reader.look() == State(1, "starting")
+    state = State(2, "restarting", error="x" * 1000, lost=["a"] * 1000)
+    board.publish(state)
+    assert reader.look() == state
+    assert reader.look() is reader.look()
+    board._map[40] ^= 1  # half written
+    board._map[0] += 1
+    assert reader.look() == state
+    board.publish(State(3, "ready"))
+    assert reader.look() == State(3, "ready")
+    for one in (board, reader):
+        one.close()
+        assert one.look() == State(3, "ready")
+
+
+def test_a_state_too_large_for_the_board_is_shortened() -> None:
+    board = StateBoard()
+    reader = StateBoard(os.dup(board.fd))
+    board.publish(State(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
+    seen = reader.look()
+    assert (seen.generation, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
+    assert 0 < len(seen.error) < ROOM
+    for one in (board, reader):
+        one.close()

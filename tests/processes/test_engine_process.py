@@ -17,10 +17,16 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire.config.engine import EngineConfig
 from quire.config.wire import to_wire
-from quire.engine import assemble, flight
+from quire.engine import assemble, flight, host
 from quire.engine.host import EngineHost, Patience
 from quire.engine.remote import ProcessClient
-from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.errors import (
+    EngineDeadError,
+    EngineDelayed,
+    QuireError,
+    StartupError,
+    ValidationError,
+)
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
@@ -48,8 +54,8 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     def make(patience: Patience | None = None, frontends: int = 1, **keywords) -> ProcessClient:
         asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
         resolved = assemble.resolve_config(asked)
-        host = EngineHost(to_wire(resolved), frontends, patience)
-        client = ProcessClient(resolved, host.folder, host)
+        keeper = EngineHost(to_wire(resolved), frontends, patience)
+        client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
         made.append(client)
         client.wait_ready(200)  # a test has 240
         return client
@@ -115,8 +121,12 @@ def hang(client: ProcessClient) -> None:
 
 @pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "sign of life")])
 def test_everybody_gets_an_answer_and_the_engine_comes_back(
-    start: Callable, tmp_path: Path, blow: Callable, word: str
+    start: Callable, tmp_path: Path, blow: Callable, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(
+        host.log, "error", lambda form, *args: logged.append(form % args if args else form)
+    )
     client = start(Patience(heartbeat=4.0))
     running = submit(client, "running", 8, LONG)  # all the rows there are
     waiting = submit(client, "waiting", 4, 5)
@@ -126,7 +136,10 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     got = collect(client, running | waiting, seen)
     for id in running:
         assert got[id][-1].finish == "error"
-        assert word in got[id][-1].error
+        incident = got[id][-1].error.split()[-1]
+        [why] = [line for line in logged if incident in line]
+        assert word in why
+        assert word not in got[id][-1].error
         assert got[id][-1].error_kind == "internal"
     for id in waiting:
         assert got[id][-1].finish == "length"
@@ -146,26 +159,57 @@ def test_requests_that_came_while_it_was_down_are_answered(start: Callable) -> N
     assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
-def test_at_last_it_stays_dead_and_says_so(start: Callable) -> None:
-    client = start(Patience(restarts=1))
-    for _ in range(2):
-        pid = client.host.child.pid
-        ids = submit(client, f"{pid}-", 2, LONG)
+def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
+    """(It stayed dead, and its server ended: four requests of one client were enough.)"""
+    client = start(Patience(restarts=1, retry=6.0))
+    for death in range(2):
+        ids = {f"{death}-{number}" for number in range(2)}
+        for number, id in enumerate(sorted(ids)):
+            client.submit(EngineRequest(id, [1 + death, 2 + number], greedy(LONG)))
         seen = begun(client, ids)
         die(client)
-        with pytest.raises(EngineDeadError) if client.generation == 2 else NOTHING:
-            collect(client, ids, seen)
+        got = collect(client, ids, seen)
+        assert {outs[-1].finish for outs in got.values()} == {"error"}
+    assert {outs[-1].error_kind for outs in got.values()} == {"overloaded"}
+    assert client.state.condition == "delayed"
+    with pytest.raises(EngineDelayed):
+        client.submit(EngineRequest("early", [1], greedy(1)))
+    while client.state.condition == "delayed":
+        time.sleep(0.05)
+    got = collect(client, submit(client, "late", 2, 5))
+    assert {outs[-1].finish for outs in got.values()} == {"length"}
+    assert client.generation == 3
+
+
+def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
+    client = start(Patience(restarts=0))
+    ids = submit(client, "r", 2, LONG)
+    seen = begun(client, ids)
+    die(client)
+    with pytest.raises(EngineDeadError, match="not started again"):
+        collect(client, ids, seen)
     with pytest.raises(EngineDeadError, match="not started again"):
         client.submit(EngineRequest("late", [1], SamplingParams(max_tokens=1)))
     assert client.state.condition == "dead"
 
 
-class Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-NOTHING = Nothing()
+def test_a_recording_tells_what_ran_and_its_poison_is_refused(start: Callable) -> None:
+    """Also by a front room that saw none of the deaths."""
+    client = start()
+    for name in ("first", "second"):
+        client.submit(EngineRequest(name, [5, 6, 7], greedy(LONG)))
+        seen = begun(client, {name})
+        die(client)
+        got = collect(client, {name}, seen)
+        assert got[name][-1].finish == "error"
+    other = ProcessClient(client.resolved, client.host.folder, client.host.board, client=1)
+    try:
+        with pytest.raises(ValidationError, match="died twice"):
+            other.submit(EngineRequest("third", [5, 6, 7], greedy(LONG)))
+    finally:
+        other.close()
+    got = collect(client, submit(client, "good", 2, 5))
+    assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
 def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:

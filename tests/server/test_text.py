@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi import browser, frames
-from scripted import make_state
+from asgi import ask, browser, frames
+from scripted import ScriptedEngine, make_state
 from told import make_tokenizer, told_engine
 
+from quire.errors import EngineDeadError, EngineDelayed, StartupError
 from quire.observe.metrics import Metrics
 from quire.server.state import Phase, ServerState
 
@@ -124,3 +125,47 @@ def test_a_dead_engine_ends_every_stream(folder: Path):
     stream, whole = asyncio.run(go())
     assert "the engine has stopped" in json.loads(whole)["error"]["message"]
     assert "the engine has stopped" in stream
+
+
+class Delayed(ScriptedEngine):
+    """One that failed too often."""
+
+    def check_health(self) -> None:
+        raise EngineDelayed("0badcafe")
+
+    def serving(self) -> bool:
+        return False
+
+    async def open(self, *args: Any, **more: Any) -> Any:
+        raise EngineDelayed("0badcafe")
+
+
+def test_while_no_engine_runs_all_are_told_to_come_back():
+    """(The server ended; before that /health said 200 where there was no engine.)"""
+    state = make_state(Delayed())
+    for path in ("/health", "/ping", "/health/ready"):
+        found = ask(None, "GET", path, state=state)
+        assert (found.status_code, found.text) == (503, "the engine is being restarted")
+    assert ask(None, "GET", "/health/live", state=state).status_code == 200
+    for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
+        found = ask(None, "POST", TEXT, body, state=state)
+        assert (found.status_code, found.headers["retry-after"]) == (503, "30")
+        assert "0badcafe" in found.json()["error"]["message"]
+    assert state.phase is Phase.READY
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineDeadError("row 3 is taken by 'cmpl-another'; it broke"),
+        StartupError("row 3 is taken by 'cmpl-another'; it broke"),
+        ValueError("row 3 is taken by 'cmpl-another'; it broke"),
+        RuntimeError("row 3 is taken by 'cmpl-another'; it broke"),
+    ],
+)
+def test_the_words_of_an_exception_stay_in_the_log(error: Exception):
+    found = ask(ScriptedEngine(error), "POST", TEXT, {"prompt": "x"})
+    assert found.status_code >= 400
+    assert "log" in found.json()["error"]["message"]
+    assert "cmpl-another" not in found.text
+    assert "it broke" not in found.text

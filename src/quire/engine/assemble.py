@@ -101,7 +101,7 @@ def make_client(
         resolved = resolve_config(config)
     if process:
         host = EngineHost(to_wire(resolved), patience=patience())
-        client = ProcessClient(resolved, host.folder, host)
+        client = ProcessClient(resolved, host.folder, host.board, host)
         if wait:
             client.wait_ready()
         return client

@@ -9,6 +9,7 @@ each seated row held: a worker that computes those rows from nothing is where th
                                  0, or the end of the file, ends it
 
 The files are mapped, so a frame is a copy into the page cache: a process that is killed loses nothing that it had written.
+A recording that cannot be written stops, and its files are deleted; the engine goes on without it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
+from quire.engine.poison import short_form
+from quire.logging import get_logger
 from quire.protocol.plan import Entered, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor, Pending
 
+log = get_logger(__name__)
+
 SEGMENT = 64
 ROOM = 1 << 18  # bytes of a file at first
+MOST_ROOM = 1 << 26  # bytes of a file: two of them bound what a recording takes of the disk
 LENGTH = struct.Struct("<I")
 
 
@@ -62,6 +69,16 @@ class Recording(Struct):
                     stuck |= {ids[item.row] for item in frame.work if item.row in ids}
         return stuck
 
+    def running(self) -> list[Entered]:
+        """The requests that have a row at its end."""
+        rows = {row.row: row for row in self.seated.rows}
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                for row in frame.left:
+                    rows.pop(row, None)
+                rows |= {new.row: new for new in frame.entered}
+        return list(rows.values())
+
     def seen(self) -> set[str]:
         """Ids of all requests that had a row at any time of it."""
         ids = {row.id for row in self.seated.rows}
@@ -84,7 +101,11 @@ class Segment:
         self._file = path.open("w+b", buffering=0)
         self._map: mmap.mmap | None = None
         self._end = 0
-        self._grow(ROOM)
+        try:
+            self._grow(ROOM)
+        except BaseException:
+            self._file.close()
+            raise
 
     def _grow(self, room: int) -> mmap.mmap:
         if hasattr(os, "posix_fallocate"):
@@ -103,11 +124,15 @@ class Segment:
             self._map[: self._end] = bytes(self._end)
         self._end = 0
 
+    def has_room(self, size: int) -> bool:
+        """Whether a frame of so many bytes fits below the limit of a file."""
+        return self._end + 2 * LENGTH.size + size <= MOST_ROOM
+
     def append(self, data: bytes) -> None:
         end = self._end + LENGTH.size + len(data)
         room = self._map
         if room is None or end + LENGTH.size > len(room):
-            room = self._grow(2 * end)
+            room = self._grow(min(2 * end, MOST_ROOM))
         room[self._end + LENGTH.size : end] = data
         LENGTH.pack_into(room, self._end, len(data))  # last: half a frame has none
         self._end = end
@@ -132,18 +157,19 @@ class Recorder:
         self._work: dict[
             int, list[Entered | None]
         ] = {}  # who draws, by work item, of steps in flight
-        self._plans = 0
+        self._plans = self._pages = 0
         self._segments: dict[int, Segment] = {}
         self._segment: Segment | None = None
 
     def plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
             self._turn_page()
+        entered = [_noted(new) for new in plan.entered]
+        self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
         self._plans += 1
-        self._write(plan)
         for row in plan.left:
             self._rows.pop(row, None)
-        for new in plan.entered:
+        for new in entered:
             # A copy: tokens and blocks grow here as they do in the worker.
             self._rows[new.row] = msgspec.structs.replace(
                 new, tokens=list(new.tokens), blocks=[list(column) for column in new.blocks]
@@ -182,8 +208,20 @@ class Recorder:
         self._segments.clear()
         self._segment = None
 
+    def discard(self) -> None:
+        """Delete what was written: an end that is missing would mislead."""
+        with suppress(OSError, ValueError):
+            for segment in self._segments.values():
+                segment.restart()
+        for path in self.folder.glob("flight-*"):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError, ValueError):
+            self.close()
+
     def _turn_page(self) -> None:
-        number = self._plans // SEGMENT % 2
+        number = self._pages % 2
+        self._pages += 1
         if (segment := self._segments.get(number)) is None:
             segment = self._segments[number] = Segment(self.folder / f"flight-{number}")
         else:
@@ -194,8 +232,22 @@ class Recorder:
         self._write(Seated(rows, done, self._plans))
 
     def _write(self, frame: Frame) -> None:
+        data = self._encoder.encode(frame)
+        if self._segment is not None and not self._segment.has_room(len(data)):
+            if isinstance(frame, Seated):
+                raise OSError(f"the running requests take more than {MOST_ROOM} bytes")
+            self._turn_page()
         if self._segment is not None:
-            self._segment.append(self._encoder.encode(frame))
+            if not self._segment.has_room(len(data)):
+                raise OSError(f"a step takes more than {MOST_ROOM} bytes")
+            self._segment.append(data)
+
+
+def _noted(new: Entered) -> Entered:
+    """With its parameters in their short form, encoded once: each segment begins with all that are seated."""
+    return msgspec.structs.replace(
+        new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
+    )
 
 
 def frames(path: Path) -> Iterator[Frame]:
@@ -236,33 +288,55 @@ def read(folder: Path) -> Recording | None:
 
 
 class Recorded:
-    """An executor that writes down what goes through it."""
+    """An executor that writes down what goes through it, as long as it can be written.
 
-    def __init__(self, executor: Executor, recorder: Recorder):
-        self._executor, self._recorder = executor, recorder
+    Args:
+        stopped: called once when the recording stops.
+    """
+
+    def __init__(
+        self, executor: Executor, recorder: Recorder, stopped: Callable[[], None] = lambda: None
+    ):
+        self._executor, self._stopped = executor, stopped
+        self._recorder: Recorder | None = recorder
         self.recoverable = executor.recoverable
 
     def launch(self, plan: StepPlan) -> Pending:
-        self._recorder.plan(plan)
-        return _Noted(self._executor.launch(plan), self._recorder, plan.step)
+        self.note(Recorder.plan, plan)
+        return _Noted(self._executor.launch(plan), self, plan.step)
 
     def call(self, name: str, *args: Any) -> list[Any]:
         return self._executor.call(name, *args)
 
     def close(self) -> None:
         self._executor.close()
-        self._recorder.close()
+        self.note(Recorder.close)
+
+    def note(self, write: Callable[..., None], *args: Any) -> None:
+        """Write; a failure stops the recording, and never the step."""
+        if (recorder := self._recorder) is None:
+            return
+        try:
+            write(recorder, *args)
+        except Exception as why:
+            self._recorder = None
+            log.warning(
+                "the flight recording stops, and quire replay will have nothing to show: %s: %s",
+                type(why).__name__, why, exc_info=None if isinstance(why, OSError) else why,
+            )  # fmt: skip
+            recorder.discard()
+            self._stopped()
 
 
 class _Noted:
-    def __init__(self, pending: Pending, recorder: Recorder, step: int):
-        self._pending, self._recorder, self._step = pending, recorder, step
+    def __init__(self, pending: Pending, recorded: Recorded, step: int):
+        self._pending, self._recorded, self._step = pending, recorded, step
 
     def result(self) -> StepResult:
         try:
             result = self._pending.result()
         except BaseException:
-            self._recorder.failed(self._step)
+            self._recorded.note(Recorder.failed, self._step)
             raise
-        self._recorder.result(result)
+        self._recorded.note(Recorder.result, result)
         return result

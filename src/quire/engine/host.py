@@ -1,10 +1,12 @@
 """EngineHost: keeps one engine's process alive, and tells the front rooms how it stands.
 
 Knows a child process, its lifeline, a folder and how often it may begin again. Does not know requests. What the
-front rooms must know stands in one file, FOLDER/state, that is replaced as a whole; the sockets of the
-n-th process lie in FOLDER/n, so that nothing of an earlier life can reach a later one.
+front rooms must know stands on a board in memory (`board.py`); the sockets of the n-th process lie in FOLDER/n, so
+that nothing of an earlier life can reach a later one.
 
-    starting -> ready -> restarting -> ready ...     and at last dead (with the reason) or closed
+    starting -> ready -> restarting -> ready ...     closed: it was told to stop
+       |                `-> delayed -> restarting    after too many deaths: a try every `Patience.retry` seconds
+       `-> dead                                      the first start failed, or the host itself did
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -22,15 +25,17 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from quire import env
 from quire.config.recording import for_recording
 from quire.engine import flight
+from quire.engine.board import State, StateBoard
 from quire.engine.lifeline import STOP, Listener
+from quire.engine.poison import Suspects, digest_of_entered
+from quire.errors import StartupError
 from quire.logging import get_logger
 from quire.protocol.output import Beat, Died, Ready
 
@@ -38,19 +43,7 @@ log = get_logger(__name__)
 
 CONFIG = "resolved"
 ASLEEP_S = 2.0  # a look takes a tenth of that
-Condition = Literal["starting", "ready", "restarting", "dead", "closed"]
-
-
-class State(Struct):
-    """How the engine stands."""
-
-    generation: int
-    condition: Condition
-    ready: Ready | None = None
-    error: str = ""
-    traceback: str = ""
-    lost: list[str] = []
-    """Requests that the process before this one had begun: they cannot be had again."""
+KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +52,9 @@ class Patience:
 
     heartbeat: float = 8.0  # seconds without a sign of life; 0: never mind
     start: float = 600.0  # seconds until the model must be loaded
-    restarts: int = 3  # within `window`; beyond them the engine stays dead
+    restarts: int = 3  # at once, within `window`; 0: a dead engine is not replaced
     window: float = 600.0
+    retry: float = 30.0  # seconds between two starts beyond `restarts`
 
 
 class EngineHost:
@@ -69,24 +63,42 @@ class EngineHost:
     Args:
         payload: what the child reads on its stdin: a resolved configuration (`config/wire.py`).
         frontends: how many front rooms there will be.
+
+    Raises:
+        StartupError: there is no directory for the sockets.
     """
 
     def __init__(self, payload: bytes, frontends: int = 1, patience: Patience | None = None):
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        self.folder = own_folder()
+        (self.folder / "1").mkdir()
         self.patience = patience or Patience()
         self._payload, self._frontends = payload, frontends
         self._closing = threading.Event()
         self._deaths: deque[float] = deque()
         self.child: subprocess.Popen[bytes] | None = None
-        self.state = State(1, "starting")
-        self._publish(self.state)
+        self.board = StateBoard()
+        self._suspects = Suspects()
         self._thread = threading.Thread(target=self._keep, name="engine-host", daemon=True)
         self._thread.start()
+
+    @property
+    def state(self) -> State:
+        """How the engine stands. It is dead as well when the thread that keeps it has ended by itself."""
+        state = self.board.now
+        if state.condition in ("dead", "closed") or self._thread.is_alive():
+            return state
+        if (state := self.board.now).condition not in ("dead", "closed"):
+            log.error("the thread that keeps the engine has ended")
+            self._change(condition="dead", error="the thread that keeps the engine has ended")
+        return self.board.now
 
     def close(self, patience: float = 5.0) -> None:
         """Stop the child: asked, then told, then killed."""
         self._closing.set()
         self._thread.join(patience + 2.0)
+        if self.board.now.condition != "dead":
+            self._change(condition="closed")
+        self.board.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- the thread -----------------------------------------------------------------------------
@@ -96,31 +108,45 @@ class EngineHost:
                 pass
         except Exception as error:
             log.exception("the engine's host failed")
-            self._publish(msgspec.structs.replace(
-                self.state, condition="dead", error=f"{type(error).__name__}: {error}"
-            ))  # fmt: skip
+            self._change(condition="dead", error=f"{type(error).__name__}: {error}")
+
+    def _change(self, **changes: Any) -> None:
+        self.board.publish(msgspec.structs.replace(self.board.now, **changes))
 
     def _live_once(self) -> bool:
         """One child from its start to its end; whether there will be another."""
-        generation = self.state.generation
-        place = self.folder / str(generation)
-        place.mkdir(exist_ok=True)
-        (place / CONFIG).write_bytes(
-            for_recording(self._payload)
-        )  # a recording is of use with it only
-        reading, writing = os.pipe()
-        self.child = child = self._spawn(generation, writing)
-        os.close(writing)
-        listener = Listener(reading)
+        generation = self.board.now.generation
+        place = self.folder / str(generation) / CONFIG
+        try:  # a recording is of use with it only
+            place.write_bytes(for_recording(self._payload))
+        except OSError as why:
+            log.warning(
+                "the configuration could not be written beside the flight recording: %s", why
+            )
+        try:
+            child, listener = self._start(generation)
+        except OSError as why:  # no processes or descriptors are left: others may give some back
+            return self._after(Died(f"the engine's process could not be started: {why}"))
         try:
             died = self._watch(child, listener)
         finally:
             listener.close()
             end(child, 5.0)
         if died is None:
-            self._publish(State(generation, "closed"))
+            self.board.publish(State(generation, "closed"))
             return False
         return self._after(died)
+
+    def _start(self, generation: int) -> tuple[subprocess.Popen[bytes], Listener]:
+        reading, writing = os.pipe()
+        try:
+            self.child = child = self._spawn(generation, writing)
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        return child, Listener(reading)
 
     def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
         command = [
@@ -154,9 +180,7 @@ class EngineHost:
                 match message:
                     case Ready():
                         ready = True
-                        self._publish(State(
-                            self.state.generation, "ready", ready=message, lost=self.state.lost
-                        ))  # fmt: skip
+                        self._change(condition="ready", ready=message, error="", traceback="")
                     case Died():
                         last_words = message
                     case Beat() if ready and message.busy > message.allowed:
@@ -177,7 +201,7 @@ class EngineHost:
     def _hung(self, child: subprocess.Popen[bytes], why: str) -> Died:
         """Have both processes write their stacks, then kill the child."""
         log.error("the engine hangs: %s; the stacks of both processes follow", why)
-        faulthandler.dump_traceback(all_threads=True)
+        log.error("%s", own_stacks())
         with contextlib.suppress(OSError):
             child.send_signal(signal.SIGUSR1)  # engine/process.py answers with its stacks
         time.sleep(1.0)
@@ -185,31 +209,68 @@ class EngineHost:
         return Died(f"the engine hung: {why}")
 
     def _after(self, died: Died) -> bool:
-        """Say what was lost; begin again if that is still allowed."""
-        state, now = self.state, time.monotonic()
-        began = state.condition == "starting"
-        recording = None if began else self._recording()
+        """Say what was lost; begin again, at once or later."""
+        state, now = self.board.now, time.monotonic()
+        if state.condition == "starting":  # whoever waits for the start reports it
+            self._change(condition="dead", error=died.error, traceback=died.traceback)
+            return False
+        recording = self._recording()
+        running = [] if recording is None else recording.running()
+        self._suspects.ran(digest_of_entered(row) for row in running)
         self._deaths.append(now)
         while now - self._deaths[0] > self.patience.window:
             self._deaths.popleft()
-        text = died.error
-        if began or len(self._deaths) > self.patience.restarts:
-            if not began:  # a start that fails is reported by whoever waits for it
-                text += f" (and {len(self._deaths)} times in a row: it is not started again)"
-                log.error("%s%s", text, f"\n{died.traceback}" if died.traceback else "")
-            self._publish(State(state.generation, "dead", error=text, traceback=died.traceback))
-            return False
-        log.error("%s; it is started again\n%s", text, died.traceback)
-        lost = sorted(recording.seen()) if recording else []
-        self._publish(State(state.generation + 1, "restarting", error=text, lost=lost))
-        return True
+        incident, count = secrets.token_hex(4), len(self._deaths)
+        is_over, is_late = self.patience.restarts == 0, count > self.patience.restarts
+        what = "it is started again"
+        if is_over or is_late:
+            after = (
+                "not started again" if is_over else f"started again in {self.patience.retry:.0f} s"
+            )
+            what = f"and {count} times in a row: it is {after}"
+        log.error("failure %s: %s; %s\n%s", incident, died.error, what, died.traceback)
+        new = State(
+            state.generation, "dead" if is_over else "delayed", error=died.error, traceback=died.traceback,
+            lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
+            poison=self._suspects.poison(), incident=incident,
+        )  # fmt: skip
+        if is_over:
+            new.error += f" ({what})"
+        if is_over or is_late:
+            self.board.publish(new)
+        return not is_over and self._succeed(new, self.patience.retry if is_late else 0.0)
+
+    def _succeed(self, state: State, wait: float) -> bool:
+        """Make room for the next process and say so, after `wait` seconds; False: it is time to stop."""
+        while not self._closing.wait(wait):
+            try:
+                self._make_place(state.generation + 1)
+            except OSError as why:
+                log.error("there is no room for the next engine's sockets: %s", why)
+                self.board.publish(msgspec.structs.replace(state, condition="delayed"))
+                wait = self.patience.retry
+                continue
+            self.board.publish(msgspec.structs.replace(
+                state, generation=state.generation + 1, condition="restarting"
+            ))  # fmt: skip
+            return True
+        self._change(condition="closed")
+        return False
+
+    def _make_place(self, generation: int) -> None:
+        """The folder of the next process's sockets. Something may have deleted ours: a cleaner of old files."""
+        if not self.folder.exists():
+            log.warning("%s was deleted; it is made again", self.folder)
+            self.folder.mkdir(mode=0o700)
+        shutil.rmtree(self.folder / str(generation - 1), ignore_errors=True)
+        (self.folder / str(generation)).mkdir(exist_ok=True)
 
     def _recording(self) -> flight.Recording | None:
         """What the dead engine did last; kept for `quire replay`."""
-        folder = self.folder / str(self.state.generation)
+        folder = self.folder / str(self.board.now.generation)
         try:
             recording = flight.read(folder)
-        except (OSError, ValueError):
+        except Exception:  # whatever its last steps left there
             log.exception("the flight recording could not be read")
             return None
         if recording is not None:
@@ -218,32 +279,6 @@ class EngineHost:
             except OSError as why:
                 log.warning("the flight recording could not be kept: %s", why)
         return recording
-
-    def _publish(self, state: State) -> None:
-        self.state = state
-        new = self.folder / "state.new"
-        new.write_bytes(msgspec.msgpack.encode(state))
-        new.replace(self.folder / "state")
-
-
-class StateFile:
-    """A front room's view of the state; reading it again costs a stat."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / "state"
-        self._seen = (0, 0)
-        self.now = State(1, "starting")
-
-    def look(self) -> State:
-        """The latest; the last known one, closed, when the host is gone."""
-        try:
-            stat = self._path.stat()
-            if (stat.st_mtime_ns, stat.st_ino) != self._seen:
-                self.now = msgspec.msgpack.decode(self._path.read_bytes(), type=State)
-                self._seen = (stat.st_mtime_ns, stat.st_ino)
-        except FileNotFoundError:
-            self.now = msgspec.structs.replace(self.now, condition="closed")
-        return self.now
 
 
 def keep(folder: Path) -> Path:
@@ -257,6 +292,39 @@ def keep(folder: Path) -> Path:
     for old in sorted(path for path in root.iterdir() if path.is_dir())[:-5]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def own_folder() -> Path:
+    """A new folder that nobody else can read, in the first directory that can be written.
+
+    Raises:
+        StartupError: there is none.
+    """
+    tried: list[str] = []
+    for place in (
+        None,
+        env.outer("XDG_RUNTIME_DIR"),
+        "/dev/shm",
+    ):  # None: as Python chooses, by TMPDIR
+        try:
+            return Path(tempfile.mkdtemp(prefix="quire-", dir=place))
+        except OSError as why:
+            tried.append(str(why))
+    raise StartupError(
+        f"the engine's sockets need a directory that can be written ({'; '.join(tried)}): set TMPDIR to one"
+    )
+
+
+def own_stacks() -> str:
+    """The stacks of all threads of this process. Not straight to the terminal: that may block, and all threads with it."""
+    with (
+        contextlib.suppress(OSError, AttributeError),
+        os.fdopen(os.memfd_create("stacks"), "w+b") as file,
+    ):
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+    return "(the stacks of this process could not be read)"
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> str:
@@ -278,4 +346,7 @@ def end(child: subprocess.Popen[bytes], patience: float) -> None:
             child.wait(patience)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # stuck in the kernel: it ends some day
+                child.wait(KILLED_S)

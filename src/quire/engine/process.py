@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -165,7 +166,9 @@ def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
     core.functions = asked.kept(core.functions, told)
     core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
     if env.get("FLIGHT_RECORDER"):
-        core.executor = Recorded(core.executor, Recorder(folder))
+        core.counts["recorder_stops"] = 0.0
+        stopped = partial(core.counts.update, recorder_stops=1.0)
+        core.executor = Recorded(core.executor, Recorder(folder), stopped)
     # What was built stays; without this a collection walks all of it in the middle of a step.
     gc.collect()
     gc.freeze()

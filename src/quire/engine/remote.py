@@ -1,9 +1,9 @@
 """ProcessClient: a core in another process, reached over ZMQ, that may die and be replaced.
 
-Knows sockets, the engine's state file, and which requests of ours are under way. Does not know how an engine
+Knows sockets, the engine's state, and which requests of ours are under way. Does not know how an engine
 is kept alive (`host.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
 the end it looks how the engine stands. When the engine is replaced, requests that it had begun end with an
-error, and those that still waited are sent again, once.
+error, and those that still waited are sent again, once. A request that ran at two deaths of the engine is refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,26 @@ import msgspec
 import zmq
 
 from quire.config.engine import Resolved
+from quire.engine.board import State, StateBoard
 from quire.engine.client import answer
-from quire.engine.host import EngineHost, State, StateFile
-from quire.errors import EngineDeadError, QuireError, StartupError, ValidationError
-from quire.protocol.output import EngineOutput, EngineStats, FinishReason, FromEngine, Ready, Reply
+from quire.engine.host import EngineHost
+from quire.engine.poison import MOST, Suspects, digest_of
+from quire.errors import (
+    EngineDeadError,
+    EngineDelayed,
+    QuireError,
+    StartupError,
+    ValidationError,
+)
+from quire.protocol.output import (
+    EngineOutput,
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    FromEngine,
+    Ready,
+    Reply,
+)
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
 LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
@@ -58,6 +74,7 @@ class ProcessClient:
     """An EngineClient. `wait_ready` must have returned before `ready` is read.
 
     Args:
+        board: how the engine stands.
         host: the engine's keeper, if it is ours to close.
         client: our number among the front rooms.
     """
@@ -65,10 +82,16 @@ class ProcessClient:
     ready: Ready
 
     def __init__(
-        self, resolved: Resolved, folder: Path, host: EngineHost | None = None, client: int = 0
+        self,
+        resolved: Resolved,
+        folder: Path,
+        board: StateBoard,
+        host: EngineHost | None = None,
+        client: int = 0,
     ):
         self.resolved, self.client, self.host = resolved, client, host
-        self._folder, self._file = folder, StateFile(folder)
+        self._folder, self._board = folder, board
+        self._suspects, self._poison, self._cleared = Suspects(), frozenset[str](), set[str]()
         self._context: zmq.Context[Any] = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
@@ -80,13 +103,22 @@ class ProcessClient:
         self._numbers = itertools.count(time.monotonic_ns())
         self._dead: EngineDeadError | None = None
         self.stats = EngineStats()  # the latest that came by itself
-        self.generation = self._file.look().generation
+        self.generation = self.state.generation
         self._wires = Wires(self._context, folder / str(self.generation), client)
 
     @property
     def state(self) -> State:
         """How the engine stands, as its host last said."""
-        return self._file.look()
+        return self._board.look() if self.host is None else self.host.state
+
+    def check(self) -> None:
+        """Raises EngineDeadError, or EngineDelayed: it takes no requests until it is started again."""
+        self._alive()
+        state = self.state
+        if state.condition in ("dead", "closed"):
+            raise EngineDeadError(state.error or "the engine was shut down")
+        if state.condition == "delayed":
+            raise EngineDelayed(state.incident)
 
     def wait_ready(self, timeout: float | None = None) -> Ready:
         """Block until the model is loaded.
@@ -96,7 +128,7 @@ class ProcessClient:
         """
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
-            state = self._file.look()
+            state = self.state
             if state.condition == "ready" and state.ready is not None:
                 self.ready = state.ready
                 return state.ready
@@ -109,9 +141,14 @@ class ProcessClient:
 
     # -- what a front room asks -----------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
-        self._alive()
+        self.check()
         if request.client != self.client:
             request = msgspec.structs.replace(request, client=self.client)
+        if self._is_poison(request):
+            raise ValidationError(
+                "the engine died twice while this request ran, so it is not run again now:"
+                " change the prompt or the parameters"
+            )
         data = self._encoded(request)  # a request that cannot be sent is not registered
         with self._sending:
             # An id that is taken already is the engine's to refuse; the first one stays ours.
@@ -135,7 +172,7 @@ class ProcessClient:
 
     def call(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)
-        self._alive()
+        self.check()
         with self._sending:
             asked = self.generation
             self._put(Call(number, name, list(args), self.client))
@@ -148,7 +185,7 @@ class ProcessClient:
             with self._replied:
                 if (reply := self._replies.pop(number, None)) is not None:
                     return answer(reply)
-                self._alive()
+                self.check()
                 if self.generation != asked:
                     raise QuireError(f"the engine was replaced before it answered {name!r}")
                 self._replied.wait(0.01)
@@ -196,9 +233,11 @@ class ProcessClient:
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
-        state = self._file.look()
+        state = self.state
         if state.generation != self.generation:
             self._follow(state)
+        elif state.condition == "delayed":
+            self._end_all(state)
         elif state.condition in ("dead", "closed") and self._dead is None:
             self._dead = EngineDeadError(state.error or "the engine was shut down")
 
@@ -210,6 +249,7 @@ class ProcessClient:
                         mine.begun = True
                         if message.finish is not None:
                             del self._mine[message.id]
+                            self._clear(mine.request, message.finish)
                     self._held.append(message)
                 case Reply():
                     with self._replied:
@@ -222,34 +262,82 @@ class ProcessClient:
         """The engine was replaced: end what cannot be had again, send the rest to the new one."""
         while self._wires.up.poll(0):  # what the old one had said before it died is true
             self._keep(self._decoder.decode(self._wires.up.recv()))
-        lost = set(state.lost)
+        error = (
+            "the engine was restarted while this request ran; the server's log has the reason under"
+            f" {state.incident}"
+        )
         with self._sending:
             self._wires.close()
             self.generation = state.generation
             self._wires = Wires(self._context, self._folder / str(self.generation), self.client)
+            ran = self._note_deaths(state)
             for id, mine in list(self._mine.items()):
                 if mine.given_up:  # what died may not have heard of it
-                    del self._mine[id]
-                    self._held.append(EngineOutput(id, [], "abort", client=self.client))
-                elif mine.begun or id in lost or mine.sent > 1:
-                    del self._mine[id]
-                    error = f"the engine was restarted while this request ran: {state.error}"
-                    self._held.append(
-                        EngineOutput(id, [], "error", error=error, client=self.client)
-                    )
+                    self._end(id, "abort")
+                elif id in ran or self._is_poison(mine.request):
+                    self._end(id, "error", error)
                 else:
                     mine.sent += 1
                     self._send_again(mine.request)
+
+    def _note_deaths(self, state: State) -> set[str]:
+        """Ids of our requests that must not be sent again: they ran when the engine died, or were there twice."""
+        lost, not_again, suspects = set(state.lost), set(), []
+        for id, mine in self._mine.items():
+            ran = mine.begun or id in lost or mine.sent > 1
+            if ran:
+                not_again.add(id)
+            if ran or not state.recorded:  # without a recording any of them may have run
+                suspects.append(digest_of(mine.request))
+        self._suspects.ran(suspects)
+        self._poison = frozenset(self._suspects.poison())
+        return not_again
+
+    def _end_all(self, state: State) -> None:
+        """No engine will run until a later start, so nobody is to wait for it."""
+        error = (
+            f"the engine failed and is started again later ({state.incident} in the server's log)"
+        )
+        with self._sending:
+            self._note_deaths(state)
+            for id, mine in list(self._mine.items()):
+                if mine.given_up:
+                    self._end(id, "abort")
+                else:
+                    self._end(id, "error", error, "overloaded")
+
+    def _end(
+        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
+    ) -> None:
+        """One of ours ends here, and not in the engine."""
+        del self._mine[id]
+        self._held.append(
+            EngineOutput(id, [], finish, error=error, error_kind=kind, client=self.client)
+        )
+
+    def _clear(self, request: EngineRequest, finish: FinishReason) -> None:
+        """A request that came to its end between two deaths caused neither, as far as anybody can tell."""
+        if not self._suspects or finish in ("abort", "error"):
+            return
+        digest = digest_of(request)
+        if self._suspects.completed(digest):
+            if len(self._cleared) >= MOST:
+                self._cleared.clear()
+            self._cleared.add(digest)
+
+    def _is_poison(self, request: EngineRequest) -> bool:
+        known = self.state.poison
+        if not known and not self._poison:
+            return False
+        digest = digest_of(request)
+        return digest in self._poison or (digest in known and digest not in self._cleared)
 
     def _send_again(self, request: EngineRequest) -> None:
         """A failure ends this request, not the thread that reads outputs."""
         try:
             self._put(request)
         except ValidationError as why:
-            del self._mine[request.id]
-            self._held.append(EngineOutput(
-                request.id, [], "error", error=str(why), error_kind="invalid", client=self.client
-            ))  # fmt: skip
+            self._end(request.id, "error", str(why), "invalid")
 
     def _alive(self) -> None:
         if self._dead is not None:

@@ -118,6 +118,7 @@ COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, by the sums."),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, by the sums."),
     "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, by the sums."),
+    "recorder_stops": ("quire:flight_recorder_stops", "1: the engine's steps are recorded no longer, because they could not be written."),
 }  # fmt: skip
 """Counters that are told when they are asked for, by their names in EngineStats.counts."""
 

@@ -7,6 +7,7 @@ traceback, a memory address or a path of this machine.
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from quire.errors import (
     Conflict,
     EngineDeadError,
+    EngineDelayed,
     QueueFull,
     QuireError,
     StartupError,
@@ -87,10 +89,12 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(409, str(error))
         case QueueFull():
             return unavailable(str(error), 1)
+        case EngineDelayed():
+            return unavailable(str(error), 30)
         case EngineDeadError():
-            return ApiError(500, f"the engine has stopped: {error}")
+            return ApiError(500, f"the engine has stopped; {logged(error)}")
         case StartupError():
-            return unavailable(str(error))
+            return unavailable(f"the engine could not be started; {logged(error)}")
         case TimeoutError():
             return ApiError(408, str(error) or "the request ran out of its time")
         case QuireError():
@@ -99,11 +103,17 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(400, "the body is nested too deeply")
         case ValueError() | TypeError() | OverflowError():
             # Raised by a library on a value that a client sent (a template, a tokenizer): the client's to change.
-            log.warning("a request was refused: %s: %s", type(error).__name__, error)
-            return ApiError(400, str(error) or type(error).__name__)
+            return ApiError(400, f"the request holds a value that cannot be used; {logged(error)}")
         case _:
             log.error("a request failed", exc_info=error)
             return ApiError(500, "the server failed on this request; its log says why")
+
+
+def logged(error: BaseException) -> str:
+    """Write an error to the log, and say where: its own words may name files, addresses and others' requests."""
+    incident = sha256(f"{type(error).__name__}: {error}".encode(errors="replace")).hexdigest()[:8]
+    log.warning("failure %s: %s: %s", incident, type(error).__name__, error)
+    return f"the server's log has the reason under {incident}"
 
 
 def clean(message: str) -> str:

@@ -80,7 +80,9 @@ class Fleet:
         self.keys = self.host.folder / KEYS
         self.counted.mkdir()
         self.keys.mkdir()
-        self.client = ProcessClient(resolved, self.host.folder, self.host, self.count)
+        self.client = ProcessClient(
+            resolved, self.host.folder, self.host.board, self.host, self.count
+        )
         self.stats: StatsLog | None = None
         self.ticked = 0.0
         self.looked = time.monotonic()
@@ -203,11 +205,12 @@ class Fleet:
             return
         reading, writing = os.pipe()
         listener = child.listener.fileno()
-        words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again))  # fmt: skip
+        board = self.host.board.fd
+        words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again), board)  # fmt: skip
         child.process = process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, *map(str, words)],
             stdin=subprocess.PIPE,
-            pass_fds=[listener, writing],
+            pass_fds=[listener, writing, board],
             env=env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted)),
         )
         os.close(writing)

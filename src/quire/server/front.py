@@ -1,4 +1,4 @@
-"""One of several HTTP processes: `python -m quire.server.front FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN`.
+"""One of several HTTP processes: `python -m quire.server.front FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN BOARD`.
 
 Its configuration comes on stdin, its socket and a lifeline are inherited. Knows how to be a child: it tells its keeper
 (`fleet.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
@@ -19,6 +19,7 @@ from socket import socket
 from quire import env
 from quire.config.engine import Resolved
 from quire.config.wire import from_wire
+from quire.engine.board import StateBoard
 from quire.engine.lifeline import STOP, Speaker
 from quire.engine.process import COLLECT_AFTER, die_with
 from quire.engine.remote import ProcessClient
@@ -115,7 +116,7 @@ def name_of(words: list[str]) -> str:
 
 def main(words: list[str]) -> int:
     folder, *numbers = words
-    number, count, listener, lifeline, parent, again = (int(word) for word in numbers)
+    number, count, listener, lifeline, parent, again, board = (int(word) for word in numbers)
     configure(f"server {number}")
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Sent to all of a group, they are the parent's to answer.
@@ -126,7 +127,7 @@ def main(words: list[str]) -> int:
     resolved = from_wire(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.asked.observe.log_level)
     speaker = Speaker(lifeline)
-    client = ProcessClient(resolved, Path(folder), client=number)
+    client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
         ledger = Ledger(Path(folder) / KEYS, number, count)
         front = Front(resolved, own, client, speaker, ledger, bool(again))

@@ -30,7 +30,7 @@ from quire.engine.client import EngineClient
 from quire.engine.process import COLLECT_AFTER
 from quire.engine.remote import ProcessClient
 from quire.engine.startup import since_process_start
-from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError
+from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.metrics import Metrics, cache_info
@@ -328,6 +328,8 @@ class Serving:
                 if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
                     return
                 await self.stopping.wait()
+            except EngineDelayed:
+                pass  # its host says so; it is started again
             if (new := generation_of(self.client)) > generation and self.leads:
                 state.metrics.replaced("engine", new - generation)
             generation = new

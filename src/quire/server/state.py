@@ -11,7 +11,7 @@ from enum import Enum
 
 from quire import env
 from quire.config.engine import EngineConfig
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.parsers.model import ModelFormats
 from quire.observe.metrics import Metrics
 from quire.observe.trace import Tracer
@@ -98,6 +98,8 @@ class ServerState:
             self.engine.check_health()
         except EngineDeadError:
             self.phase = Phase.DEAD
+            return False
+        except EngineDelayed:
             return False
         return True
 

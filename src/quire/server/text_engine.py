@@ -20,7 +20,7 @@ from quire.api.stream import Stream
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.remote import ProcessClient
-from quire.errors import EngineDeadError, Unsupported, ValidationError
+from quire.errors import Unsupported, ValidationError
 from quire.frontend import chat, prompts
 from quire.frontend.sandbox import SECONDS, TooSlow
 from quire.frontend.strangers import AT_ONCE, Strangers
@@ -140,9 +140,7 @@ class AsyncTextEngine:
     # -- the engine -----------------------------------------------------------------------------
     def check_health(self) -> None:
         if isinstance(self.client, ProcessClient):
-            state = self.client.state
-            if state.condition in ("dead", "closed"):
-                raise EngineDeadError(state.error or "the engine was shut down")
+            self.client.check()
         self.llm.check_alive()
 
     def serving(self) -> bool:

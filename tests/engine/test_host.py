@@ -1,0 +1,195 @@
+"""EngineHost over small programs in the place of an engine: deaths, full disks, a host that fails itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine import host as module
+from quire.engine.host import EngineHost, Patience, own_folder, own_stacks
+from quire.errors import StartupError
+
+CHILD = """
+import sys, time
+from quire.engine.lifeline import Speaker
+from quire.protocol.output import Beat, Died, Ready
+speaker, how = Speaker(int(sys.argv[1])), sys.argv[2]
+if how == "fails":
+    speaker.say(Died("no weights"))
+    sys.exit(1)
+speaker.say(Ready(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1))
+while how == "lives":
+    time.sleep(0.2)
+    speaker.say(Beat(0, 0.0, 1.0))
+"""
+SOURCE = str(Path(module.__file__).parents[2])
+FULL = OSError(28, "No space left on device")
+
+
+class Host(EngineHost):
+    """`how` its children behave, one after another; the last one again and again."""
+
+    def __init__(self, *how: str, **patience: Any):
+        self.how = how
+        super().__init__(b"", patience=Patience(**{"retry": 0.5} | patience))
+
+    def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
+        how = self.how[min(generation, len(self.how)) - 1]
+        if how == "no process":
+            raise OSError(11, "Resource temporarily unavailable")
+        words = [sys.executable, "-c", CHILD, str(lifeline), how]
+        env = {**os.environ, "PYTHONPATH": SOURCE}
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[lifeline], env=env)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    made: list[Host] = []
+
+    def start(*how: str, **patience: Any) -> Host:
+        made.append(Host(*how, **patience))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+        assert not one.folder.exists()
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def is_ready(host: Host, generation: int) -> Callable[[], bool]:
+    return lambda: (host.state.generation, host.state.condition) == (generation, "ready")
+
+
+def test_a_start_that_fails_is_the_end(make: Callable[..., Host]) -> None:
+    host = make("fails")
+    until(lambda: host.state.condition == "dead")
+    assert host.state.error == "no weights"
+
+
+def test_a_start_after_a_death_that_fails_is_tried_again(make: Callable[..., Host]) -> None:
+    host = make("dies", "fails", "no process", "lives", restarts=9)
+    until(is_ready(host, 4))
+
+
+def test_too_many_deaths_delay_the_next_start(make: Callable[..., Host]) -> None:
+    host = make("dies", "dies", "lives", restarts=1)
+    until(lambda: host.state.condition == "delayed")
+    assert host.state.incident
+    until(is_ready(host, 3))
+
+
+def test_told_to_stop_it_does_not_wait_for_a_later_start(make: Callable[..., Host]) -> None:
+    host = make("dies", restarts=1, retry=1000.0)
+    until(lambda: host.state.condition == "delayed")
+    host.close()
+    assert host.state.condition == "closed"
+    assert not host._thread.is_alive()
+
+
+def test_a_folder_that_was_deleted_is_made_again(make: Callable[..., Host]) -> None:
+    host = make("lives", "lives")
+    until(is_ready(host, 1))
+    shutil.rmtree(host.folder)
+    host.child.kill()
+    until(is_ready(host, 2))
+    assert host.folder.stat().st_mode & 0o777 == 0o700
+    assert (host.folder / "2").is_dir()
+
+
+def test_a_disk_that_is_full_at_a_death_hides_nothing(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(The state could not be written: it said "ready" for ever, and every request hung.)"""
+    host = make("lives", "lives", restarts=1)
+    until(is_ready(host, 1))
+    full = threading.Event()
+    full.set()
+    for name in ("write_bytes", "mkdir", "replace", "open"):
+        before = getattr(Path, name)
+
+        def wrapped(self: Path, *args: Any, before: Any = before, **more: Any) -> Any:
+            if full.is_set() and host.folder in (self, *self.parents):
+                raise FULL
+            return before(self, *args, **more)
+
+        monkeypatch.setattr(Path, name, wrapped)
+    host.child.kill()
+    until(lambda: host.state.condition == "delayed")
+    full.clear()
+    until(is_ready(host, 2))
+
+
+def test_a_recording_that_cannot_be_kept_costs_the_recording(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr(module.flight, "read", fails)
+    host = make("dies", "lives")
+    until(is_ready(host, 2))
+    assert (host.state.recorded, host.state.lost) == (False, [])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ValueError("a fault of ours"), SystemExit()])
+def test_a_host_that_fails_says_so(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Also where its thread ends without a word."""
+
+    def fails(self: EngineHost, child: Any, listener: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(EngineHost, "_watch", fails)
+    host = make("lives")
+    until(lambda: host.state.condition == "dead")
+    assert host.state.error
+
+
+def test_no_directory_for_the_sockets_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(prefix: str, dir: str | None) -> str:
+        raise FULL
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fails)
+    with pytest.raises(StartupError, match=r"No space left on device.*set TMPDIR"):
+        own_folder()
+
+
+def test_another_directory_is_taken_where_the_first_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    before = tempfile.mkdtemp
+
+    def mkdtemp(prefix: str, dir: str | None) -> str:
+        if dir is None:
+            raise FileNotFoundError(2, "No usable temporary directory found")
+        return before(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    made = own_folder()
+    assert made.parent == tmp_path
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_stacks_are_text() -> None:
+    assert "test_stacks_are_text" in own_stacks()
