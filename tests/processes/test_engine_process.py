@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
+from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.wire import to_wire
 from quire.engine import assemble, flight, host
@@ -48,6 +50,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable]:
     """Clients that are closed at the end; recordings of deaths go to tmp_path."""
+    kernels = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
+    if kernels.is_dir():  # each test would compile them again
+        shutil.copytree(kernels, tmp_path / "kernels")
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     made: list[ProcessClient] = []
 
