@@ -119,7 +119,7 @@ class EngineHost:
         place = self.folder / str(generation) / CONFIG
         try:  # a recording is of use with it only
             place.write_bytes(for_recording(self._payload))
-        except OSError as why:
+        except Exception as why:  # it costs the recording, and not the engine
             log.warning(
                 "the configuration could not be written beside the flight recording: %s", why
             )
