@@ -72,11 +72,11 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "a gate's skip is a stop": (
         SCHEDULER,
-        "                yield request  # the others",
-        "                yield request\n            else:\n                return  # the others",
+        "                    break  # skipped",
+        "                    return  # skipped",
     ),
     "a gate is not asked": (
-        SCHEDULER, "if all(gate.ready(request) for gate in self.gates):", "if True:",
+        SCHEDULER, "if not gate.ready(request):", "if False:",
     ),
     "a gate is not told who left": (
         SCHEDULER,
