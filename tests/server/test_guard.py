@@ -276,3 +276,27 @@ def test_the_document_says_what_a_proxy_takes_off():
     for root, servers in (("/api", [{"url": "/api"}]), (None, None)):
         found = ask(ScriptedEngine(), "GET", "/openapi.json", root_path=root).json()
         assert found.get("servers") == servers
+
+
+@pytest.mark.parametrize("body", [
+    {"method": "apply_model", "args": [{"__by_name__": "os:getcwd"}]},
+    {"method": "apply_model", "args": ["os:getcwd"]},
+    {"method": "apply_model"},
+])  # fmt: skip
+def test_no_request_names_a_function_for_the_model(body: dict):
+    state = make_state(engine := ScriptedEngine())
+    state.dev_mode = True
+    answer = ask(None, "POST", "/collective_rpc", body, state=state)
+    assert answer.status_code == 400
+    assert "takes a function, which only a program has" in answer.json()["error"]["message"]
+    assert not engine.called
+
+
+def test_a_mark_among_the_arguments_stays_a_dictionary():
+    """C3d: {"__by_name__": ...} from HTTP was imported in the worker's process."""
+    from quire.executor.messages import Ask, decode_down, encode, revived
+
+    args = ["length", [{"__by_name__": "os:getcwd"}, ["x", {"a": {"__by_name__": "this:s"}}]], {}]
+    arrived = decode_down(encode(Ask("collective_rpc", args)))
+    assert isinstance(arrived, Ask)
+    assert revived(arrived.args) == args

@@ -25,6 +25,8 @@ from quire.server.health import state_of
 from quire.server.schemas import AbortRequest, RpcRequest
 
 RPC_TIMEOUT_S = 300.0
+PROGRAMS_ONLY = {"apply_model"}
+"""Functions of a worker that take a function. No text of a request names a function to import."""
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
 
 
@@ -65,6 +67,11 @@ async def collective_rpc(request: Request) -> Response:
     patience = RPC_TIMEOUT_S if body.timeout is None else body.timeout
     if not 0 < patience <= RPC_TIMEOUT_S:
         raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
+    if body.method in PROGRAMS_ONLY:
+        raise invalid(
+            f"`{body.method}` takes a function, which only a program has (LLM.{body.method}): JSON holds none",
+            "method",
+        )
     call = engine.call("collective_rpc", body.method, body.args, body.kwargs)
     try:
         results = await asyncio.wait_for(call, patience)

@@ -23,7 +23,7 @@ from quire.errors import EngineDeadError
 from quire.server import admin, docs, health, later, messages, models, responses, tokens
 from quire.server.chat import chat
 from quire.server.completions import completions
-from quire.server.errors import ApiError, error_response
+from quire.server.errors import ENDS, ApiError, error_response
 from quire.server.hosts import KnownHosts
 from quire.server.invocations import invocations
 from quire.server.layers import own_layers
@@ -102,7 +102,9 @@ class Guarded:
         except EngineDeadError as error:
             request.app.state.quire.phase = Phase.DEAD
             return error_response(error)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             return error_response(error)
 
 

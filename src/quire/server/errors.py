@@ -7,6 +7,7 @@ traceback, a memory address or a path of this machine.
 from __future__ import annotations
 
 import re
+from asyncio import CancelledError
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Any
@@ -74,6 +75,10 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 def unavailable(message: str, retry_after: int = 5) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": str(retry_after)})
+
+
+ENDS = (CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What is no failure of a request and passes on. A panic of Rust code (a tokenizer's) is a BaseException too, and fails its request only."""
 
 
 def as_api_error(error: BaseException) -> ApiError:

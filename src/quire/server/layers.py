@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.wire import WHERE
 from quire.errors import ConfigError
-from quire.server.errors import error_response
+from quire.server.errors import ENDS, error_response
 
 
 class Boundary:
@@ -36,7 +36,9 @@ class Boundary:
 
         try:
             await self.app(scope, receive, watched)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             if started or scope["type"] != "http":
                 raise
             await error_response(error)(scope, receive, send)

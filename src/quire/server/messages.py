@@ -20,7 +20,7 @@ from quire.server.bodies import json_response, prepared, read
 from quire.server.chat import chat_prompt, effort_of, generation_of
 from quire.server.constraints import of_format
 from quire.server.engine import Prompt, TextEngine
-from quire.server.errors import as_api_error, clean, invalid
+from quire.server.errors import ENDS, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
 from quire.server.limits import take_from_key
@@ -47,18 +47,18 @@ THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 
 
-def error_body(error: Exception) -> dict[str, Any]:
+def error_body(error: BaseException) -> dict[str, Any]:
     known = as_api_error(error)
     kind = ERRORS.get(known.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": clean(known.message)}}
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: BaseException) -> Response:
     known = as_api_error(error)
     return json_response(error_body(error), known.status, known.headers)
 
 
-def failed(error: Exception) -> bytes:
+def failed(error: BaseException) -> bytes:
     return event(error_body(error))
 
 
@@ -71,7 +71,9 @@ def with_its_errors(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except ClientDisconnect:
             raise
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             if isinstance(error, EngineDeadError):
                 state_of(request).phase = Phase.DEAD
             return error_response(error)

@@ -18,7 +18,7 @@ async def answer(
     request: Request,
     generation: Generation,
     teller: Teller[Delta],
-    failed: Callable[[Exception], bytes] = failed,
+    failed: Callable[[BaseException], bytes] = failed,
 ) -> EventStream:
     """A stream whose first frame is there, or is taking its time.
 

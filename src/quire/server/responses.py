@@ -177,7 +177,7 @@ class Shaper:
         number, self.number = self.number, self.number + 1
         return event({"type": f"response.{kind}", "sequence_number": number, **fields})
 
-    def failed(self, error: Exception) -> bytes:
+    def failed(self, error: BaseException) -> bytes:
         known = as_api_error(error)
         told = {"code": "server_error", "message": clean(known.message)}
         return self.event("failed", response=self.response("failed", [], told))

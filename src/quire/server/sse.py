@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import as_api_error, envelope
+from quire.server.errors import ENDS, as_api_error, envelope
 
 T = TypeVar("T")
 New = TypeVar("New", covariant=True)
@@ -38,7 +38,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"event: " + str(body["type"]).encode() + b"\n" + data(body)
 
 
-def failed(error: Exception) -> bytes:
+def failed(error: BaseException) -> bytes:
     """The end of a stream that cannot go on."""
     return data(envelope(as_api_error(error))) + DONE
 
@@ -132,7 +132,7 @@ class EventStream:
         teller: Teller[Any],
         receive: Receive,
         keep_alive: float = 0,
-        failed: Callable[[Exception], bytes] = failed,
+        failed: Callable[[BaseException], bytes] = failed,
     ):
         self.source, self.teller, self.keep_alive, self.failed = source, teller, keep_alive, failed
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
@@ -182,9 +182,9 @@ class EventStream:
             while (frames := await self._within(self.keep_alive)) is None:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             return frames
-        except OSError:
+        except (OSError, *ENDS):
             raise
-        except Exception as error:
+        except BaseException as error:
             self._ended = True
             return self.failed(error)
 

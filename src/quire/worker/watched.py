@@ -14,7 +14,7 @@ from weakref import ref
 from torch import nn
 from torch.nn.modules import module as modules
 
-from quire.errors import QuireError, Unsupported
+from quire.errors import QuireError, Unsupported, ValidationError
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -40,7 +40,7 @@ class Watched:
         self.rpc, self.put_away = functions["collective_rpc"], functions["put_away"]
         functions.update(
             collective_rpc=self.call,
-            apply_model=lambda function: function(worker.model),
+            apply_model=self.apply,
             put_away=self.sleep,
         )
 
@@ -71,6 +71,19 @@ class Watched:
             return self.rpc(method, args, kwargs)
         finally:
             self._look(model, before)
+
+    def apply(self, function: Any) -> Any:
+        """`function(model)`.
+
+        Raises:
+            ValidationError: it is no function; a request over HTTP, whose arguments are JSON, cannot give one.
+        """
+        if not callable(function):
+            raise ValidationError(
+                "apply_model takes a function, which only a program has (LLM.apply_model): JSON holds none",
+                parameter="args",
+            )
+        return function(self.worker.model)
 
     def sleep(self, level: int) -> None:
         """As the worker's `put_away`."""
