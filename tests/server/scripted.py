@@ -29,7 +29,7 @@ class Stream:
         self, engine: ScriptedEngine, name: str, outputs: AsyncGenerator[Object, None], heard: Any
     ):
         self.engine, self.name, self.heard = engine, name, heard
-        self.said: list[Object | Exception] = []
+        self.said: list[Object | BaseException] = []
         self.finished = self.ended = False
         self.task = asyncio.ensure_future(self.read(outputs))
 
@@ -39,7 +39,9 @@ class Stream:
                 async for output in outputs:
                     self.said.append(output)
                     self.heard()
-            except Exception as error:
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
                 self.said.append(error)
                 self.heard()
 
@@ -47,7 +49,7 @@ class Stream:
         if not self.said:
             return None
         output = self.said.pop(0)
-        if isinstance(output, Exception):
+        if isinstance(output, BaseException):
             raise output
         if self.said:
             self.heard()  # there is more

@@ -250,7 +250,11 @@ class AsyncLLM(Later):
                 self._tell(collector)
         except EngineDeadError as error:
             self._fail(error)
-        except Exception as error:  # a fault of ours must not leave streams waiting for ever
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # a fault, or a tokenizer's panic, must not leave streams waiting for ever
             log.exception("the front room failed")
             self._fail(EngineDeadError(f"the front room failed: {type(error).__name__}: {error}"))
 
