@@ -38,7 +38,7 @@ def refusal(form: Form) -> str | None:
 
 def admits(reader: Reader, form: Form, text: str) -> bool:
     made = checked(form, "xgrammar")
-    matcher = reader.compiler.ask(made).result().deep_copy()
+    matcher = reader.matcher(made)
     tokens = reader.compiler.vocabulary.tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
