@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from quire.errors import ConfigError
 from quire.features.structured.frames import ProcessEnded
 from quire.features.structured.processes import Forkers, GrammarProcess
 from quire.features.structured.refusal import Refused
@@ -172,7 +173,10 @@ class Compiler:
                 self._keep(key, made)
 
     def _keep(self, key: bytes, made: Future[GrammarProcess]) -> None:
-        if made.cancelled() or made.exception() is not None:
+        if made.cancelled() or (error := made.exception()) is not None:
+            if made.cancelled() or not isinstance(error, Refused | ConfigError):
+                self._known.pop(key, None)  # it may go better the next time
+                return
             self._refused[key] = made
             self._refused.move_to_end(key)
             if len(self._refused) > KEPT_REFUSALS:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,6 +53,7 @@ COMPILE_WALL = (
     5  # a compile may take so many times its processor time, because other work may run beside it
 )
 encode = msgspec.msgpack.encode
+T = TypeVar("T")
 
 
 class Forkers:
@@ -177,7 +178,7 @@ class GrammarProcess:
     def _ask(self, message: Any, seconds: float) -> Compiled:
         until = time.monotonic() + seconds
         self.send(message, until)
-        return msgspec.msgpack.decode(self._read(until), type=Compiled)
+        return self._decoded(until, Compiled)
 
     def begin(
         self, number: int, settings: PlaceSettings, outputs: Sequence[int], until: float
@@ -191,13 +192,16 @@ class GrammarProcess:
         self.send(Step(rows), until)
 
     def fed(self, until: float) -> Fed:
-        return msgspec.msgpack.decode(self._read(until), type=Fed)
+        return self._decoded(until, Fed)
 
     def filled(self, until: float) -> tuple[Filled, np.ndarray]:
-        told = msgspec.msgpack.decode(self._read(until), type=Filled)
+        told = self._decoded(until, Filled)
         self.bytes = told.bytes
         masks = np.frombuffer(self._read(until), np.int32)
-        return told, masks.reshape(len(told.over), -1)
+        if len(masks) != len(told.over) * self.words:
+            self.close()
+            raise ProcessEnded("its masks are of another size")
+        return told, masks.reshape(len(told.over), self.words)
 
     def drop(self, number: int) -> None:
         with contextlib.suppress(ProcessEnded):
@@ -208,6 +212,13 @@ class GrammarProcess:
             self.pipe.settimeout(max(until - time.monotonic(), 0.001))
             send(self.pipe, encode(message))
         except (ProcessEnded, OSError) as error:
+            self.close()
+            raise ProcessEnded(str(error)) from error
+
+    def _decoded(self, until: float, kind: type[T]) -> T:
+        try:
+            return msgspec.msgpack.decode(self._read(until), type=kind)
+        except msgspec.DecodeError as error:
             self.close()
             raise ProcessEnded(str(error)) from error
 
