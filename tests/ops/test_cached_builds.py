@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,3 +117,94 @@ def test_the_kernels_use_torchs_threads() -> None:
     if (found := library.best()) is None:
         pytest.skip("no native kernels run here")
     assert library.shares_threads(found.threads)
+
+
+def other_user(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
+    """Files as if another user owned them; a test may not be root, who could make them so."""
+    lstat = Path.lstat
+
+    def seen(path: Path) -> os.stat_result:
+        found = lstat(path)
+        return os.stat_result((*found[:4], 65534, *found[5:])) if path in theirs else found
+
+    monkeypatch.setattr(Path, "lstat", seen)
+
+
+def planted(path: Path) -> bytes:
+    """A library with a good seal: the seal has no key."""
+    data = b"evil" * 99
+    data += hashlib.sha256(data).digest()
+    path.write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize("how", ["another user's file", "anyone may write", "a link"])
+def test_a_planted_library_is_not_taken(
+    how: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M4: a library of another user in a shared cache was loaded, and is code."""
+    made = build.library(PORTABLE)
+    evil = planted(made)
+    if how == "another user's file":
+        other_user(monkeypatch, made)
+    elif how == "anyone may write":
+        made.chmod(0o666)
+    else:
+        made.rename(cache / "elsewhere")
+        made.symlink_to(cache / "elsewhere")
+    monkeypatch.setattr(build, "_run", refuse)
+    with pytest.raises(build.CannotBuild, match="compiled again"):
+        build.library(PORTABLE)
+    assert made.read_bytes() == evil
+
+
+@pytest.mark.parametrize("how", ["another user's folder", "anyone may write", "another group"])
+def test_in_a_folder_of_others_nothing_is_taken_or_kept(
+    how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = build.library(PORTABLE)
+    planted(made)
+    made.chmod(0o644)
+    if how == "another user's folder":
+        other_user(monkeypatch, cache.parent)
+    else:
+        cache.parent.chmod(0o777 if how == "anyone may write" else 0o775)
+        if how == "another group":
+            monkeypatch.setattr(os, "getegid", lambda: 4242)
+    with caplog.at_level(logging.WARNING, "quire"):
+        alone = build.library(PORTABLE)
+    assert alone.parent.name.startswith(build.PRIVATE)
+    assert alone.parent.stat().st_mode & 0o777 == 0o700
+    assert b"evil" not in alone.read_bytes()
+    assert "set QUIRE_CACHE_ROOT to a folder of this user" in caplog.text
+    build.loaded(alone)
+    assert not alone.parent.exists()
+    build.loaded(made)
+    assert made.exists()
+
+
+def test_what_is_kept_is_its_owners_alone_under_any_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = build.library(PORTABLE)
+    finally:
+        os.umask(before)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert made.stat().st_mode & 0o777 == 0o755
+    cache.parent.chmod(0o1777)  # as /tmp: each user's entries are theirs
+    assert build.library(PORTABLE) == made
+
+
+def test_a_library_without_our_functions_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the start with an AttributeError."""
+
+    def load(name: str) -> None:
+        raise AttributeError("undefined symbol: quire_init")
+
+    monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
+    monkeypatch.setattr(library, "load", load)
+    library.best.cache_clear()
+    try:
+        assert library.best() is None
+    finally:
+        library.best.cache_clear()

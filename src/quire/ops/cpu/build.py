@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +37,16 @@ FLAGS = (
 )
 PATIENCE_S = 600  # a file takes 3 s alone; a machine may be slow, and busy, and frozen for a while
 SEAL = 32  # bytes
+PRIVATE = "quire-kernels-"
+"""Of a folder in the temporary directory, with a build for one process."""
 
 
 class CannotBuild(Exception):
     """No compiler, or it failed; the message says which."""
+
+
+class Unsafe(Exception):
+    """Another user may have put a library into the cache."""
 
 
 class Missing(CannotBuild):
@@ -81,16 +88,66 @@ def library(isa: Isa) -> Path:
     name = file_name(isa)
     if (INSTALLED / name).exists():
         return INSTALLED / name
-    root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
-    if is_whole(root / name):
-        return root / name
+    root = Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / "kernels"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if root.stat().st_uid == os.geteuid():
+            root.chmod(0o700)
+        check_owner(root)
+        if is_ours(root / name) and is_whole(root / name):
+            return root / name
         made = make(isa, root)
+    except Unsafe as why:
+        log.warning(
+            "%s: the CPU kernels are compiled for this process alone, at each start; set QUIRE_CACHE_ROOT to a"
+            " folder of this user", why,
+        )  # fmt: skip
+        return make(isa, Path(tempfile.mkdtemp(prefix=PRIVATE)))
     except OSError as why:
         raise CannotBuild(f"{root} cannot be written ({why}); set QUIRE_CACHE_ROOT") from None
     log.info("compiled the CPU kernels for %s into %s", isa.name, made)
     return made
+
+
+def loaded(path: Path) -> None:
+    """After the linker has mapped the library: one that was made for this process alone needs no name any more."""
+    if path.parent.name.startswith(PRIVATE):
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether no other user but root can have written this file: a library is code."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_ISREG(found.st_mode) and _trusted(found) and not found.st_mode & others
+
+
+def check_owner(folder: Path) -> None:
+    """Raises Unsafe: another user could put a library into the folder, or another folder in its place.
+
+    Each folder up to the root must belong to this user or to root, and only its owner may write there. The group of
+    this process may too (umask 002), and everybody where the sticky bit keeps each user's entries (/tmp).
+    """
+    for place in {*_chain(folder), *_chain(folder.resolve())}:
+        found = place.lstat()
+        if not _trusted(found):
+            raise Unsafe(f"{place} belongs to another user (uid {found.st_uid})")
+        if stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
+            continue
+        foreign = found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid()
+        if found.st_mode & stat.S_IWOTH or foreign:
+            raise Unsafe(f"other users may write to {place}")
+
+
+def _chain(folder: Path) -> list[Path]:
+    return [folder, *folder.parents]
+
+
+def _trusted(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid())
 
 
 def is_whole(path: Path) -> bool:
@@ -123,6 +180,7 @@ def make(isa: Isa, folder: Path) -> Path:
         _run([*command, "-shared", *map(str, sorted(objects.values())), "-o", str(whole)])
         with whole.open("ab") as file:
             file.write(hashlib.sha256(whole.read_bytes()).digest())
+        whole.chmod(0o755)  # under umask 0, the linker lets everybody write to it
         os.replace(whole, target)  # whole or not at all, whoever else builds
     return target
 

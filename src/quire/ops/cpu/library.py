@@ -102,7 +102,9 @@ class Kernels:
     def __init__(self, which: isa.Isa):
         self.isa = which
         torch.get_num_threads()  # its OpenMP runtime is up before ours is looked for
-        library = ctypes.CDLL(str(build.library(which)))
+        path = build.library(which)
+        library = ctypes.CDLL(str(path))
+        build.loaded(path)
         if library.quire_init():
             raise build.Missing(f"the operating system gives no {which.name} to this process")
         for name, types in SIGNATURES.items():
@@ -140,7 +142,7 @@ def best() -> Kernels | None:
             continue
         try:
             found = load(name)
-        except (build.CannotBuild, OSError) as why:
+        except (build.CannotBuild, OSError, AttributeError) as why:
             reasons.setdefault(str(why), []).append(name)
             if not isinstance(why, build.Missing):
                 failures.append(f"{name}: {why}")
