@@ -238,14 +238,16 @@ class AttackedServer(Served):
 
     _alive: ClassVar[list[AttackedServer]] = []
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None, model: str = "quire-tiny", key: str = ""):  # fmt: skip
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, model: str = "quire-tiny", key: str = "", before: tuple[str, ...] = ()):  # fmt: skip
         if self._alive:
             raise RuntimeError("one attacked server at a time: another still runs")
         self._alive.append(self)
         self.key, self.expected = key, ""
         self.spoiled = False
         """An attack succeeded: this server is none for the next test."""
-        super().__init__(model, *FLAGS, *flags, env={"PYTHONPATH": ATTACKED, **(env or {})})
+        super().__init__(
+            model, *FLAGS, *flags, env={"PYTHONPATH": ATTACKED, **(env or {})}, before=before
+        )
 
     def __enter__(self) -> AttackedServer:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from attacked import AttackedServer, only_this_machine
@@ -57,7 +58,7 @@ def started(shared: Shared) -> Iterator[Start]:
     """`started("--api-key", "k", key="k")`: a server with flags (and `env`) of its own, for one test."""
     with ExitStack() as stack:
 
-        def start(*flags: str, env: dict[str, str] | None = None, **more: str) -> AttackedServer:
+        def start(*flags: str, env: dict[str, str] | None = None, **more: Any) -> AttackedServer:
             shared.close()
             stack.close()
             return stack.enter_context(AttackedServer(*flags, env=env, **more))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import select
 import socket
 import time
@@ -166,8 +165,9 @@ def held(server: AttackedServer, count: int) -> Iterator[int]:
 
 
 @pytest.mark.attack
-def test_a_server_without_descriptors_outlives_its_engine(guarded: AttackedServer):
-    resource.prlimit(guarded.process.pid, resource.RLIMIT_NOFILE, (120, 120))
+def test_a_server_without_descriptors_outlives_its_engine(started: Start):
+    few = ("sh", "-c", 'ulimit -n 160; exec "$0" "$@"')
+    guarded = started("--api-key", KEY, key=KEY, before=few)
     with held(guarded, 300) as made:
         note(f"{made} connections")
         engine = guarded.engine()
