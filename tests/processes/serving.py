@@ -25,8 +25,8 @@ class Served:
     """`with Served(checkpoint) as server:` is ready inside."""
 
     def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None,
-                 cwd: str | None = None):  # fmt: skip
-        words = [sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0",
+                 cwd: str | None = None, before: tuple[str, ...] = ()):  # fmt: skip
+        words = [*before, sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0",
                  "--kv-cache-memory-bytes", "4M", "--dtype", "float32", *flags]  # fmt: skip
         self.process = subprocess.Popen(
             words,
