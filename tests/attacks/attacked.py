@@ -458,7 +458,7 @@ class Watch:
 def probe(server: AttackedServer, timeout: float = 30.0) -> bool:
     """Whether /health/live answers 200, on a connection of its own."""
     with server.connection(timeout) as own:
-        own.sendall(b"GET /health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        own.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return own.recv(64).startswith(b"HTTP/1.1 200")
 
 

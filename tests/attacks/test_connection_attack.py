@@ -58,7 +58,7 @@ def closed_within(own: socket.socket, seconds: float) -> float | None:
 @pytest.mark.attack
 @pytest.mark.parametrize("line", [b"GET /x", b"GET /health", b"POST /v1/completions"], ids=["x", "health", "post"])  # fmt: skip
 def test_a_pipeline_takes_no_memory(guarded: AttackedServer, line: bytes):
-    request = line + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    request = line + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     with guarded.attack(seconds=60) as measured:
         with guarded.connection() as own:
             sent = poured(own, request * 4000, 20)
@@ -74,7 +74,7 @@ def test_a_pipeline_whose_answers_are_not_read_takes_no_memory(guarded: Attacked
         guarded.connection(timeout=5) as own,
     ):
         for _ in range(400):
-            own.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n" * 2000)
+            own.sendall(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
     measured.check(http_mib=100)
 
 
@@ -100,9 +100,9 @@ def test_a_head_without_end_is_counted(guarded: AttackedServer, head: bytes):
 SLOW = {
     "nothing": b"",
     "half a head": b"GET / HTTP/1.1\r\nHost",
-    "half a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{",
-    "a lone CRLF": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n\r\n",
-    "an unread 401": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n" + b" " * 99,
+    "half a body": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{",
+    "a lone CRLF": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n\r\n",
+    "an unread 401": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n" + b" " * 99,
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def test_a_body_that_drips_has_a_total(started: Start):
     with server.attack(seconds=150) as measured:
         with server.connection() as own:
             own.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{"
             )
             begun = time.monotonic()
             while time.monotonic() - begun < 120:
@@ -186,7 +186,7 @@ def test_a_server_without_descriptors_outlives_its_engine(started: Start):
 def test_a_short_pipeline_is_closed_or_answered(server: AttackedServer):
     with server.attack(seconds=30) as measured:
         with server.connection() as own:
-            sent = poured(own, b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n" * 4000, 2, 4 * MIB)
+            sent = poured(own, b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4000, 2, 4 * MIB)
         note(f"{sent} bytes taken")
         assert server.ask(TEXT, b"{").status_code == 400
     measured.check(http_mib=100)

@@ -61,35 +61,35 @@ def test_only_the_open_paths_answer_without_the_key(started: Start):
     with server.attack(seconds=100) as measured:
         for method, path in itertools.product(METHODS, paths):
             seen += 1
-            found = status(server, f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n".encode())  # fmt: skip
+            found = status(server, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())  # fmt: skip
             refused = (0, 400, 401, 405) if method == "OPTIONS" else (0, 400, 401)
             assert found in refused, (method, path, found)
         for path in paths:
             for spelt in spellings(path):
                 seen += 1
-                found = status(server, f"GET {spelt} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+                found = status(server, f"GET {spelt} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
                 assert found in (0, 400, 401, 404), (spelt, found)
         believed = ("X-Original-URL: /health", "X-Rewrite-URL: /health", "X-Forwarded-Prefix: /health", "X-Forwarded-For: 127.0.0.1",
                     "Authorization: Bearer", "Authorization: Bearer \r\nAuthorization: Bearer x", "x-api-key:", "Authorization: Basic " + KEY,
                     "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: a\r\nSec-WebSocket-Version: 13")  # fmt: skip
         for more in believed:
-            found = status(server, f"GET /v1/models HTTP/1.1\r\nHost: a\r\n{more}\r\n\r\n".encode())
+            found = status(server, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{more}\r\n\r\n".encode())
             assert found in (400, 401), (more, found)
-        good = f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+        good = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
         assert status(server, good.encode()) == 200
     assert seen > 800
     measured.check()
 
 
 SMUGGLED = {
-    "CL and TE": b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "two CL": b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
-    "an odd TE": b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "obs-fold": b"GET %s HTTP/1.1\r\nHost: a\r\nX: a\r\n b\r\n\r\n",
+    "CL and TE": b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two CL": b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
+    "an odd TE": b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "obs-fold": b"GET %s HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
     "space before colon": b"GET %s HTTP/1.1\r\nHost : a\r\n\r\n",
     "NUL": b"GET %s HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
-    "signed CL": b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: +5\r\n\r\nabcde",
-    "control character": b"GET %s HTTP/1.1\r\nHost: a\r\nX: a\x01b\r\n\r\n",
+    "signed CL": b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\nabcde",
+    "control character": b"GET %s HTTP/1.1\r\nHost: localhost\r\nX: a\x01b\r\n\r\n",
 }
 
 
@@ -141,7 +141,7 @@ def test_odd_json_costs_nothing(server: AttackedServer, name: str):
 
 def test_one_byte_more_than_a_body_may_have(server: AttackedServer):
     with server.connection() as own:
-        own.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 16777217\r\n\r\n{")  # fmt: skip
+        own.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 16777217\r\n\r\n{")  # fmt: skip
         own.settimeout(10)
         assert own.recv(4096).startswith(b"HTTP/1.1 413")
     assert json.loads(server.innocent())
@@ -154,7 +154,7 @@ def test_clients_that_leave_free_what_they_had(server: AttackedServer):
         for number in range(80):
             body = json.dumps({"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": number % 2 == 0}).encode()  # fmt: skip
             own = server.connection()
-            own.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)  # fmt: skip
+            own.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)  # fmt: skip
             if number % 4 == 0:
                 own.settimeout(10)
                 own.recv(100)

@@ -104,12 +104,12 @@ async def poured(draw: random.Random, connect: Connect) -> None:
     """Bytes on a bare connection: a pipeline, a head or a chunk without end; perhaps its answers are not read."""
     start, piece = draw.choice(
         [
-            (b"", b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n" * 200),
-            (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 200),
+            (b"", b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200),
+            (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200),
             (b"GET / HTTP/1.1\r\nX: ", b"a" * 65536),
             (b"GET /", b"a" * 65536),
-            (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
-            (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n"),
+            (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\r\n"),
         ]
     )  # fmt: skip
     reader, writer = await connect()
@@ -139,7 +139,7 @@ async def unread(draw: random.Random, connect: Connect) -> None:
     """A large answer, streamed or whole, of which nothing is read until the client leaves."""
     asked = {"prompt": "a", "n": 8, "max_tokens": 100, "logprobs": 20, "ignore_eos": True, "temperature": 1}  # fmt: skip
     raw = json.dumps(asked | {"stream": draw.random() < 0.5}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     reader, writer = await connect()
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(head.encode() + raw)

@@ -65,7 +65,7 @@ def asked(path: str, prompt: str, length: int, stream: bool) -> dict[str, Any]:
 def written(body: dict[str, Any], path: str) -> bytes:
     """The bytes of a request."""
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 
