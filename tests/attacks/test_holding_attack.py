@@ -73,7 +73,9 @@ def test_only_the_open_paths_answer_without_the_key(started: Start):
                     "Authorization: Bearer", "Authorization: Bearer \r\nAuthorization: Bearer x", "x-api-key:", "Authorization: Basic " + KEY,
                     "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: a\r\nSec-WebSocket-Version: 13")  # fmt: skip
         for more in believed:
-            found = status(server, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{more}\r\n\r\n".encode())
+            found = status(
+                server, f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{more}\r\n\r\n".encode()
+            )
             assert found in (400, 401), (more, found)
         good = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
         assert status(server, good.encode()) == 200

@@ -15,6 +15,9 @@ TOO_MANY: dict[str, tuple[str, dict[str, Any], int, str]] = {
     # what is asked, the sum, and the field that weighs most; a letter is a token, and BOS one more
     "prompt logprobs": (TEXT, {"prompt": ["a" * 49] * 4, "prompt_logprobs": 3, "max_tokens": 1}, 4 * 50 * 5 + 4, "prompt_logprobs"),
     "echo": (TEXT, {"prompt": ["a" * 49] * 4, "logprobs": 3, "echo": True, "max_tokens": 1}, 4 * 50 * 5 + 4 * 5, "prompt_logprobs"),
+    "prompt logprobs of each choice": (TEXT, {"prompt": "a" * 19, "n": 20, "prompt_logprobs": 3, "max_tokens": 1}, 20 * 20 * 5 + 20, "prompt_logprobs"),
+    "an echo in each choice": (TEXT, {"prompt": "a" * 29, "n": 40, "echo": True, "max_tokens": 1}, 40 * 30 + 40, "n"),
+    "ids in each choice": (TEXT, {"prompt": "a" * 29, "n": 40, "return_token_ids": True, "max_tokens": 1}, 40 * 30 + 40, "n"),
     "logprobs": (TEXT, {"prompt": ["a"] * 4, "n": 10, "logprobs": 3, "max_tokens": 10}, 4 * 10 * 10 * 5, "logprobs"),
     "best of": (TEXT, {"prompt": ["a"] * 4, "best_of": 10, "logprobs": 3, "max_tokens": 10}, 4 * 10 * 10 * 5, "logprobs"),
     "all logprobs": (TEXT, {"prompt": "a", "logprobs": -1, "max_tokens": 1}, 2 + 0x110000 - 1, "logprobs"),

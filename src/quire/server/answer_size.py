@@ -15,9 +15,11 @@ from quire.server.errors import invalid
 
 def check_answer_size(
     prompts: Sequence[Prompt], params: SamplingParams, beams: BeamSearchParams | None,
-    engine: TextEngine, most: int,
+    engine: TextEngine, most: int, copies: int = 1,
 ) -> None:  # fmt: skip
     """`most`: entries; one completion without log-probabilities is never refused.
+
+    `copies`: choices of the answer that repeat what it says of their prompt.
 
     Raises:
         ApiError: 400 with the sum.
@@ -35,10 +37,12 @@ def check_answer_size(
         # Each step asks for every beam anew, with its prompt; and each step's rivals are kept for its logprobs.
         prompt_tokens, of_prompt = each * prompt_tokens, 1
         of_output = 1 if params.logprobs is None else 2 + 2 * beams.beam_width
-    elif params.prompt_logprobs is None:
-        of_prompt = 0
+    else:
+        prompt_tokens *= copies
+        if params.prompt_logprobs is None:
+            of_prompt = 1 if copies > 1 else 0
     sums = {
-        "prompt_logprobs" if beams is None else "n": prompt_tokens * of_prompt,
+        "n" if of_prompt == 1 else "prompt_logprobs": prompt_tokens * of_prompt,
         "max_tokens" if of_output == 1 else "logprobs": output_tokens * of_output,
     }
     if (total := sum(sums.values())) <= max(most, engine.max_model_len):

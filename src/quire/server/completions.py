@@ -156,10 +156,13 @@ async def completions(request: Request) -> Response | EventStream:
     if body.use_beam_search and body.stream:
         raise invalid("`stream` does not go together with `use_beam_search`", "stream")
     params, prompts = await prepared(request, asked_of, request, body, engine, state)
+    of_prompt = body.echo or body.return_token_ids or body.return_prompt_text
+    repeated = bool(of_prompt) or body.prompt_logprobs is not None
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, interval(body, state),
         request.scope.get(TENANT), beams=beams_of(body, params, engine.defaults()),
+        copies=params.n if repeated else 1,
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids

@@ -133,6 +133,8 @@ class Generation:
     """Tells thoughts and tool calls from the text."""
     beams: BeamSearchParams | None = None
     """Nothing is drawn: the likeliest outputs are searched for."""
+    copies: int = 1
+    """Choices of the answer that repeat what it says of their prompt."""
     counts: list[Count] = field(init=False)
     ended: bool = False
     _running: list[Running] = field(default_factory=list)
@@ -145,7 +147,7 @@ class Generation:
     def __post_init__(self) -> None:
         n = self.params.n
         limit = self.state.config.server.max_answer_entries
-        check_answer_size(self.prompts, self.params, self.beams, self.engine, limit)
+        check_answer_size(self.prompts, self.params, self.beams, self.engine, limit, self.copies)
         self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
 
     def usage(self, details: bool) -> dict[str, Any]:
