@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from quire.server import text_pool
 from quire.server.app import build_app
 from quire.server.errors import ApiError
 from quire.server.state import Phase
-from quire.server.text_pool import CLIENT, LONG_JOB, TextPool
+from quire.server.text_pool import CLIENT, LONG_JOB, TextPool, run_alone
 
 PATIENCE_S = 60
 
@@ -143,6 +146,48 @@ def test_a_job_that_fails_or_is_given_up_frees_its_thread():
         assert gate.begun == ["a", "next"]
 
     run(work)
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_what_a_failed_job_held_is_freed_at_once(by_loop: bool):
+    """A refused body of many MiB used to stay until the next collection: its error and a frame held each other."""
+
+    class Body:
+        pass
+
+    held: list[weakref.ref[Body]] = []
+
+    async def refuse_soon(body: Body) -> str:
+        await asyncio.sleep(0)
+        return refuse(body)
+
+    def refuse(body: Body) -> str:
+        raise ApiError(400, f"{body} is too much")
+
+    async def once(pool: TextPool) -> None:
+        body = Body()
+        held.append(weakref.ref(body))
+        if by_loop:
+            await pool.run_sized(0, run_alone, refuse_soon, body)
+        else:
+            await pool.run_sized(0, refuse, body)
+
+    async def work(pool: TextPool, gate: Gate) -> None:
+        for _ in range(5):
+            with suppress(ApiError):
+                await once(pool)
+        async with asyncio.timeout(
+            PATIENCE_S
+        ):  # the thread ends its job a little after it told the result
+            while any(one() is not None for one in held):
+                await asyncio.sleep(0.005)
+
+    gc.disable()
+    try:
+        run(work)
+    finally:
+        gc.enable()
+    assert len(held) == 5
 
 
 def test_a_job_inside_a_thread_of_the_pool_needs_no_other_one():

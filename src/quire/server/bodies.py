@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Callable, Coroutine, Set
+from functools import partial
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid
 from quire.server.large_bodies import not_an_object, not_json, not_valid, read_long
-from quire.server.text_pool import TextPool
+from quire.server.text_pool import TextPool, run_alone
 
 log = get_logger(__name__)
 
@@ -157,7 +158,7 @@ async def prepared(
     if size <= SHORT_BODY:
         return await work(*args, **keywords)
     texts: TextPool = request.app.state.quire.serving().texts
-    return await texts.run_sized(size, lambda: asyncio.run(work(*args, **keywords)))
+    return await texts.run_sized(size, partial(run_alone, work, *args, **keywords))
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

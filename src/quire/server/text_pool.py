@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -79,15 +79,17 @@ class TextPool:
         Raises:
             ApiError: 429: too many jobs of this client wait; 503: too many of all.
         """
-        job = Job(partial(call, *args, **keywords), size, CLIENT.get(), copy_context())
         if self.inside:
-            found: T = job.call()
-            return found
+            return call(*args, **keywords)
+        job = Job(partial(call, *args, **keywords), size, CLIENT.get(), copy_context())
         with self._lock:
             self._add(job)
         self._start()
-        result: T = await asyncio.wrap_future(job.future)
-        return result
+        try:
+            result: T = await asyncio.wrap_future(job.future)
+            return result
+        finally:
+            del job  # it knows the error, and the error this frame
 
     def _add(self, job: Job) -> None:
         jobs = self._waiting.get(job.client, [])
@@ -137,24 +139,22 @@ class TextPool:
         return None
 
     def _work(self, job: Job) -> None:
-        if job.future.set_running_or_notify_cancel():
-            tell = self._outcome(job)
+        if not job.future.set_running_or_notify_cancel():
             self._ended(job)
-            tell()
-        else:
-            self._ended(job)
-        if job.size > LONG_JOB:
-            give_back()
-
-    def _outcome(self, job: Job) -> Callable[[], None]:
-        """Run it; the call that says how it ended."""
+            return
         self._inside.job = True
         try:
-            return partial(job.future.set_result, job.context.run(job.call))
+            tell = partial(job.future.set_result, job.context.run(job.call))
         except BaseException as error:
-            return partial(job.future.set_exception, error)
-        finally:
-            self._inside.job = False
+            tell = partial(job.future.set_exception, error)
+        self._inside.job = False
+        self._ended(job)
+        tell()
+        if job.size > LONG_JOB:
+            give_back()
+        # An error knows this frame and its callers: with a way back from them to the error, all that the job held would
+        # stay until the next collection.
+        del job.future, job.call, tell
 
     def _ended(self, job: Job) -> None:
         with self._lock:
@@ -163,6 +163,28 @@ class TextPool:
                 del self._running[job.client]
             self._long -= job.size > LONG_JOB
         self._start()
+
+
+def run_alone(work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywords: P.kwargs) -> T:
+    """The result of `work`, run by an event loop of this thread. For a job of the pool.
+
+    asyncio.run by itself keeps an error, and all that its frames hold, until the next collection.
+    """
+
+    async def caught() -> tuple[Any, BaseException | None]:
+        try:
+            return await work(*args, **keywords), None
+        except Exception as error:
+            return None, error
+
+    found, error = asyncio.run(caught())
+    try:
+        if error is not None:
+            raise error
+        result: T = found
+        return result
+    finally:
+        del error
 
 
 def give_back() -> None:
