@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -33,9 +32,9 @@ from quire import env
 from quire.config.recording import for_recording
 from quire.engine import flight
 from quire.engine.board import State, StateBoard
+from quire.engine.folder import hold, own_folder, remove_stale
 from quire.engine.lifeline import STOP, Listener
 from quire.engine.poison import Suspects, digest_of_entered
-from quire.errors import StartupError
 from quire.logging import get_logger
 from quire.protocol.output import Beat, Died, Ready
 
@@ -70,6 +69,8 @@ class EngineHost:
 
     def __init__(self, payload: bytes, frontends: int = 1, patience: Patience | None = None):
         self.folder = own_folder()
+        self._lock = hold(self.folder)
+        remove_stale(self.folder.parent)
         (self.folder / "1").mkdir()
         self.patience = patience or Patience()
         self._payload, self._frontends = payload, frontends
@@ -100,6 +101,8 @@ class EngineHost:
             self._change(condition="closed")
         self.board.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     # -- the thread -----------------------------------------------------------------------------
     def _keep(self) -> None:
@@ -292,27 +295,6 @@ def keep(folder: Path) -> Path:
     for old in sorted(path for path in root.iterdir() if path.is_dir())[:-5]:
         shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def own_folder() -> Path:
-    """A new folder that nobody else can read, in the first directory that can be written.
-
-    Raises:
-        StartupError: there is none.
-    """
-    tried: list[str] = []
-    for place in (
-        None,
-        env.outer("XDG_RUNTIME_DIR"),
-        "/dev/shm",
-    ):  # None: as Python chooses, by TMPDIR
-        try:
-            return Path(tempfile.mkdtemp(prefix="quire-", dir=place))
-        except OSError as why:
-            tried.append(str(why))
-    raise StartupError(
-        f"the engine's sockets need a directory that can be written ({'; '.join(tried)}): set TMPDIR to one"
-    )
 
 
 def own_stacks() -> str:

@@ -1,0 +1,59 @@
+"""Folders of servers that were killed are removed by the next server; those of running ones stay (M1)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.engine.folder import LOCK, hold, own_folder, remove_stale
+
+HOLDS = """
+import sys
+from quire.engine.folder import hold, own_folder
+folder = own_folder()
+(folder / "flight-0").write_bytes(b"tokens of prompts")
+lock = hold(folder)
+print(folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_server_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        left = Path(child.stdout.readline().strip())
+        mine = own_folder()
+        lock = hold(mine)
+        remove_stale(tmp_path)
+        assert (left / "flight-0").exists(), "it still runs"
+        child.kill()
+        child.wait()
+    remove_stale(tmp_path)
+    assert not left.exists()
+    assert mine.exists()
+    assert lock is not None
+    lock.close()
+
+
+def test_other_folders_are_left_alone(tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    for name, mode in (
+        ("quire-old", 0o700),
+        ("quire-open", 0o755),
+        ("other", 0o700),
+        ("elsewhere", 0o700),
+    ):
+        folder = tmp_path / name
+        folder.mkdir(mode=mode)
+        (folder / "kept").touch()
+        if name != "quire-old":  # of a version that had no lock
+            (folder / LOCK).touch()
+    (tmp_path / "quire-link").symlink_to(elsewhere)
+    (tmp_path / "quire-file").touch()
+    remove_stale(tmp_path)
+    assert len(list(tmp_path.glob("*/kept"))) == 5  # once more through the link
