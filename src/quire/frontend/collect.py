@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from quire.frontend.detokenize import Detokenizer
 from quire.frontend.fanout import best
 from quire.frontend.inputs import Accepted
-from quire.frontend.logprobs import FlatLogprobs, Position, Positions, PromptLogprobs, positions
+from quire.frontend.logprobs import (
+    FlatLogprobs,
+    PackedLogprobs,
+    Position,
+    Positions,
+    PromptLogprobs,
+    positions,
+)
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.repetition import Circles
 from quire.frontend.tokenizer import Tokenizer
@@ -32,7 +39,7 @@ class Child:
     detokenizer: Detokenizer | None
     circles: Circles | None = None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Position | None] | None = None
+    logprobs: list[Position | None] | PackedLogprobs | None = None
     cumulative: float | None = None
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -90,7 +97,9 @@ class Child:
 class Collector:
     """One request. Not for several threads at once."""
 
-    def __init__(self, accepted: Accepted, tokenizer: Tokenizer | None):
+    def __init__(self, accepted: Accepted, tokenizer: Tokenizer | None, packs: bool = False):
+        """`packs`: whole outputs come with PackedLogprobs, as the server's do, not with lists."""
+        self.packs = packs
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [
@@ -141,11 +150,14 @@ class Collector:
         return output.finish is None
 
     def _add_logprobs(self, child: Child, found: Logprobs | None, count: int) -> None:
+        ranked = self.params.logprob_token_ids is None
         if child.logprobs is None:
-            child.logprobs = []
+            child.logprobs = PackedLogprobs(self._names, ranked) if self.packs else []
         if found is None:
             return
-        ranked = self.params.logprob_token_ids is None
+        if isinstance(child.logprobs, PackedLogprobs):
+            child.logprobs.add(found, range(min(count, len(found.ranks))))
+            return
         entries = positions(found, self._names, ranked)
         child.logprobs.extend(entry for entry, _ in zip(entries, range(count), strict=False))
 
@@ -205,24 +217,26 @@ class Collector:
             if not self._deltas:
                 text = child.detokenizer.settled
         child.taken, child.told = len(child.tokens), child.finish is not None
-        logprobs = None if child.logprobs is None else self._logprobs(child.logprobs[start:])
+        logprobs = None if child.logprobs is None else self._logprobs(child.logprobs, start)
         return CompletionOutput(
             index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
             child.stop_reason, None, child.error, child.error_kind,
         )  # fmt: skip
 
-    def _logprobs(self, found: list[Position | None]) -> Positions:
-        if not self.params.flat_logprobs:
+    def _logprobs(self, found: list[Position | None] | PackedLogprobs, start: int) -> Positions:
+        if isinstance(found, PackedLogprobs) and not self._deltas:
             return found
+        if not self.params.flat_logprobs:
+            return found[start:]
         flat = FlatLogprobs()
-        flat.extend(found)
+        flat.extend(found[start:])
         return flat
 
     def _take_prompt_logprobs(self) -> Positions | None:
         if self.prompt_logprobs is None or (self._deltas and self._prompt_told):
             return None
         self._prompt_told = True
-        return self.prompt_logprobs.result(self.params.flat_logprobs)
+        return self.prompt_logprobs.result(self.params.flat_logprobs, self.packs)
 
 
 def _circles(params: SamplingParams) -> Circles | None:

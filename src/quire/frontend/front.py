@@ -68,6 +68,8 @@ class FrontRoom:
         )
         self.logs_requests = False
         """A line for each; the server writes its own."""
+        self.packs_logprobs = False
+        """Whole outputs come with PackedLogprobs: the server's answers may be large."""
         self.live: dict[str, Collector] = {}
         self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
@@ -149,7 +151,7 @@ class FrontRoom:
             accepted.rename_children(number)
         if self.logs_requests:
             self._log(accepted)
-        collector = Collector(accepted, self.tokenizer)
+        collector = Collector(accepted, self.tokenizer, self.packs_logprobs)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)

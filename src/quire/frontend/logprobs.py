@@ -5,6 +5,7 @@ Knows the wire's `Logprobs` and a tokenizer. Does not know requests.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
@@ -81,9 +82,6 @@ class FlatLogprobs(Sequence[Position | None]):
         return (self._position(index) for index in range(len(self)))
 
 
-Positions = list[Position | None] | FlatLogprobs
-
-
 def positions(
     found: Logprobs, tokenizer: Tokenizer | None, ranked: bool = True
 ) -> Iterator[Position]:
@@ -98,24 +96,100 @@ def positions(
         yield entries
 
 
+class PackedLogprobs(Sequence[Position | None]):
+    """Positions of an output as they came, in arrays: 12 bytes an entry, where a dict of `Logprob` takes 200.
+
+    Each position is made when it is asked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, ranked: bool = True):
+        self.tokenizer, self.ranked = tokenizer, ranked
+        self.ids, self.values = array("i"), array("d")
+        self.ends, self.ranks = array("q", [0]), array("q")
+
+    def add(self, found: Logprobs, rows: Iterable[int]) -> None:
+        """Some of the wire's positions."""
+        for row in rows:
+            self.ids.extend(found.token_ids[row])
+            self.values.extend(found.values[row])
+            self.ends.append(len(self.ids))
+            self.ranks.append(found.ranks[row])
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def entries(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Position: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Position | None]: ...
+    def __getitem__(self, index: int | slice) -> Position | list[Position | None]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        start, end = self.ends[index], self.ends[index + 1]
+        found = Logprobs(0, [self.ids[start:end].tolist()], [self.values[start:end].tolist()], [self.ranks[index]])  # fmt: skip
+        return next(positions(found, self.tokenizer, self.ranked))
+
+
+class PackedPrompt(Sequence[Position | None]):
+    """A prompt's positions, each one of `packed`; row -1: there is none, as for the first token."""
+
+    def __init__(self, packed: PackedLogprobs, rows: Sequence[int]):
+        self.packed, self.rows = packed, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def entries(self) -> int:
+        return self.packed.entries
+
+    @overload
+    def __getitem__(self, index: int) -> Position | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Position | None]: ...
+    def __getitem__(self, index: int | slice) -> Position | list[Position | None] | None:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        row = self.rows[index]
+        return None if row < 0 else self.packed[row]
+
+
+Positions = list[Position | None] | FlatLogprobs | PackedLogprobs | PackedPrompt
+
+
 class PromptLogprobs:
     """A prompt's positions as they arrive, in parts and perhaps more than once (after a preemption)."""
 
     def __init__(self, num_prompt: int, tokenizer: Tokenizer | None):
-        self.tokenizer, self.num_prompt = tokenizer, num_prompt
-        self.entries: list[Position | None] = [None] * num_prompt
-        self.missing = set(range(1, num_prompt))
+        self.packed = PackedLogprobs(tokenizer)
+        self.rows = array("q", [-1]) * num_prompt
+        self._list: list[Position | None] = []
 
     def add(self, found: Logprobs) -> None:
-        for position, entries in enumerate(positions(found, self.tokenizer), found.start):
-            if position in self.missing:
-                self.entries[position] = entries
-                self.missing.discard(position)
+        new: list[int] = []
+        for row in range(len(found.ranks)):
+            position = found.start + row
+            if 0 < position < len(self.rows) and self.rows[position] < 0:
+                self.rows[position] = len(self.packed) + len(new)
+                new.append(row)
+        self.packed.add(found, new)
 
-    def result(self, flat: bool) -> Positions:
+    def result(self, flat: bool, packed: bool = False) -> Positions:
         """One entry a prompt token; the first is None, for nothing stands before it."""
+        found = PackedPrompt(self.packed, self.rows)
+        if packed:
+            return found
         if not flat:
-            return self.entries
+            if sum(one is not None for one in self._list) != len(self.packed):
+                self._list = list(found)
+            return self._list
         container = FlatLogprobs()
-        container.extend(self.entries)
+        container.extend(found)
         return container

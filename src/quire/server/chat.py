@@ -18,10 +18,11 @@ from quire.frontend.parsers.engine import CallDelta
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.beams import beams_of
-from quire.server.bodies import json_response, prepared, read
+from quire.server.bodies import prepared, read
 from quire.server.engine import ChatOptions, Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
+from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.prompts import check_length, check_messages, encode, truncated
@@ -115,16 +116,17 @@ class Shaper:
         parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
         return "".join(parts)
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def logprobs(self, delta: Delta, large: bool = False) -> dict[str, Any] | None:
         if delta.logprobs is None or not self.body.logprobs:
             return None
         top = self.body.top_logprobs or 0
-        return shapes.chat(delta.tokens, delta.logprobs, top, self.name)
+        return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
 
     def ids(self, delta: Delta) -> list[int] | None:
         return delta.tokens if self.body.return_token_ids else None
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: Delta, large: bool = False) -> dict[str, Any]:
+        """`large`: its lists are made while they are sent."""
         text = self.echo + delta.text
         message: dict[str, Any] = {
             "role": self.role,
@@ -140,7 +142,7 @@ class Shaper:
         return {
             "index": delta.index,
             "message": message,
-            "logprobs": self.logprobs(delta),
+            "logprobs": self.logprobs(delta, large),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": self.ids(delta),
@@ -276,19 +278,21 @@ async def chat(request: Request) -> Response | EventStream:
     created = int(time.time())
     deltas = await or_hung_up(request.receive, generation.whole())
     told = generation.counts[0].prompt_logprobs
+    large = generation.is_large(deltas)
+    choices = partial(map, partial(shaper.choice, large=large), deltas)
     whole = {
         "id": generation.id,
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [shaper.choice(delta) for delta in deltas],
+        "choices": shapes.listed(choices, large),
         "service_tier": None,
         "system_fingerprint": engine.fingerprint,
         "usage": generation.usage(details),
-        "prompt_logprobs": shapes.prompt(told) if body.prompt_logprobs is not None else None,
+        "prompt_logprobs": shapes.prompt(told, large) if body.prompt_logprobs is not None else None,
         "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
         "kv_transfer_params": None,
     }
     if body.return_prompt_text:
         whole["prompt_text"] = prompt.text
-    return json_response(whole, headers=load_report(request, state))
+    return json_answer(whole, large, state.answering, headers=load_report(request, state))

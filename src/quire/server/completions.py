@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from quire.protocol.params import SamplingParams
 from quire.server import logprobs as shapes
 from quire.server.answers import Frames, Splicer, interval, load_report, new_id, priority
 from quire.server.beams import beams_of
-from quire.server.bodies import json_response, prepared, read
+from quire.server.bodies import prepared, read
 from quire.server.engine import Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.generation import Delta, Generation
+from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.prompts import given_prompts, one_prompt
@@ -63,11 +64,12 @@ class Shaper:
         """A choice that has begun, as it goes on."""
         return self.choice(Delta(0, index, text, [], None, None, None), whole=False)
 
-    def choice(self, delta: Delta, whole: bool) -> dict[str, Any]:
-        """`whole`: an answer of its own, not a part of a stream."""
+    def choice(self, delta: Delta, whole: bool, large: bool = False) -> dict[str, Any]:
+        """`whole`: an answer of its own, not a part of a stream. `large`: its lists are made while they are sent."""
         first = delta.index not in self.echoed
         self.echoed.add(delta.index)
-        text, tokens, positions = delta.text, delta.tokens, list(delta.logprobs or [])
+        text, tokens = delta.text, delta.tokens
+        positions: Iterable[shapes.Position] = delta.logprobs or []
         finish, stop = delta.finish_reason, delta.stop_reason
         if self.body.max_tokens == 0:  # one token was drawn, since the engine draws at least one
             text, tokens, positions, finish, stop = "", [], [], "length", None
@@ -77,9 +79,11 @@ class Shaper:
             text = self.text_of(prompt) + text
             if self.body.logprobs is not None:
                 before = self.generation.counts[delta.prompt].prompt_logprobs or []
-                shown, positions = prompt.tokens + tokens, [*before, *positions]
+                shown, positions = prompt.tokens + tokens, shapes.Joined((before, positions))
         choice: dict[str, Any] = {"index": delta.index, "text": text, "logprobs": None}
-        if self.body.logprobs is not None and shown:
+        if self.body.logprobs is not None and shown and large:
+            choice["logprobs"] = shapes.long_legacy(shown, positions, self.body.logprobs, self.name)
+        elif self.body.logprobs is not None and shown:
             offset = self.offsets.get(delta.index, 0)
             choice["logprobs"], self.offsets[delta.index] = shapes.legacy(
                 shown, positions, self.body.logprobs, self.name, offset
@@ -93,7 +97,7 @@ class Shaper:
         if whole:
             told = self.generation.counts[delta.prompt].prompt_logprobs
             asked = self.body.prompt_logprobs is not None
-            choice["prompt_logprobs"] = shapes.prompt(told) if asked else None
+            choice["prompt_logprobs"] = shapes.prompt(told, large) if asked else None
         if whole or first:
             choice["prompt_token_ids"] = prompt.tokens if ids else None
             if self.body.return_prompt_text:
@@ -173,17 +177,21 @@ async def completions(request: Request) -> Response | EventStream:
         return await answer(request, generation, Teller(shaper, frames, details))
     created = int(time.time())
     deltas = await or_hung_up(request.receive, generation.whole())
-    return json_response(
+    large = generation.is_large(deltas)
+    choices = partial(map, partial(shaper.choice, whole=True, large=large), deltas)
+    return json_answer(
         {
             "id": generation.id,
             "object": "text_completion",
             "created": created,
             "model": model,
-            "choices": [shaper.choice(delta, whole=True) for delta in deltas],
+            "choices": shapes.listed(choices, large),
             "service_tier": None,
             "system_fingerprint": engine.fingerprint,
             "usage": shaper.usage(details),
             "kv_transfer_params": None,
         },
+        large,
+        state.answering,
         headers=load_report(request, state),
     )

@@ -30,6 +30,7 @@ from quire.server.answer_size import check_answer_size
 from quire.server.beams import BeamStream
 from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
 from quire.server.errors import ApiError
+from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.logprobs import Position
 from quire.server.reading import Reader, added
 from quire.server.sampling import FINAL_ONLY
@@ -50,7 +51,7 @@ class Delta(msgspec.Struct):
     """Prompt-major over all completions of the HTTP request."""
     text: str
     tokens: list[int]
-    logprobs: list[Position] | None
+    logprobs: Sequence[Position] | None
     finish_reason: str | None
     stop_reason: int | str | None
     reasoning: str = ""
@@ -63,7 +64,7 @@ class Delta(msgspec.Struct):
         self.calls = added(self.calls, later.calls)
         self.tokens += later.tokens
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -164,6 +165,14 @@ class Generation:
             told = {"reasoning_tokens": self.reader.reasoning_tokens}
             found["completion_tokens_details"] = told
         return found
+
+    def is_large(self, deltas: Sequence[Delta]) -> bool:
+        """Whether the whole answer is to be made in parts."""
+        entries = sum(len(delta.tokens) + entries_of(delta.logprobs) for delta in deltas)
+        entries += self.copies * sum(entries_of(count.prompt_logprobs) for count in self.counts)
+        if self.copies > 1:
+            entries += self.copies * sum(len(prompt.tokens) for prompt in self.prompts)
+        return entries >= LARGE_ENTRIES
 
     async def whole(self) -> list[Delta]:
         """All completions, complete, by index."""
@@ -342,6 +351,14 @@ class Generation:
         )  # fmt: skip
 
 
+def entries_of(positions: Sequence[Position] | None) -> int:
+    """Log-probabilities of an output or a prompt."""
+    if positions is None:
+        return 0
+    packed = getattr(positions, "entries", None)
+    return sum(len(one or ()) for one in positions) if packed is None else packed
+
+
 def shared_name(name: str, front: int) -> str:
     """What the engine knows a request by, where several HTTP processes ask it."""
     return f"{name}@{front}"
@@ -364,11 +381,16 @@ def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
             why = getattr(one, "error", None) or "the server's log says why"
             raise kind(f"the engine failed on this request: {why}")
         count.output_tokens[one.index] += len(one.token_ids)
-        logprobs = None if one.logprobs is None else list(one.logprobs)
         place = which * n + one.index
         found.append(
             Delta(
-                which, place, one.text, one.token_ids, logprobs, one.finish_reason, one.stop_reason
+                which,
+                place,
+                one.text,
+                one.token_ids,
+                one.logprobs,
+                one.finish_reason,
+                one.stop_reason,
             )
         )
     return found

@@ -9,9 +9,11 @@ stored: each request brings its whole conversation.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
@@ -25,6 +27,7 @@ from quire.server.engine import TextEngine
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Delta, Generation
 from quire.server.health import state_of
+from quire.server.large_answers import LargeAnswer
 from quire.server.respond import answer
 from quire.server.response_items import Items, choice_of, messages_of, tools_of
 from quire.server.schemas import ChatRequest, ResponsesRequest
@@ -173,6 +176,12 @@ class Shaper:
         why = INCOMPLETE.get(delta.finish_reason or "")
         return self.response(status_of(delta), output, why=why)
 
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        items = self.items()
+        for _ in chain(items.add(delta), items.end(status_of(delta))):
+            pass
+        return self.ended(delta, items.done)
+
     def event(self, kind: str, **fields: Any) -> bytes:
         number, self.number = self.number, self.number + 1
         return event({"type": f"response.{kind}", "sequence_number": number, **fields})
@@ -222,10 +231,12 @@ async def responses(request: Request) -> Response | EventStream:
     if body.stream:
         return await answer(request, generation, Teller(shaper, shaper.items()), shaper.failed)
     (delta,) = await or_hung_up(request.receive, generation.whole())
-    items = shaper.items()
-    for _ in (*items.add(delta), *items.end(status_of(delta))):
-        pass
-    return json_response(shaper.ended(delta, items.done))
+    if not generation.is_large([delta]):
+        return json_response(shaper.whole(delta))
+    loop = asyncio.get_running_loop()
+    return LargeAnswer(
+        await loop.run_in_executor(state.answering, shaper.whole, delta), state.answering
+    )
 
 
 def status_of(delta: Delta) -> str:

@@ -6,8 +6,10 @@ Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from quire import env
 from quire.config.engine import EngineConfig
@@ -50,6 +52,8 @@ class ServerState:
     hurry: bool = False
     """Told twice to stop: nobody is waited for."""
     formats: ModelFormats | None = None
+    answering: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "answers"))
+    """Makes the parts of large answers, one part of each in turn."""
     """How the model writes thoughts and tool calls; `reading.model_formats` chooses."""
     tracer: Tracer | None = None
     front: int = 0

@@ -39,6 +39,7 @@ class AsyncTextEngine:
     def __init__(self, llm: AsyncLLM, client: EngineClient):
         self.llm, self.client = llm, client
         self.front = llm.front
+        self.front.packs_logprobs = True
         ready = client.ready
         self.max_model_len = ready.max_model_len
         self.vocab_size = self.front.inputs.vocab_size

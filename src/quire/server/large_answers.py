@@ -1,0 +1,104 @@
+"""Answers that are too large to be made at once: JSON in parts, each made in a thread when the client has taken the last.
+
+Knows JSON, threads and ASGI. Does not know what an answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from itertools import islice
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.bodies import json_response
+from quire.server.sse import HangUp
+
+LARGE_ENTRIES = 1 << 12
+"""Tokens and log-probabilities from which an answer is made in parts: fewer take the event loop some 10 ms."""
+PART_BYTES = 64 << 10
+ROWS = 32  # items of a list that are encoded together
+
+_MARK = secrets.token_hex(16)  # a text that is in no answer by chance
+_ENCODED_MARK = f'"{_MARK}"'.encode()
+
+
+class LongList:
+    """A list in an answer whose items are made while it is encoded."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]):
+        self.make = make
+
+    def encoded(self) -> Iterator[bytes]:
+        items, before = iter(self.make()), b"["
+        while rows := list(islice(items, ROWS)):
+            try:
+                yield before + msgspec.json.encode(rows)[1:-1]
+            except TypeError:  # there are LongLists in them
+                for row in rows:
+                    yield before
+                    yield from encoded_parts(row)
+                    before = b","
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
+
+
+def encoded_parts(body: Any) -> Iterator[bytes]:
+    """The JSON of `body`, which may have LongLists anywhere in it."""
+    found: list[LongList] = []
+
+    def later(value: Any) -> str:
+        if not isinstance(value, LongList):
+            raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
+        found.append(value)
+        return _MARK
+
+    first, *rest = msgspec.json.Encoder(enc_hook=later).encode(body).split(_ENCODED_MARK)
+    yield first
+    for long, behind in zip(found, rest, strict=True):
+        yield from long.encoded()
+        yield behind
+
+
+class LargeAnswer(Response):
+    """An answer in parts: what has not been sent is not made yet."""
+
+    def __init__(self, body: Any, pool: Executor, headers: dict[str, str] | None = None):
+        super().__init__(b"", media_type="application/json", headers=headers)
+        del self.headers["content-length"]
+        self.parts, self.pool = encoded_parts(body), pool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hang_up, loop = HangUp(receive), asyncio.get_running_loop()
+        try:
+            with hang_up:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})  # fmt: skip
+                while part := await loop.run_in_executor(self.pool, self._part):
+                    for at in range(0, len(part), 2 * PART_BYTES):
+                        piece = part[at : at + 2 * PART_BYTES]
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientDisconnect, OSError):
+            pass
+        finally:
+            hang_up.close()
+
+    def _part(self) -> bytes:
+        part = bytearray()
+        for piece in self.parts:
+            part += piece
+            if len(part) >= PART_BYTES:
+                break
+        return bytes(part)
+
+
+def json_answer(
+    body: Any, large: bool, pool: Executor, headers: dict[str, str] | None = None
+) -> Response:
+    return LargeAnswer(body, pool, headers) if large else json_response(body, headers=headers)
