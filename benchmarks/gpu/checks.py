@@ -245,7 +245,7 @@ def bits(run: Run, found: dict[str, Any]) -> None:
 
 
 def sampling(run: Run, found: dict[str, Any]) -> None:
-    """Words of noise to the bit; tokens, thresholds and ranks as on the CPU."""
+    """Words of noise to the bit; tokens, cutoffs and ranks as on the CPU."""
     import numpy as np
 
     from quire.ops.triton import sampling as kernel
@@ -260,12 +260,11 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     same = int((kernel.draw(here, keys_2S).cpu() == draw(x, drawn)).sum())
     found["bits"]["tokens drawn as on the CPU"] = f"{same} of {rows}"
     lots = limits.Limits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
-    got = compiled.full_threshold(here, lots).cpu()
-    want = limits.threshold(x, x.sort(dim=-1, descending=True).values, lots)[0]
-    equal = int((got == want).sum())
-    found["bits"]["thresholds as on the CPU"] = f"{equal} of {rows}"
+    got, want = compiled.cutoff(here, lots), limits.cutoff(x, lots)
+    equal = int(((got.logits_S.cpu() == want.logits_S) & (got.ids_S.cpu() == want.ids_S)).sum())
+    found["bits"]["cutoffs as on the CPU"] = f"{equal} of {rows}"
     if same < 0.99 * rows or equal < 0.99 * rows:
-        found["wrong"].append("sampling: too few tokens or thresholds as on the CPU")
+        found["wrong"].append("sampling: too few tokens or cutoffs as on the CPU")
     chosen = torch.arange(rows)
     a = compiled.score(here, chosen.to(run.device), 5, None, True)
     b = logprobs.score(x, chosen, 5, None, True)

@@ -112,7 +112,7 @@ def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
         "add_rms_norm": (lambda: rows.add_rms_norm(x, other, weight, 1e-5), 4 * one),
         "silu_and_mul": (lambda: rows.silu_and_mul(x), 1.5 * one),
         "draw": (lambda: sampling.draw(logits, keys), 4 * logits.numel()),
-        "threshold of top-k and top-p": (lambda: sampling.threshold(logits, ks, ps, none), 4 * logits.numel()),
+        "cutoff of top-k and top-p": (lambda: sampling.cutoff(logits, ks, ps, none), 4 * logits.numel()),
         "the same by a sort": (lambda: logits.sort(dim=-1), 4 * logits.numel()),
     }  # fmt: skip
     return {name: line(run, cold(run, call), cost) for name, (call, cost) in calls.items()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from worker.survivors import all_survivors, tied_logits
 
 from quire.ops import choose
 from quire.ops.cpu import build, isa, library
 from quire.worker.sample.draw import draw, draw_among, keys, seed_words
-from quire.worker.sample.limits import Limits, draw_limited, full_threshold
+from quire.worker.sample.limits import Limits, cutoff, draw_limited
 from quire.worker.sample.native import NativeDrawing
 
 SIZES = [1, 7, 16, 33, 700, 5000]
@@ -47,10 +48,25 @@ def test_they_draw_the_same_tokens_from_the_same_survivors(native: NativeDrawing
     for seed in range(12):
         scaled_SV, limits, keys_2S = some(9, vocab, seed)
         assert torch.equal(native.draw(scaled_SV, keys_2S), draw(scaled_SV, keys_2S))
-        mine = scaled_SV >= native.full_threshold(scaled_SV, limits)
-        assert torch.equal(mine, scaled_SV >= full_threshold(scaled_SV, limits))
+        mine_SV = native.cutoff(scaled_SV, limits).masked_(scaled_SV.clone())
+        assert torch.equal(mine_SV, cutoff(scaled_SV, limits).masked_(scaled_SV.clone()))
         mine_S = native.draw_limited(scaled_SV, limits, keys_2S)
         assert torch.equal(mine_S, draw_limited(scaled_SV, limits, keys_2S))
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_ties_go_to_the_lower_id(native: NativeDrawing, vocab: int):
+    """Among equal logits, by parts and in one pass, as the definition says."""
+    for seed in range(10):
+        scaled_SV, limits = tied_logits(6, vocab, seed)
+        kept_SV = scaled_SV.masked_fill(~all_survivors(scaled_SV, limits), -torch.inf)
+        assert torch.equal(native.cutoff(scaled_SV, limits).masked_(scaled_SV.clone()), kept_SV)
+        seeds_S, lengths_S = seed_words([seed] * 6), np.arange(6)
+        keys_2S = torch.from_numpy(keys(seeds_S, lengths_S))
+        assert torch.equal(native.draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
+        ones_S, short_SV = np.ones(6, np.float32), scaled_SV.bfloat16()
+        tokens_S, _ = native.sample(short_SV, ones_S, limits, seeds_S, lengths_S)
+        assert torch.equal(tokens_S, draw(kept_SV, keys_2S))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,37 +1,25 @@
-"""Survivors of top-k, top-p and min-p: by a threshold from few candidates, from a histogram, and one by one."""
+"""Survivors of top-k, top-p and min-p: from few candidates, from whole rows, and one by one."""
 
 from __future__ import annotations
-
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from worker.survivors import all_survivors, tied_logits
 
 from quire.worker.sample import limits as module
 from quire.worker.sample.draw import draw, keys, seed_words
-from quire.worker.sample.limits import SCALE, Limits, draw_limited, full_threshold, threshold
+from quire.worker.sample.limits import Limits, cutoff, draw_limited
 
 
-def one_by_one(values: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The module's docstring, with sums that are exact. Tokens of equal logits live or die together."""
-    top = values.max()
-    floor = max(np.float32(top + np.log(min_p)) if min_p else -np.inf, -np.inf)
-    if top_k:
-        floor = max(floor, np.sort(values)[::-1][min(top_k, len(values)) - 1])
-    weights = torch.exp(torch.from_numpy(values) - float(top)).mul_(SCALE).to(torch.int64).tolist()
-    alive = values >= floor
-    if top_p < 1:
-        total = sum(w for w, a in zip(weights, alive, strict=True) if a)
-        reached = 0
-        for token in np.argsort(-values, kind="stable"):
-            if not alive[token]:
-                break
-            reached += weights[token]
-            if Fraction(reached) >= Fraction(top_p) * total:
-                alive &= values >= values[token]
-                break
-    return alive
+def hold(scaled_SV: torch.Tensor, limits: Limits, seed: int) -> None:
+    """The cutoff and the draw are those of the definition."""
+    survive = all_survivors(scaled_SV, limits)
+    kept_SV = scaled_SV.masked_fill(~survive, -torch.inf)
+    assert torch.equal(cutoff(scaled_SV, limits).masked_(scaled_SV.clone()), kept_SV)
+    count = len(scaled_SV)
+    keys_2S = torch.from_numpy(keys(seed_words([seed] * count), np.arange(count)))
+    assert torch.equal(draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -51,23 +39,27 @@ def test_survivors(seed: int) -> None:
             dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6], count),
             dice.choice([0, 0, 0.01, 0.5, 1.0], count),
         )
-        survive = np.stack(
-            [
-                one_by_one(values, int(k), float(p), float(m))
-                for values, k, p, m in zip(
-                    scaled_SV.numpy(), limits.top_k, limits.top_p, limits.min_p, strict=True
-                )
-            ]
-        )
-        sorted_SV = scaled_SV.sort(dim=-1, descending=True).values
-        for floor_S1 in (
-            threshold(scaled_SV, sorted_SV, limits)[0],
-            full_threshold(scaled_SV, limits),
-        ):
-            assert ((scaled_SV >= floor_S1).numpy() == survive).all()
-        keys_2S = torch.from_numpy(keys(seed_words([seed] * count), np.arange(count)))
-        kept_SV = scaled_SV.masked_fill(torch.from_numpy(~survive), -torch.inf)
-        assert torch.equal(draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
+        hold(scaled_SV, limits, seed)
+
+
+@pytest.mark.parametrize("vocab", [1, 6, 700, 5000])
+def test_survivors_of_tied_logits(vocab: int) -> None:
+    for seed in range(20):
+        hold(*tied_logits(6, vocab, seed), seed)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    """Exactly k survive; top-p keeps the smallest prefix; min-p keeps all tokens of one logit."""
+    scaled_SV = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0, 1.0, 3.0]]).repeat(7, 1)
+    limits = Limits(
+        np.array([1, 3, 5, 0, 0, 0, 3]),
+        np.array([1, 1, 1, 1e-6, 0.5, 1, 0.7]),
+        np.array([0, 0, 0, 0, 0, 1.0, 0.5]),
+    )
+    kept_SV = cutoff(scaled_SV, limits).masked_(scaled_SV.clone())
+    assert [row.isfinite().nonzero()[:, 0].tolist() for row in kept_SV] == [
+        [1], [1, 3, 4], [1, 2, 3, 4, 6], [1], [1, 3, 4], [1, 3, 4, 6], [1, 3, 4],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("vocab", [3, 3_000])
@@ -77,9 +69,8 @@ def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
     scaled_SV[0, [2, 0, 1]] = torch.tensor([0.0, -0.6931472, -0.6931472])
     assert scaled_SV[0, 0].exp() == 0.5
     limits = Limits(np.array([0]), np.array([0.5]), np.array([0.0]))
-    sorted_SV = scaled_SV.sort(dim=-1, descending=True).values
-    assert threshold(scaled_SV, sorted_SV, limits)[0] == 0
-    assert full_threshold(scaled_SV, limits) == 0
+    cut = cutoff(scaled_SV, limits)
+    assert (float(cut.logits_S), int(cut.ids_S)) == (0.0, 2)
 
 
 def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
@@ -91,7 +82,7 @@ def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
     )
     for name in ("sort", "argsort"):
         monkeypatch.setattr(torch.Tensor, name, None)
-    monkeypatch.setattr(module, "full_threshold", None)
+    monkeypatch.setattr(module, "cutoff", None)
     scaled_SV = torch.randn(3, 5_000, generator=torch.Generator().manual_seed(0))
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3]), np.arange(3)))
     limits = Limits(np.array([5, 20, 1]), np.array([0.9, 1.0, 0.5]), np.array([0.0, 0.1, 0.0]))

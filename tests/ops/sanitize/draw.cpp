@@ -15,6 +15,13 @@ double noise(uint32_t token, uint32_t a, uint32_t b) {
   return -log(-log1p(-std::min((float)((word + 0.5) / 2147483648.0), 1.f - 0x1p-24f)));
 }
 
+// Some are equal: multiples of a quarter.
+Guarded<float> tied(Random& random, long count) {
+  auto x = random.floats(count);
+  for (long i = 0; i < count; i++) x[i] = roundf(x[i] * 4) / 4;
+  return x;
+}
+
 }  // namespace
 
 CHECK(draw) {
@@ -22,19 +29,19 @@ CHECK(draw) {
     for (long V : {1L, 15L, 16L, 259L}) {
       Random random((unsigned)(rows * V));
       const long step = V + 3;
-      const auto x = random.floats((rows - 1) * step + V), floors = random.floats(rows);
+      const auto x = tied(random, (rows - 1) * step + V), floors = tied(random, rows);
       Guarded<int32_t> a(rows), b(rows);
-      Guarded<int64_t> got(rows);
+      Guarded<int64_t> got(rows), last(rows);
       std::vector<double> lost, none(rows, 0);
-      for (long r = 0; r < rows; r++) a[r] = (int32_t)random.source(), b[r] = (int32_t)random.source();
+      for (long r = 0; r < rows; r++) a[r] = (int32_t)random.source(), b[r] = (int32_t)random.source(), last[r] = random.below(V);
       for (const float* floor : {(const float*)nullptr, (const float*)floors}) {
         lost.clear();
-        quire_draw(x, step, a, b, floor, rows, V, got);
+        quire_draw(x, step, a, b, floor, last, rows, V, got);
         for (long r = 0; r < rows; r++) {
           double best = -INFINITY, mine = -INFINITY;
           for (long v = 0; v < V; v++)
-            if (!floor || x[r * step + v] >= floor[r]) {
-              const double score = x[r * step + v] + noise((uint32_t)v, (uint32_t)a[r], (uint32_t)b[r]);
+            if (const float value = x[r * step + v]; !floor || value > floor[r] || (value == floor[r] && v <= last[r])) {
+              const double score = value + noise((uint32_t)v, (uint32_t)a[r], (uint32_t)b[r]);
               best = std::max(best, score);
               if (got[r] == v) mine = score;
             }
@@ -48,28 +55,34 @@ CHECK(draw) {
 }
 
 CHECK(cut) {
-  for (long V : {1L, 15L, 300L, 3000L})
-    for (long k : {0L, 1L, 7L, 400L})
-      for (double p : {1.0, 0.9, 0.0})
-        for (double m : {0.0, 0.05}) {
-          Random random((unsigned)(V + k));
-          const auto x = random.floats(V);
-          const int64_t top_k[] = {k};
-          const double top_p[] = {p}, log_min_p[] = {log(m)};
-          Guarded<float> got(1);
-          quire_cut(x, V, top_k, top_p, log_min_p, 1, V, got);
-          std::vector<float> order(x.data, x.data + V);
-          std::sort(order.begin(), order.end(), std::greater<float>());
-          size_t count = 0;
-          while (count < order.size() && (!k || (long)count < k) && order[count] >= order[0] + log(m)) count++;
-          double total = 0, sum = 0;
-          for (size_t i = 0; i < count; i++) total += exp((double)order[i] - order[0]);
-          size_t kept = 0;
-          while (kept < count && (!kept || sum < p * total)) sum += exp((double)order[kept++] - order[0]);
-          const auto alive = [&](float value) { return value >= got[0]; };
-          const float found[] = {(float)std::count_if(order.begin(), order.end(), alive)};
-          near(named("cut", {V, k, (long)(p * 10), (long)(m * 100)}), found, {(double)(p < 1 ? kept : count)}, 1e-6);
-        }
+  for (int ties : {0, 1})
+    for (long V : {1L, 15L, 300L, 3000L})
+      for (long k : {0L, 1L, 7L, 400L})
+        for (double p : {1.0, 0.9, 0.0})
+          for (double m : {0.0, 0.05}) {
+            Random random((unsigned)(V + k));
+            const auto x = ties ? tied(random, V) : random.floats(V);
+            const int64_t top_k[] = {k};
+            const double top_p[] = {p}, log_min_p[] = {log(m)};
+            Guarded<float> got(1);
+            Guarded<int64_t> last(1);
+            quire_cut(x, V, top_k, top_p, log_min_p, 1, V, got, last);
+            std::vector<long> order(V);
+            for (long v = 0; v < V; v++) order[v] = v;
+            std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return x[a] > x[b]; });
+            const auto lost = [&](long i) { return (double)x[order[i]] - x[order[0]]; };
+            long count = 0, kept = 0;
+            while (count < V && (!k || count < k) && lost(count) >= log(m)) count++;
+            double total = 0, sum = 0;
+            for (long i = 0; i < count; i++) total += exp(lost(i));
+            while (kept < count && (!kept || sum < p * total)) sum += exp(lost(kept++));
+            if (p == 1) kept = count;
+            std::vector<double> want(V, 1);
+            std::vector<float> found(V);
+            for (long i = 0; i < V; i++) want[order[i]] = i < kept ? 2 : 1;
+            for (long v = 0; v < V; v++) found[v] = x[v] > got[0] || (x[v] == got[0] && v <= last[0]) ? 2 : 1;
+            near(named("cut", {ties, V, k, (long)(p * 10), (long)(m * 100)}), found.data(), want, 1e-6);
+          }
 }
 
 CHECK(sample) {
@@ -78,13 +91,13 @@ CHECK(sample) {
       constexpr long rows = 4;
       Random random((unsigned)V);
       const long step = V + 3;
-      const auto x = random.floats((rows - 1) * step + V);
+      const auto x = tied(random, (rows - 1) * step + V);
       const auto short_x = random.bf16s((rows - 1) * step + V);
       const float temperatures[] = {0.f, 1.f, 0.7f, 1.5f};
       const int64_t top_k[] = {0, 0, 7, 400}, positions[] = {0, 5, 1L << 33, 9};
       const double top_p[] = {1, 1, 0.9, 0.5}, log_min_p[] = {-INFINITY, -INFINITY, log(0.05), -INFINITY};
       const uint32_t seeds[] = {1, 2, 3, 0xffffffff};
-      Guarded<int64_t> got(rows), want(rows);
+      Guarded<int64_t> got(rows), want(rows), last(1);
       Guarded<float> whole(rows), floor(1), kept(1), logits(V), by_parts(rows);
       const void* from = is_bf16 ? (const void*)short_x.data : x.data;
       quire_sample(from, step, is_bf16, temperatures, top_k, top_p, log_min_p, seeds, positions, rows, V, got, whole);
@@ -95,8 +108,8 @@ CHECK(sample) {
         for (long v = 0; v < V; v++) logits[v] /= temperatures[r];
         const uint32_t word = mixed(seeds[r] ^ (uint32_t)positions[r]);
         const int32_t a[] = {(int32_t)word}, b[] = {(int32_t)mixed(mixed(word) + 0x85EBCA6B)};
-        quire_cut(logits, V, top_k + r, top_p + r, log_min_p + r, 1, V, floor);
-        quire_draw(logits, V, a, b, floor, 1, V, want + r);
+        quire_cut(logits, V, top_k + r, top_p + r, log_min_p + r, 1, V, floor, last);
+        quire_draw(logits, V, a, b, floor, last, 1, V, want + r);
       }
       same(named("sample", {V, is_bf16}), got.data, want.data, rows);
       same(named("sample's best", {V, is_bf16}), whole.data, by_parts.data, rows);

@@ -117,7 +117,7 @@ def launch_sampling(rows: int = 4) -> None:
     longs, doubles = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
     tokens = torch.zeros(rows, 100, dtype=torch.int32)
     sampling.draw(logits, keys)
-    sampling.draw(logits, keys, sampling.threshold(logits, longs, doubles, doubles))
+    sampling.draw(logits, keys, sampling.cutoff(logits, longs, doubles, doubles))
     sampling.rank(logits.bfloat16(), longs, True)
     sampling.noise_words(keys, 1000)
     sampling.penalize(logits, longs, longs, longs, longs, torch.zeros(3, rows), tokens, 50)

@@ -1,6 +1,6 @@
-"""Sampling in Triton: the words of noise to the bit, and the tokens, thresholds and scores of the definitions.
+"""Sampling in Triton: the words of noise to the bit, and the tokens, cutoffs and scores of the definitions.
 
-Mutations that these must catch: `>` for `>=` at a threshold; the highest instead of the lowest id among equals; a
+Mutations that these must catch: `>` for `>=` at a cutoff, or no limit to the ids there; the highest instead of the lowest id among equals; a
 prompt's tokens counted as output; chunks beyond the first left out.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ops.triton.place import DEVICE
+from worker.survivors import all_survivors, tied_logits
 
 from quire.ops.triton import sampling
 from quire.protocol.params import SamplingParams
@@ -71,7 +72,7 @@ LIMITS = {
 }
 
 
-def test_thresholds_are_those_of_the_definition() -> None:
+def test_cutoffs_are_those_of_the_definition() -> None:
     """All kinds side by side, on logits with many ties and some that are out."""
     found = list(LIMITS.values())
     made = limits.Limits(
@@ -82,13 +83,24 @@ def test_thresholds_are_those_of_the_definition() -> None:
     )
     x = (logits(len(found)) * 4).round() / 4
     x[:, ::7] = -torch.inf
-    got = compiled.full_threshold(x, made)
-    want = limits.threshold(x, x.sort(dim=-1, descending=True).values, made)[0]
-    for name, a, b in zip(LIMITS, got[:, 0].tolist(), want[:, 0].tolist(), strict=True):
-        assert a == b, name
-    rows = some_keys(len(found))
-    drawn = limits.draw_limited(x.clone(), made, rows)
-    assert torch.equal(sampling.draw(x, rows, got[:, 0]), drawn)
+    hold(x, made)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    """As the one definition of all samplers says, which sorts."""
+    for seed in range(3):
+        scaled_SV, made = tied_logits(3, VOCAB, seed)
+        hold(scaled_SV.to(DEVICE), made)
+
+
+def hold(x: torch.Tensor, made: limits.Limits) -> None:
+    kept = x.masked_fill(~all_survivors(x.cpu(), made).to(DEVICE), -torch.inf)
+    got = compiled.cutoff(x, made).masked_(x.clone())
+    for row, (mine, want) in enumerate(zip(got, kept, strict=True)):
+        assert torch.equal(mine, want), row
+    rows = some_keys(len(x))
+    assert torch.equal(compiled.draw_limited(x, made, rows), draw(kept, rows))
+    assert torch.equal(limits.draw_limited(x.clone(), made, rows), draw(kept, rows))
 
 
 def test_a_row_alone_draws_what_it_draws_among_others() -> None:

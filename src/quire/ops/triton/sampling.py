@@ -1,4 +1,4 @@
-"""Drawing tokens: noise, thresholds, penalties and scores of whole rows of logits.
+"""Drawing tokens: noise, cutoffs, penalties and scores of whole rows of logits.
 
 Knows logits, keys and numbers a row. Does not know requests. Each kernel is one of the definitions in
 `worker/sample/` (draw.py, limits.py, rules.py, logprobs.py) and says which; the words that noise is made of are the
@@ -83,7 +83,7 @@ def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def draw_kernel(
-    x_ptr, a_ptr, b_ptr, floor_ptr, best_ptr, id_ptr, vocab, stride, chunks,
+    x_ptr, a_ptr, b_ptr, floor_ptr, last_ptr, best_ptr, id_ptr, vocab, stride, chunks,
     LIMITED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -94,7 +94,9 @@ def draw_kernel(
     b = tl.load(b_ptr + row).to(tl.uint32, bitcast=True)
     score = x.to(tl.float32) + gumbel(a, b, col)
     if LIMITED:
-        score = tl.where(x >= tl.load(floor_ptr + row), score, float("-inf"))
+        floor = tl.load(floor_ptr + row)
+        alive = (x > floor) | ((x == floor) & (col <= tl.load(last_ptr + row)))
+        score = tl.where(alive, score, float("-inf"))
     score = tl.where(col < vocab, score, float("-inf"))
     best = tl.max(score, axis=0)
     tl.store(best_ptr + row * chunks + chunk, best)
@@ -122,8 +124,8 @@ def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
     return out_SV
 
 
-def draw(scaled_SV: Tensor, keys_2S: Tensor, floor_S: Tensor | None = None) -> Tensor:
-    """draw.py's `draw`, from the tokens whose logit is not below the row's floor."""
+def draw(scaled_SV: Tensor, keys_2S: Tensor, cutoff: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """draw.py's `draw`, from the tokens up to the last one of each row (its logit and id, as `cutoff` gives them)."""
     rows, vocab = scaled_SV.shape
     chunks = triton.cdiv(vocab, CHUNK)
     x = scaled_SV if scaled_SV.stride(1) == 1 else scaled_SV.contiguous()
@@ -132,28 +134,40 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor, floor_S: Tensor | None = None) -> T
     tokens_S = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows:
         draw_kernel[(rows, chunks)](
-            x, keys_2S[0].contiguous(), keys_2S[1].contiguous(), floor_S, best, ids, vocab, x.stride(0),
-            chunks, LIMITED=floor_S is not None, COLS=CHUNK, **WIDE,
+            x, keys_2S[0].contiguous(), keys_2S[1].contiguous(), *(cutoff or (None, None)), best, ids, vocab,
+            x.stride(0), chunks, LIMITED=cutoff is not None, COLS=CHUNK, **WIDE,
         )  # fmt: skip
         pick_kernel[(rows,)](best, ids, tokens_S, vocab, chunks, COLS=pow2(chunks))
     return tokens_S
 
 
-# ------------------------------------------------------------------------------------ thresholds
+# ------------------------------------------------------------------------------------ cutoffs
 
 
 @triton.jit
 def ordered(x):
-    """Float32 as uint32 in the same order."""
-    bits = x.to(tl.uint32, bitcast=True)
+    """Float32 as uint32 in the same order; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
-def reaching(x_ptr, vocab, top, floor, wanted, WEIGHED: tl.constexpr, COLS: tl.constexpr):
-    """The largest value such that the tokens not below it (of those not below `floor`) count, or weigh, `wanted`.
+def weight_of(x, top, WEIGHED: tl.constexpr):
+    """What a token adds to a sum: its weight (limits.py), or one."""
+    if WEIGHED:
+        weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
+    else:
+        weight = (x == x).to(tl.int64)
+    return weight
 
-    Found bit by bit: 32 readings of the row, which lies in the cache.
+
+@triton.jit
+def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS: tl.constexpr):
+    """(logit, id) of the token at which the sum over the first tokens reaches `wanted`.
+
+    The sum is over the tokens up to (floor, last), which is at least `wanted`; each adds its weight, or one. The logit is
+    found bit by bit: 32 readings of the row, which lies in the cache. Tokens that have this logit come in the order of
+    their ids: two readings more.
     """
     found = tl.zeros([1], tl.uint32)
     for step in range(32):
@@ -163,20 +177,34 @@ def reaching(x_ptr, vocab, top, floor, wanted, WEIGHED: tl.constexpr, COLS: tl.c
         for start in range(0, vocab, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
-            inside = (ordered(x) >= tried) & (col < vocab) & (x >= floor)
-            if WEIGHED:
-                weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
-            else:
-                weight = tl.full([COLS], 1, tl.int64)
-            reached += tl.sum(tl.where(inside, weight, 0), axis=0)
+            inside = (x > floor) | ((x == floor) & (col <= last))
+            inside = inside & (ordered(x) >= tried) & (col < vocab)
+            reached += tl.sum(tl.where(inside, weight_of(x, top, WEIGHED), 0), axis=0)
         found = tl.where(reached >= wanted, tried, found)
     bits = tl.where(found >= 0x80000000, found ^ 0x80000000, found ^ 0xFFFFFFFF)
-    return tl.max(bits.to(tl.float32, bitcast=True), axis=0)
+    logit = tl.max(bits.to(tl.float32, bitcast=True), axis=0)
+    above = tl.zeros([1], tl.int64)
+    for start in range(0, vocab, COLS):
+        col = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
+        above += tl.sum(tl.where(x > logit, weight_of(x, top, WEIGHED), 0), axis=0)
+    each = tl.maximum(weight_of(tl.zeros([1], tl.float32) + logit, top, WEIGHED), 1)
+    wanted_here = tl.max((wanted - above + each - 1) // each, axis=0)
+    seen = tl.zeros([1], tl.int64)
+    found_id = tl.full([COLS], NOBODY, tl.int32)
+    for start in range(0, vocab, COLS):
+        col = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
+        same = ((x == logit) & (col < vocab)).to(tl.int64)
+        place = seen + tl.cumsum(same, axis=0)
+        found_id = tl.where((same > 0) & (place == wanted_here), col, found_id)
+        seen += tl.sum(same, axis=0)
+    return logit, tl.min(found_id, axis=0)
 
 
 @triton.jit
-def threshold_kernel(
-    x_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, out_ptr, vocab, stride, COLS: tl.constexpr
+def cutoff_kernel(
+    x_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, logit_ptr, id_ptr, vocab, stride, COLS: tl.constexpr
 ):
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * stride
@@ -187,26 +215,32 @@ def threshold_kernel(
     top = tl.max(most, axis=0)
     # In float64, as limits.py does it.
     floor = tl.minimum((top.to(tl.float64) + tl.load(log_min_p_ptr + row)).to(tl.float32), top)
+    last = tl.full([], NOBODY, tl.int32)
     top_k = tl.load(top_k_ptr + row)
     if (top_k > 0) & (top_k < vocab):
-        kth = reaching(x_ptr, vocab, top, float("-inf"), top_k, False, COLS)
-        floor = tl.maximum(floor, kth)
+        kth, kth_id = reaching(x_ptr, vocab, top, float("-inf"), NOBODY, top_k, False, COLS)
+        if kth >= floor:  # else fewer than k survive min-p
+            floor = kth
+            last = kth_id
     top_p = tl.load(top_p_ptr + row)
     if top_p < 1.0:
         total = tl.zeros([1], tl.int64)
         for start in range(0, vocab, COLS):
             col = start + tl.arange(0, COLS)
             x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
-            weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
-            total += tl.sum(tl.where((x >= floor) & (col < vocab), weight, 0), axis=0)
-        wanted = tl.max(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), axis=0)
-        wanted = tl.maximum(wanted, 1)
-        floor = tl.maximum(floor, reaching(x_ptr, vocab, top, floor, wanted, True, COLS))
-    tl.store(out_ptr + row, floor)
+            alive = ((x > floor) | ((x == floor) & (col <= last))) & (col < vocab)
+            total += tl.sum(tl.where(alive, weight_of(x, top, True), 0), axis=0)
+        wanted = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+        wanted = tl.max(tl.maximum(tl.minimum(wanted, total), 1), axis=0)
+        floor, last = reaching(x_ptr, vocab, top, floor, last, wanted, True, COLS)
+    tl.store(logit_ptr + row, floor)
+    tl.store(id_ptr + row, last.to(tl.int64))
 
 
-def threshold(scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: Tensor) -> Tensor:
-    """The lowest logit that survives in each row, float32 [S]: limits.py's `full_threshold`.
+def cutoff(
+    scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The last token that survives in each row: limits.py's `cutoff`, as (logits float32 [S], ids int64 [S]).
 
     Args:
         scaled_SV: float32.
@@ -214,12 +248,22 @@ def threshold(scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: 
     """
     rows, vocab = scaled_SV.shape
     x = scaled_SV if scaled_SV.stride(1) == 1 else scaled_SV.contiguous()
-    out_S = torch.empty(rows, dtype=torch.float32, device=x.device)
+    logits_S = torch.empty(rows, dtype=torch.float32, device=x.device)
+    ids_S = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows:
-        threshold_kernel[(rows,)](
-            x, top_k_S, top_p_S, log_min_p_S, out_S, vocab, x.stride(0), COLS=CHUNK, **WIDE
+        cutoff_kernel[(rows,)](
+            x,
+            top_k_S,
+            top_p_S,
+            log_min_p_S,
+            logits_S,
+            ids_S,
+            vocab,
+            x.stride(0),
+            COLS=CHUNK,
+            **WIDE,
         )
-    return out_S
+    return logits_S, ids_S
 
 
 # ------------------------------------------------------------------------------------ penalties

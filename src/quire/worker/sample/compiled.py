@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.ops.triton import sampling
 from quire.worker.sample.drawing import Drawing
-from quire.worker.sample.limits import Limits
+from quire.worker.sample.limits import Cutoff, Limits
 from quire.worker.sample.logprobs import Scored
 from quire.worker.sample.processors import Picked
 from quire.worker.sample.rules import Penalties
@@ -27,16 +27,17 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     return sampling.draw(scaled_SV, keys_2S)
 
 
-def full_threshold(scaled_SV: Tensor, limits: Limits) -> Tensor:
+def cutoff(scaled_SV: Tensor, limits: Limits) -> Cutoff:
     log_min_p = np.log(
         limits.min_p, where=limits.min_p > 0, out=np.full(len(limits.min_p), -np.inf)
     )
     numbers = (_put(array, scaled_SV) for array in (limits.top_k, limits.top_p, log_min_p))
-    return sampling.threshold(scaled_SV, *numbers)[:, None]
+    return Cutoff(*sampling.cutoff(scaled_SV, *numbers))
 
 
 def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
-    return sampling.draw(scaled_SV, keys_2S, full_threshold(scaled_SV, limits)[:, 0])
+    cut = cutoff(scaled_SV, limits)
+    return sampling.draw(scaled_SV, keys_2S, (cut.logits_S, cut.ids_S))
 
 
 def score(
@@ -72,4 +73,4 @@ class CompiledPenalties(Penalties):
         return logits_SV
 
 
-COMPILED = Drawing(draw, draw_limited, full_threshold, score, CompiledPenalties)
+COMPILED = Drawing(draw, draw_limited, cutoff, score, CompiledPenalties)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.worker.sample.draw import draw
-from quire.worker.sample.limits import Limits, draw_limited, full_threshold
+from quire.worker.sample.limits import Cutoff, Limits, cutoff, draw_limited
 from quire.worker.sample.logprobs import Scored, score
 from quire.worker.sample.processors import Processor
 from quire.worker.sample.rules import Penalties
@@ -22,7 +22,7 @@ class Drawing(NamedTuple):
 
     draw: Callable[[Tensor, Tensor], Tensor] = draw
     draw_limited: Callable[[Tensor, Limits, Tensor], Tensor] = draw_limited
-    full_threshold: Callable[[Tensor, Limits], Tensor] = full_threshold
+    cutoff: Callable[[Tensor, Limits], Cutoff] = cutoff
     score: Callable[[Tensor, Tensor, int, Tensor | None, bool], Scored] = score
     penalties: Callable[[], Processor] = Penalties
     sample: Callable[..., tuple[Tensor, Tensor]] | None = None

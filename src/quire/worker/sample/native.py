@@ -13,40 +13,41 @@ from torch import Tensor
 
 from quire.ops.cpu.library import Kernels
 from quire.worker.sample.drawing import Drawing
-from quire.worker.sample.limits import Limits
+from quire.worker.sample.limits import Cutoff, Limits
 
 
 class NativeDrawing:
-    """`draw`, `draw_limited` and `full_threshold` as the plain functions give them; `sample` the same in one pass."""
+    """`draw`, `draw_limited` and `cutoff` give what the plain functions give; `sample` gives the same in one pass."""
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
 
-    def draw(self, scaled_SV: Tensor, keys_2S: Tensor, floor_S1: Tensor | None = None) -> Tensor:
+    def draw(self, scaled_SV: Tensor, keys_2S: Tensor, cut: Cutoff | None = None) -> Tensor:
         logits_SV, keys_2S = _rows(scaled_SV), keys_2S.contiguous()
         count, vocab = logits_SV.shape
         tokens_S = torch.empty(count, dtype=torch.int64)
         self.kernels.draw(
             logits_SV.data_ptr(), logits_SV.stride(0), keys_2S[0].data_ptr(), keys_2S[1].data_ptr(),
-            None if floor_S1 is None else floor_S1.data_ptr(), count, vocab, tokens_S.data_ptr(),
+            None if cut is None else cut.logits_S.data_ptr(), None if cut is None else cut.ids_S.data_ptr(),
+            count, vocab, tokens_S.data_ptr(),
         )  # fmt: skip
         return tokens_S
 
     def draw_limited(self, scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
-        return self.draw(scaled_SV, keys_2S, self.full_threshold(scaled_SV, limits))
+        return self.draw(scaled_SV, keys_2S, self.cutoff(scaled_SV, limits))
 
-    def full_threshold(self, scaled_SV: Tensor, limits: Limits) -> Tensor:
+    def cutoff(self, scaled_SV: Tensor, limits: Limits) -> Cutoff:
         logits_SV = _rows(scaled_SV)
         count, vocab = logits_SV.shape
         top_k = np.ascontiguousarray(limits.top_k, np.int64)
         top_p = np.ascontiguousarray(limits.top_p, np.float64)
         log_min_p = _log(limits.min_p)
-        floor_S1 = torch.empty((count, 1))
+        cut = Cutoff(torch.empty(count), torch.empty(count, dtype=torch.int64))
         self.kernels.cut(
             logits_SV.data_ptr(), logits_SV.stride(0), top_k.ctypes.data, top_p.ctypes.data, log_min_p.ctypes.data,
-            count, vocab, floor_S1.data_ptr(),
+            count, vocab, cut.logits_S.data_ptr(), cut.ids_S.data_ptr(),
         )  # fmt: skip
-        return floor_S1
+        return cut
 
     def sample(
         self,
@@ -85,4 +86,4 @@ def _rows(logits_SV: Tensor) -> Tensor:
 def native(kernels: Kernels) -> Drawing:
     """The set for a sink on a CPU."""
     how = NativeDrawing(kernels)
-    return Drawing(how.draw, how.draw_limited, how.full_threshold, sample=how.sample)
+    return Drawing(how.draw, how.draw_limited, how.cutoff, sample=how.sample)

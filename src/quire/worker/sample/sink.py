@@ -281,9 +281,9 @@ class SampleSink:
             return scaled_SV
         at = self.rows.tensor(limited_S.nonzero()[0])
         part_SV = scaled_SV[at]
-        floor_S1 = self.how.full_threshold(part_SV, self.limits[rows_S[limited_S]])
+        cut = self.how.cutoff(part_SV, self.limits[rows_S[limited_S]])
         scaled_SV = scaled_SV.clone()
-        scaled_SV[at] = part_SV.masked_fill_(part_SV < floor_S1, -torch.inf)
+        scaled_SV[at] = cut.masked_(part_SV)
         return scaled_SV
 
     def _score_prompts(

@@ -1,6 +1,7 @@
 // Sampling: where top-k, top-p and min-p cut a row of logits, and the draw from what is left.
 //
-// The definitions stand in worker/sample/limits.py and draw.py. Noise of a token is a function of its id and its row's two
+// The definitions stand in worker/sample/limits.py and draw.py. Tokens are in the order (logit descending, id ascending), of
+// which top-k, top-p and min-p keep a prefix. Noise of a token is a function of its id and its row's two
 // words, so a row's token does not depend on the rows beside it. The integers are the definition's; exp and log differ from
 // torch's in the last bit, as torch's own do from machine to machine.
 #include <vector>
@@ -112,23 +113,34 @@ inline float top_of(const float* x, long V) {
 
 // -- the draw --------------------------------------------------------------------------------------------------------
 
-// The token of the largest x + noise among those not below `floor`; of equals the first. 0 if there is none.
+// The last token that survives, in the order. Without limits, all do.
+struct Cutoff {
+  float logit = -INFINITY;
+  int64_t id = INT32_MAX;
+};
+
+// The token of the largest x + noise among those up to `last`; of equals the first. 0 if there is none.
 //
 // Few tokens need their noise: of the rest it is known that none could win, by the best of them or by their words.
-long draw(const float* x, long V, float top, int32_t a, int32_t b, float floor) {
-  Floats best = floats(-INFINITY);
+long draw(const float* x, long V, float top, int32_t a, int32_t b, Cutoff last) {
+  const Floats nothing = floats(-INFINITY), floor = floats(last.logit);
+  const Ints last_id = ints((int32_t)last.id);
+  Floats best = nothing;
   Ints found = ints(0);
   float sure = top + LEAST_NOISE;  // what some token reaches
   for (long v = 0; v < V; v += 16) {
     const Floats value = up_to_sixteen(x, v, V);
     const float most = max_of(value), needed = sure - most;
-    if (!(most >= floor) || needed > MOST_NOISE) continue;
+    if (!(most >= last.logit) || needed > MOST_NOISE) continue;
     const Ints words = words_of(v, a, b);
     if (needed > 1.1f && !any(less(words, ints(word_for(needed))))) continue;
-    const Floats score = select(less(value, floats(floor)), floats(-INFINITY), value + gumbel(words));
+    const Ints ids = load(PLACES) + (int32_t)v;
+    const Floats noisy = value + gumbel(words);
+    const Floats score = select(less(floor, value), noisy,  // else it is the last logit, a lower one or no number
+                                select(less(value, floor), nothing, select(less(last_id, ids), nothing, noisy)));
     const Mask better = less(best, score);
     best = select(better, score, best);
-    found = select(better, load(PLACES) + (int32_t)v, found);
+    found = select(better, ids, found);
     if (any(better)) sure = std::max(sure, max_of(best));
   }
   alignas(64) float values[16];
@@ -146,10 +158,16 @@ long draw(const float* x, long V, float top, int32_t a, int32_t b, float floor) 
 
 inline int64_t weight_of(float e) { return (int64_t)(e * 0x1p40f); }
 
+struct Token {
+  float logit;
+  int32_t id;
+};
+
 struct Histogram {  // of one row: tokens and their weights by how far they lie below the top
   std::vector<int64_t> weights = std::vector<int64_t>(BUCKETS);
   std::vector<int32_t> counts = std::vector<int32_t>(BUCKETS);
-  std::vector<float> inside, peaks;
+  std::vector<Token> inside;
+  std::vector<float> peaks;
 
   void clear() {
     std::fill(weights.begin(), weights.end(), 0);
@@ -187,7 +205,7 @@ void fill(Histogram& h, const float* x, long V, float top, float floor) {
   }
 }
 
-// The values of a bucket that are not below the floor, best first.
+// The tokens of a bucket that are not below the floor, in the order.
 void collect(Histogram& h, const float* x, long V, float top, float floor, int32_t bucket) {
   alignas(64) float values[16];
   alignas(64) int32_t places[16];
@@ -198,9 +216,10 @@ void collect(Histogram& h, const float* x, long V, float top, float floor, int32
     store(places, bucket_of(value, top));
     store(values, value);
     for (int i = 0; i < std::min<long>(16, V - v); i++)
-      if (places[i] == bucket && values[i] >= floor) h.inside.push_back(values[i]);
+      if (places[i] == bucket && values[i] >= floor) h.inside.push_back({values[i], (int32_t)(v + i)});
   }
-  std::sort(h.inside.begin(), h.inside.end(), std::greater<float>());
+  std::sort(h.inside.begin(), h.inside.end(),
+            [](Token a, Token b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); });
 }
 
 inline int64_t weight(float value, float top) {
@@ -209,13 +228,14 @@ inline int64_t weight(float value, float top) {
   return weight_of(e[0]);
 }
 
-// The lowest logit that survives; -inf if all do.
-float cut(Histogram& h, const float* x, long V, float top, long top_k, double top_p, double log_min_p) {
-  if (!(fabsf(top) < INFINITY)) return -INFINITY;
-  float floor = log_min_p == -INFINITY ? -INFINITY : std::min((float)(top + log_min_p), top);
+Cutoff cut(Histogram& h, const float* x, long V, float top, long top_k, double top_p, double log_min_p) {
+  if (!(fabsf(top) < INFINITY)) return {};
+  Cutoff last;
+  if (log_min_p != -INFINITY) last.logit = std::min((float)(top + log_min_p), top);
   const bool ranked = 0 < top_k && top_k < V;
-  if (!ranked && !(top_p < 1)) return floor;
-  if (ranked) floor = std::max(floor, reached_by(h, x, V, top_k));  // what top-k would leave out anyway
+  if (!ranked && !(top_p < 1)) return last;
+  // Top-k would leave out anyway what is below the value that k tokens reach.
+  const float floor = ranked ? std::max(last.logit, reached_by(h, x, V, top_k)) : last.logit;
   fill(h, x, V, top, floor);
   if (ranked) {
     int64_t before = 0;
@@ -223,22 +243,22 @@ float cut(Histogram& h, const float* x, long V, float top, long top_k, double to
     for (; b < BUCKETS && before + h.counts[b] < top_k; b++) before += h.counts[b];
     if (b < BUCKETS) {  // else fewer than k survive min-p
       collect(h, x, V, top, floor, (int32_t)b);
-      floor = std::max(floor, h.inside[top_k - before - 1]);
+      h.inside.resize(top_k - before);
+      last = {h.inside.back().logit, h.inside.back().id};
       for (long rest = b; rest < BUCKETS; rest++) h.weights[rest] = 0;
-      for (float value : h.inside)
-        if (value >= floor) h.weights[b] += weight(value, top);
+      for (Token token : h.inside) h.weights[b] += weight(token.logit, top);
     }
   }
-  if (!(top_p < 1)) return floor;
+  if (!(top_p < 1)) return last;
   int64_t total = 0, sum = 0;
   for (int64_t each : h.weights) total += each;
-  const int64_t wanted = (int64_t)ceil((double)total * top_p);
+  const int64_t wanted = std::min(total, (int64_t)ceil((double)total * top_p));
   long b = 0;
   for (; b < BUCKETS - 1 && sum + h.weights[b] < wanted; b++) sum += h.weights[b];
   collect(h, x, V, top, floor, (int32_t)b);
-  for (float value : h.inside)
-    if ((sum += weight(value, top)) >= wanted) return std::max(floor, value);
-  return floor;
+  for (Token token : h.inside)
+    if ((sum += weight(token.logit, top)) >= wanted) return {token.logit, token.id};
+  return last;
 }
 
 // -- both, of logits as they come ------------------------------------------------------------------------------------
@@ -271,26 +291,28 @@ float scaled(const T* x, float* y, long V, float temperature) {
 
 using namespace quire;
 
-// x: [rows, V], `step` from row to row. a, b: each row's words. floors: the lowest logit that may be drawn, or null.
-EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors, long rows, long V,
-                       int64_t* tokens) {
+// x: [rows, V], `step` from row to row. a, b: each row's words. floors, last_ids: each row's last token that may be drawn; or
+// both null.
+EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors,
+                       const int64_t* last_ids, long rows, long V, int64_t* tokens) {
 #pragma omp parallel for if (rows > 1) schedule(dynamic)
   for (long r = 0; r < rows; r++) {
     const float* row = x + r * step;
-    tokens[r] = draw(row, V, top_of(row, V), a[r], b[r], floors ? floors[r] : -INFINITY);
+    tokens[r] = draw(row, V, top_of(row, V), a[r], b[r], floors ? Cutoff{floors[r], last_ids[r]} : Cutoff{});
   }
 }
 
 // top_k 0, top_p 1 and log_min_p -inf limit nothing.
 EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
-                      long V, float* floors) {
+                      long V, float* floors, int64_t* last_ids) {
 #pragma omp parallel if (rows > 1)
   {
     static thread_local Histogram histogram;
 #pragma omp for schedule(dynamic)
     for (long r = 0; r < rows; r++) {
       const float* row = x + r * step;
-      floors[r] = cut(histogram, row, V, top_of(row, V), top_k[r], top_p[r], log_min_p[r]);
+      const Cutoff last = cut(histogram, row, V, top_of(row, V), top_k[r], top_p[r], log_min_p[r]);
+      floors[r] = last.logit, last_ids[r] = last.id;
     }
   }
 }
@@ -318,9 +340,9 @@ EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* tem
       }
       whole[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
       const float top = whole[r] / temperature;
-      const float floor = cut(histogram, row, V, top, top_k[r], top_p[r], log_min_p ? log_min_p[r] : -INFINITY);
+      const Cutoff last = cut(histogram, row, V, top, top_k[r], top_p[r], log_min_p ? log_min_p[r] : -INFINITY);
       const uint32_t a = mix(seeds[r] ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
-      tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, floor);
+      tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, last);
     }
   }
 }

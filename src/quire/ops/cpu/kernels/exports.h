@@ -40,10 +40,10 @@ EXPORT void quire_best(const void* x, long step, int is_bf16, const uint32_t* wo
                        float* whole, float* kept);
 EXPORT void quire_bar(float* x, long step, const uint32_t* words, long rows, long V);
 
-EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors, long rows, long V,
-                       int64_t* tokens);
+EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors,
+                       const int64_t* last_ids, long rows, long V, int64_t* tokens);
 EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* temperatures, const int64_t* top_k,
                          const double* top_p, const double* log_min_p, const uint32_t* seeds, const int64_t* positions,
                          long rows, long V, int64_t* tokens, float* whole);
 EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
-                      long V, float* floors);
+                      long V, float* floors, int64_t* last_ids);
