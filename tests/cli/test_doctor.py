@@ -220,6 +220,7 @@ WARNINGS = [
     ({}, ("--skip-tokenizer-init",), "Notes", "prompts are token ids"),
     ({"files": {"tokenizer.json": None, "tokenizer.model": "x"}}, (), "Notes", "without tokenizer.json"),
     ({"files": {"generation_config.json": '{"temperature": 0.6}'}}, (), "Notes", "temperature=0.6; --generation-config vllm"),
+    ({"files": {"generation_config.json": '{"max_new_tokens": 99}'}}, (), "Warnings", "caps every answer at 99 tokens"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,6 @@ GENERATION = {
     "pad_token_id": 0,
     "do_sample": True,
     "temperature": 0.3,  # exact answers stay exact, stories differ
-    "max_new_tokens": 256,  # its longest stories have some 220
 }
 NO_FIGURES = "<!-- figures -->\nNot measured yet.\n<!-- end of figures -->"
 

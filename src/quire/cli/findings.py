@@ -264,7 +264,15 @@ def _end(patient: Patient) -> Iterator[Finding]:
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         if generation.get(name) is not None
     }
-    if changed and patient.resolved.asked.model.generation_config == "auto":
+    if patient.resolved.asked.model.generation_config != "auto":
+        return
+    if (cap := generation.get("max_new_tokens")) is not None:
+        yield Finding(
+            "warning",
+            f"generation_config.json caps every answer at {cap} tokens (max_new_tokens), whatever max_tokens a request"
+            " sets; --generation-config vllm removes the cap",
+        )
+    if changed:
         shown = ", ".join(f"{name}={value}" for name, value in changed.items())
         yield Finding(
             "note",

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire import env
+from quire.logging import get_logger
 from quire.protocol.params import SamplingParams
 from quire.server.constraints import constraint
 from quire.server.errors import ApiError, invalid
 from quire.server.middleware import VALID_ID
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
+
+log = get_logger(__name__)
 
 MAX_SALT = 128  # characters
 MAX_STOP = 1024  # characters of a stop string: its table is built for each, and output is held back for its length
@@ -152,10 +155,16 @@ def without_repeats(ids: list[int] | None) -> list[int] | None:
 
 
 def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:
-    """max_tokens: a generation config's max_new_tokens caps every request of this server."""
+    """max_tokens: a generation config's max_new_tokens caps every request of this server. The log says so once."""
     cap = defaults.get("max_tokens")
     if cap is None or (asked is not None and asked <= cap):
         return asked
+    if asked is not None:
+        log.warning_once(
+            "generation_config of the model caps answers at %d tokens: a request for more gets no more than these;"
+            " serve with --generation-config vllm to remove the cap",
+            int(cap),
+        )
     return int(cap)
 
 
