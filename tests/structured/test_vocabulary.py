@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from grammar_reader import Reader
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.engine.assemble import build_compiler, resolve_config
 from quire.errors import ConfigError
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
+from quire.frontend.front import tokenizer_folder
+from quire.models import hf
 from quire.protocol.constraint import StructuredOutputsParams as Form
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -81,3 +88,24 @@ def test_ids_with_holes(checkpoint: str):
     assert tokenizer.is_special_token(5000)  # lost to grammars, which spell it with other tokens
     assert vocabulary.accepts not in (5000, *range(259))
     assert tokenizer.is_special_token(vocabulary.accepts)
+
+
+def test_grammars_and_text_have_the_tokenizer_of_one_revision(monkeypatch: pytest.MonkeyPatch):
+    """(The engine took another revision, and fetched the weights beside it.)"""
+    resolved = resolve_config(
+        EngineConfig.from_keywords(
+            model="quire-tiny", tokenizer="some/where", tokenizer_revision="r7"
+        )
+    )
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def locate(model: ModelConfig, load: LoadConfig) -> str:
+        asked.append((model.model, model.revision, list(load.ignore_patterns or [])))
+        return resolved.path
+
+    monkeypatch.setattr(hf, "locate", locate)
+    build_compiler(resolved)
+    assert tokenizer_folder(SimpleNamespace(resolved=resolved)) == resolved.path  # type: ignore[arg-type]
+    assert asked[0] == asked[1]
+    assert asked[0][:2] == ("some/where", "r7")
+    assert "*.safetensors" in asked[0][2]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -165,26 +164,16 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
 
 def build_compiler(resolved: Resolved) -> Compiler:
     """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
-    folder = tokenizer_folder(resolved)
+    asked = resolved.asked.model
+    folder = hf.locate_tokenizer(resolved.path, asked, resolved.asked.load)
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = Compiler(Vocabulary(tokenizer_json(folder), size))
-    if not resolved.asked.model.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
+    if not asked.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
         other = wishes(resolved.asked.structured.structured_outputs_config).backend == "xgrammar"
         compiler.warm(
             other
         )  # beside the loading of weights; later it would hold up running requests
     return compiler
-
-
-def tokenizer_folder(resolved: Resolved) -> str:
-    """Where the tokenizer lies: with the model, or where `tokenizer` says."""
-    asked = resolved.asked
-    name = asked.model.tokenizer
-    if name is None or name == asked.model.model:
-        return resolved.path
-    if (folder := Path(name).expanduser()).is_dir():
-        return str(folder.absolute())
-    return hf.locate(replace(asked.model, model=name), asked.load)
 
 
 def build_scheduler(

@@ -35,8 +35,6 @@ from quire.protocol.request import EngineRequest
 
 log = get_logger(__name__)
 
-WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"]  # a tokenizer does without
-
 
 class FrontRoom:
     """`submit`, then feed what the client gives to `take_in`, and `take` from the collectors that it names."""
@@ -219,12 +217,5 @@ def response_template(folder: Path) -> str:
 
 
 def tokenizer_folder(client: EngineClient) -> str:
-    """Where the tokenizer lies: with the model, or where `tokenizer` says."""
-    asked = client.resolved.asked
-    name = asked.model.tokenizer
-    if name is None or name == asked.model.model:
-        return client.resolved.path
-    if (folder := Path(name).expanduser()).is_dir():
-        return str(folder.absolute())
-    model = dataclasses.replace(asked.model, model=name, revision=asked.model.tokenizer_revision)
-    return hf.locate(model, dataclasses.replace(asked.load, ignore_patterns=WEIGHTS))
+    resolved = client.resolved
+    return hf.locate_tokenizer(resolved.path, resolved.asked.model, resolved.asked.load)

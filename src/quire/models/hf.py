@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.errors import ConfigError, ModelNotFound
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
 
 # ------------------------------------------------------------------------------------ where it is
 
@@ -44,6 +46,23 @@ def locate(model: ModelConfig, load: LoadConfig) -> str:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
         raise ModelNotFound(f"there is no directory {directory.absolute()} (model={name!r})")
     return _fetch(name, model, load)
+
+
+def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
+    """The local directory of the tokenizer: `path`, where the model is, or what `tokenizer` names, without weights.
+
+    The front end and the engine ask this, so that text and grammars have one vocabulary.
+
+    Raises:
+        ModelNotFound: it is nowhere.
+    """
+    name = model.tokenizer
+    if name is None or name == model.model:
+        return path
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder.absolute())
+    named = replace(model, model=name, revision=model.tokenizer_revision)
+    return locate(named, replace(load, ignore_patterns=NO_TOKENIZER_FILES))
 
 
 def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
