@@ -147,6 +147,7 @@ def test_an_error_of_the_engine_ends_it_for_everybody() -> None:
             use()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
     done = []
 
@@ -169,6 +170,7 @@ class Interrupted(Device):
         return super().result(step)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_generation_goes_on_after_an_interrupt() -> None:
     client = make(Interrupted)
     request = ask(client, "a")
@@ -232,6 +234,27 @@ def test_those_who_wait_for_a_gate_are_told_apart() -> None:
     client.outputs()
     stats = client.call("stats")
     assert (stats["running"], stats["waiting"], stats["deferred"]) == (4, 2, 1)
+
+
+def test_statistics_ask_gates_only_what_changes_nothing() -> None:
+    class Prepares(Gate):
+        def ready(self, request: Request) -> bool:
+            asked.append(request.id)
+            return False
+
+        def holds(self, request: Request) -> bool:
+            return request.id in asked
+
+    asked: list[str] = []
+    client = make()
+    client.core.scheduler.gates.append(Prepares())
+    ask(client, "a")
+    assert client.call("stats")["deferred"] == 0
+    assert not asked
+    client.core.scheduler.plan()
+    before = list(asked)
+    assert client.call("stats")["deferred"] == 1
+    assert asked == before == ["a"] * len(before)
 
 
 def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:

@@ -284,6 +284,19 @@ def test_what_is_begun_for_one_who_gave_up_is_of_use_to_the_next(reader: Reader)
     assert reader.compiler.ask(form) is begun
 
 
+def test_statistics_begin_no_compilation(reader: Reader):
+    """(Every `stats()` asked `ready`, which asks the compiler.)"""
+    gate, request = GrammarGate(reader.compiler), asked(Form(regex="[a-z]{3,905}"))
+    with held_up(reader.compiler):
+        assert not gate.holds(request)  # nothing is asked for yet: it waits for room
+        assert not reader.compiler.waiting
+        assert not gate.ready(request)
+        assert gate.holds(request)
+    reader.compiler.ask(request.params.structured_outputs).result(60)
+    assert gate.ready(request)
+    assert not gate.holds(request)
+
+
 def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):

@@ -20,8 +20,15 @@ class Gate:
     name = "gate"
 
     def ready(self, request: Request) -> bool:
-        """May this waiting request be considered? False: skip it, look further."""
+        """May this waiting request be considered? False: skip it, look further. It may begin what the request needs."""
         return True
+
+    def holds(self, request: Request) -> bool:
+        """Does this gate hold the waiting request back? Statistics ask, so it changes nothing.
+
+        Override it where `ready` has an effect.
+        """
+        return not self.ready(request)
 
     def allow(self, request: Request, num_tokens: int) -> int:
         """How many of these tokens may run in this step. 0: not now, and nobody behind it either."""

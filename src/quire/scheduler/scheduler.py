@@ -167,9 +167,9 @@ class Scheduler:
 
     @property
     def deferred(self) -> int:
-        """How many of those who wait are held back by a gate, of the first in line."""
+        """How many waiting requests a gate holds back, of the first in line. Changes nothing."""
         first = itertools.islice(self.waiting, FIRST_IN_LINE)
-        return sum(not all(gate.ready(one) for gate in self.gates) for one in first)
+        return sum(any(gate.holds(one) for gate in self.gates) for one in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:

@@ -69,6 +69,9 @@ class GrammarGate(Gate):
             compiled.add_done_callback(partial(self._done, ref(request)))
         return request in self._ready
 
+    def holds(self, request: Request) -> bool:
+        return request in self._asked and request not in self._ready
+
     def gave_up(self, request: Request) -> None:
         """What nobody else waits for is not compiled; a compile that has begun is ended."""
         constraint, asked = request.params.structured_outputs, self._asked.pop(request, None)
