@@ -37,6 +37,7 @@ class ToyRow:
     drafts: list[int] = field(default_factory=list)
     spoilt: bool = False
     told: int = 0  # tokens that results spoke of
+    stale_until: int = 0  # steps up to this one may check drafts that are dropped
 
 
 def histories(sequence: list[int]) -> list[int]:
@@ -75,7 +76,7 @@ class ToyDevice:
         self.failing_steps = 0.0  # probability
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
-        self.reads = 0
+        self.reads = self.launched = 0
         self.foretells = 0.0  # probability that tokens are certain after a draw
         self.foretold = 0
         self.fate = random.Random(0)
@@ -85,6 +86,7 @@ class ToyDevice:
 
     def launch(self, plan: StepPlan):
         self.queue.append(msgspec.msgpack.encode(plan))  # a process boundary
+        self.launched = plan.step
         return _Late(self, plan.step)
 
     def call(self, name, *args):
@@ -111,7 +113,7 @@ class ToyDevice:
                 result.tokens[index] = []
                 continue
             row.told = place + len(result.tokens[index])
-            if self.drafts or row.spoilt or self.fate.random() >= self.foretells:
+            if row.spoilt or self.fate.random() >= self.foretells:
                 continue
             history = row.tokens[: row.told]
             for _ in range(self.fate.choice([1, 1, 2, 3, 9])):
@@ -120,7 +122,8 @@ class ToyDevice:
             self.foretold += len(history) - row.told
             row.told = len(history)
             if self.rows.get(number) is row and len(row.tokens) < len(history):
-                row.tokens = history
+                row.tokens, row.drafts = history, []  # none continues it
+                row.stale_until = self.launched
 
     def run_all(self) -> None:
         while self.queue:
@@ -138,6 +141,8 @@ class ToyDevice:
             row = self.rows[item.row]
             for column, new_blocks in zip(row.blocks, item.new_blocks, strict=False):
                 column += new_blocks
+            if plan.step <= row.stale_until:
+                row.drafts += [0] * (item.drafts - len(row.drafts))
             sequence = row.tokens + row.drafts[: item.drafts]
             start, end = row.computed, row.computed + item.num_tokens
             assert start < end <= len(sequence), f"row {item.row}: no such tokens"
@@ -152,8 +157,7 @@ class ToyDevice:
                 self.spoilt_by_step.setdefault(plan.step, set()).add(row.id)
             tokens.append(self._decide(item, row, sequence, end))
             if tokens[-1]:
-                place = len(row.tokens) - len(tokens[-1])
-                drew.append((index, item.row, row, place))
+                drew.append((index, item.row, row, end - item.drafts))
         self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
         self.done[plan.step] = (
@@ -217,7 +221,7 @@ class ToyDevice:
             decided.append(next_token(sequence[: base + i + 1], row.kin[0]))
             if i < item.drafts and decided[-1] != sequence[base + i + 1]:
                 break
-        row.tokens = row.tokens + decided
+        row.tokens = row.tokens[: base + 1] + decided + row.tokens[base + 1 + len(decided) :]
         row.computed = end - (item.drafts + 1 - len(decided))
         history, row.drafts = list(row.tokens), []
         for _ in range(self.drafts):

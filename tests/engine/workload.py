@@ -21,6 +21,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import Abort, EngineRequest
+from quire.scheduler.building import CANCELLED
 from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
@@ -96,6 +97,7 @@ class WitnessGate(Gate):
     def __init__(self, late: LateGate):
         self.late = late
         self.preempted_at = -1  # the turn of the last preemption
+        self.restarts = 0
 
     def enter(self, request):
         if not isinstance(self.scheduler.waiting, FairQueue):  # there somebody may have made way
@@ -105,7 +107,9 @@ class WitnessGate(Gate):
                 assert not self.late.ready(other), f"{request.id} overtakes {other.id}"
 
     def leave(self, request):
-        if request.finish is None:  # preempted
+        if any((request, CANCELLED) in items for items in self.scheduler.in_flight.values()):
+            self.restarts += 1  # tokens were certain while draft tokens were in flight
+        elif request.finish is None:  # preempted
             self.preempted_at = self.late.now
             beside = self._beside(request, self.scheduler.running)
             least = max([request, *beside], key=lambda r: r.order)
@@ -347,8 +351,13 @@ def nap(s: Setting, rest: Rest, check: Check) -> None:
     rest.wake_up()
 
 
-def trial(seed: int) -> tuple[int, int]:
-    """(preemptions, reads) of one random workload that came out right."""
+def trial(seed: int) -> int:
+    """Preemptions of one random workload that came out right."""
+    return trial_of(seed)[0].scheduler.count.preemptions
+
+
+def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
+    """One random workload that came out right, at its end."""
     s = draw_setting(seed)
     draw_requests(s)
     check, rng = Check(s), s.rng
@@ -379,7 +388,8 @@ def trial(seed: int) -> tuple[int, int]:
         assert not s.scheduler.waiting.here, "the queue was not told that everybody left"
     assert not s.late.prepared, "a gate was not told who gave up"
     assert not s.late.entered_early, "a gate said not ready, and it entered"
-    return s.scheduler.count.preemptions, s.device.reads
+    (witness,) = (gate for gate in s.scheduler.gates if isinstance(gate, WitnessGate))
+    return s, witness
 
 
 def main(trials: int, first: int = 0) -> None:
@@ -387,7 +397,7 @@ def main(trials: int, first: int = 0) -> None:
     preemptions = 0
     for seed in range(first, first + trials):
         try:
-            preemptions += trial(seed)[0]
+            preemptions += trial(seed)
         except BaseException:
             print(f"seed {seed}", file=sys.stderr)
             raise

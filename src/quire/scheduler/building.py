@@ -13,17 +13,34 @@ from quire.scheduler.request import Request
 Counted = tuple[Request, int]  # and how many output tokens this step may add
 
 
-def void(in_flight: Mapping[int, list[Counted]], request: Request, count: int) -> None:
-    """What is in flight draws at the next `count` places of `request`, whose tokens are known now: no draws then.
+CANCELLED = -1  # counted of an item whose tokens are ignored
 
-    Raises:
-        RuntimeError: it carries guesses, of which some might stand there and some beyond.
+
+def cancel_drafts(in_flight: Mapping[int, list[Counted]], request: Request) -> bool:
+    """Ignore what the steps in flight draw for `request`, if one of them checks draft tokens. Whether one does.
+
+    Tokens of `request` are known now that these steps may draw. A draft token at their places may be wrong, and how many
+    draft tokens are right is not known yet, so the places of the draws are not known either.
     """
+    places = [
+        (items, index, most)
+        for items in in_flight.values()
+        for index, (other, most) in enumerate(items)
+        if other is request
+    ]
+    if not any(most > 1 for _, _, most in places):
+        return False
+    for items, index, _ in places:
+        items[index] = request, CANCELLED
+    request.pending = 0
+    return True
+
+
+def void(in_flight: Mapping[int, list[Counted]], request: Request, count: int) -> None:
+    """Uncount the next `count` draws in flight of `request`: their tokens are known now. None checks draft tokens."""
     for items in in_flight.values():
         for index, (other, most) in enumerate(items):
-            if other is request and most and count:
-                if most > 1:
-                    raise RuntimeError(f"{request.id}: tokens are certain that are guessed already")
+            if other is request and most > 0 and count:
                 items[index] = request, 0
                 request.pending -= 1
                 count -= 1

@@ -1,7 +1,7 @@
 """Who runs next, and what a step's result changes.
 
 Knows requests, budgets, gates and blocks. Does not know devices, text, or the name of any feature:
-a feature that needs a say is a Gate. Keep it so; this file is meant to stay on two screens.
+a feature that needs a say is a Gate. Keep it so.
 
 There is no prefill phase and no decode phase. A request has `length` tokens and `computed` of them are
 done; a step moves `computed` towards `length`. Chunked prefill, prefix hits, recomputation after
@@ -31,7 +31,7 @@ from quire.logging import get_logger
 from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
-from quire.scheduler.building import Counted, PlanBuilder, void
+from quire.scheduler.building import Counted, PlanBuilder, cancel_drafts, void
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
 from quire.scheduler.queues import WaitingQueue
@@ -286,20 +286,21 @@ class Scheduler:
             zip(self.in_flight.pop(result.step), result.tokens, strict=True)
         ):
             request, most = counted
-            request.pending -= most
+            request.pending -= max(most, 0)
             if request.finish is not None:
                 continue
             if result.errors and (error := result.errors.get(index)) is not None:
                 kind: ErrorKind = "invalid" if index in result.invalid else "internal"
                 outputs.append(self._fail(request, error, kind))
                 continue
+            if most < 0:  # cancelled: the request has left the row that this was drawn for
+                continue
             if most:
                 if request.row != NO_ROW:
                     request.computed -= most - len(tokens)  # rejected guesses were never computed
                 tokens = self._extend(request, tokens)
             if request.finish is None and (certain := result.certain.get(index)):
-                void(self.in_flight, request, len(certain))
-                tokens = tokens + self._extend(request, certain)
+                tokens = tokens + self._take_certain(request, certain)
             if tokens or index in result.prompt_logprobs:
                 outputs.append(self._output(request, tokens, index, result))
             if request.row != NO_ROW:
@@ -308,6 +309,20 @@ class Scheduler:
             if (extra := result.extras.get(gate.name)) is not None:
                 gate.learn(extra)
         return outputs
+
+    def _take_certain(self, request: Request, certain: list[int]) -> list[int]:
+        """Add tokens that need no draw; those that were added.
+
+        Draws in flight at their places are not counted. Where steps in flight check draft tokens, these steps are cancelled,
+        and the request leaves its row: what it has is computed again.
+        """
+        if not (cancelled := cancel_drafts(self.in_flight, request)):
+            void(self.in_flight, request, len(certain))
+        request.drafted = False  # the draft tokens that the worker holds do not continue it
+        added = self._extend(request, certain)
+        if cancelled and request.finish is None and request.row != NO_ROW:
+            self._set_back(request)
+        return added
 
     def _extend(self, request: Request, tokens: list[int]) -> list[int]:
         """Add tokens up to the first that ends the request; those that were added."""
@@ -353,7 +368,7 @@ class Scheduler:
         wrong: set[int] = set()
         guilty: list[Request] = []
         for request, most in self.in_flight.pop(step):
-            request.pending -= most
+            request.pending -= max(most, 0)
             if request.finish is None:
                 wrong |= self.kv.retract(request)
                 guilty.append(request)
