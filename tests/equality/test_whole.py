@@ -13,6 +13,7 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 from quire.ops.cpu.library import best
 from quire.protocol.params import SamplingParams
 from quire.worker import whole
+from quire.worker.worker import PlanMismatch
 
 pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
 
@@ -155,5 +156,17 @@ def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
         assert isinstance(worker.at_once, whole.WholeStep)
-        with pytest.raises(RuntimeError, match="lacks the tokens"):
+        with pytest.raises(PlanMismatch, match="lacks the tokens"):
             worker.run(StepPlan(1, [], [Work(0, 1)], []))
+
+
+def test_an_error_of_the_step_fails_its_requests_alone(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
+    with engine(path, dtype="bfloat16") as one:
+        worker = worker_of(one)
+        wanted, run = one.tokens([[5, 6]], greedy(4)), worker.at_once.run
+        worker.at_once.run = lambda plan: 1 / 0
+        with pytest.raises(RuntimeError, match="the step failed"):
+            one.run([[5, 6]], greedy(4))
+        worker.at_once.run = run
+        assert one.tokens([[5, 6]], greedy(4)) == wanted

@@ -22,7 +22,7 @@ from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.rows import Rows
 from quire.worker.sample.outcome import NO_NUMBER
 from quire.worker.sample.sink import SampleSink
-from quire.worker.worker import Done
+from quire.worker.worker import Done, PlanMismatch
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -82,7 +82,7 @@ class WholeStep:
         not plain, or longer than they have angles for.
 
         Raises:
-            RuntimeError: a row has not as many tokens as the plan wants to compute.
+            PlanMismatch: a row has not as many tokens as the plan wants to compute.
         """
         work, rows = plan.work, self.rows
         if self.model is None or not self.sink.plain(work):
@@ -98,7 +98,7 @@ class WholeStep:
             self._model, self._address, told_3B.buffer_info()[0], count, self._drawn, self._whole
         )
         if wrong < 0:
-            raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
+            raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
         tokens = [[token] if token >= 0 else [] for token in self._drawn_B[:count].tolist()]
         result = StepResult(plan.step, tokens)
         if wrong:

@@ -58,6 +58,10 @@ class AtOnce(Protocol):
         ...
 
 
+class PlanMismatch(RuntimeError):
+    """The plan contradicts the rows: nothing can be trusted any more, so no step alone can fail for it."""
+
+
 def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """What goes wrong in it fails a step, and no more."""
 
@@ -65,8 +69,8 @@ def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return function(*args, **kwargs)
-        except torch.AcceleratorError:
-            raise  # the device itself is lost
+        except (torch.AcceleratorError, PlanMismatch):
+            raise  # the device itself is lost, or the rows are wrong
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
@@ -128,7 +132,7 @@ class Worker:
         if not plan.work:
             return self._told(Done(StepResult(plan.step, [])), [])
         self._before(plan)
-        pending = None if self.at_once is None else self.at_once.run(plan)
+        pending = None if self.at_once is None else self._at_once(plan, self.at_once)
         step = self._by_parts(plan) if pending is None else self._told(pending, [])
         self._after(plan)
         return step
@@ -144,6 +148,10 @@ class Worker:
 
     def _told(self, pending: Pending, drew: list[_Drew]) -> _Step:
         return _Step(pending, self.hooks, self.rows, drew)
+
+    @_recoverable
+    def _at_once(self, plan: StepPlan, at_once: AtOnce) -> Pending | None:
+        return at_once.run(plan)
 
     @_recoverable
     def _compute(self, plan: StepPlan, batch: Batch) -> Pending:
