@@ -335,6 +335,7 @@ def test_a_dead_engine_says_so_each_time(llm: LLM):
     assert not llm.front.live
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_nothing(llm: LLM):
     def interrupt(**given: Any) -> Any:
         bar = Bar(**given)
