@@ -6,159 +6,184 @@ by hand and prints what caught each; test_mutations.py does it in CI.
 
 from __future__ import annotations
 
+import ast
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 SOURCE = HERE.parents[1] / "src" / "quire"
-PARTS = (
-    "protocol",
-    "kvcache",
-    "scheduler",
-    "engine",
-    "logging.py",
-    "env.py",
-    "errors.py",
-    "__init__.py",
-)
 TRIALS = 4000
 
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/building.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/pool.py", "kvcache/hashing.py"
 QUEUES, FAIR = "scheduler/queues.py", "scheduler/fair.py"
 
-# name -> (file, what stands there, what is put there)
-MUTATIONS: dict[str, tuple[str, str, str]] = {
+# name -> (file, function or method, what its tree holds, what is put there). Both are Python, so that formatting does not
+# matter. `ANY` matches any expression; no statement: those that stand there go.
+MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "publish before the plan is final": (
-        SCHEDULER,
-        "                building.take(request, n, added, self.limits.drafts > 0)\n",
-        "                building.take(request, n, added, self.limits.drafts > 0)\n"
-        "                self.kv.publish(request)\n",
+        SCHEDULER, "Scheduler.plan",
+        "building.take(ANY, ANY, ANY, ANY)",
+        "building.take(request, n, added, self.limits.drafts > 0); self.kv.publish(request)",
     ),
-    "re-admitted with tokens pending": (SCHEDULER, " or request.pending:\n", ":\n"),
-    "rejected drafts stay computed": (SCHEDULER, "request.computed -= most - len(tokens)", "pass"),
-    "draws of tokens that are certain count": (
-        SCHEDULER, "void(self.in_flight, request, len(certain))", "pass",
+    "re-admitted with tokens pending": (SCHEDULER, "Scheduler._admit", "request.pending", "False"),
+    "rejected drafts stay computed": (SCHEDULER, "Scheduler.commit", "request.computed -= ANY", ""),
+    "draws of tokens that are certain count": (SCHEDULER, "Scheduler._take_certain", "void(ANY, ANY, ANY)", "pass"),
+    "what is certain is dropped": (SCHEDULER, "Scheduler._take_certain", "self._extend(ANY, ANY)", "[]"),
+    "drafts in flight stay beside tokens that are certain": (BUILDING, "cancel_drafts", "any(ANY)", "False"),
+    "a request whose drafts are cancelled keeps its row": (
+        SCHEDULER, "Scheduler._take_certain", "self._set_back(ANY)", "pass",
     ),
-    "what is certain is dropped": (
-        SCHEDULER, "tokens = tokens + self._extend(request, certain)", "pass",
+    "old drafts continue tokens that are certain": (
+        SCHEDULER, "Scheduler._take_certain", "request.drafted = False", "",
     ),
-    "all draws in flight are void": (BUILDING, "                count -= 1\n", ""),
-    "no limit to running ahead": (
-        SCHEDULER,
-        "if request.pending and (length >= request.limit or not self.limits.run_ahead)",
-        "if request.pending and not self.limits.run_ahead",
-    ),
-    "running ahead where it may not": (SCHEDULER, "or not self.limits.run_ahead)", "or False)"),
-    "preemption keeps the work of this plan": (SCHEDULER, "        building.undo(request)\n", ""),
-    "undo forgets the pending tokens": (BUILDING, "                request.pending -= counted\n", ""),
-    "admission after preemption in the same plan": (
-        SCHEDULER, "if not building.preempted:", "if True:",
-    ),
+    "cancelled steps give tokens": (SCHEDULER, "Scheduler.commit", "most < 0", "False"),
+    "all draws in flight are void": (BUILDING, "void", "count -= 1", ""),
+    "no limit to running ahead": (SCHEDULER, "Scheduler._wanted", "length >= request.limit", "False"),
+    "running ahead where it may not": (SCHEDULER, "Scheduler._wanted", "self.limits.run_ahead", "True"),
+    "preemption keeps the work of this plan": (SCHEDULER, "Scheduler._preempt", "building.undo(ANY)", "pass"),
+    "undo forgets the pending tokens": (BUILDING, "PlanBuilder.undo", "request.pending -= ANY", ""),
+    "admission after preemption in the same plan": (SCHEDULER, "Scheduler.plan", "building.preempted", "False"),
     "preempts the first come": (
-        SCHEDULER, "max(self.running, key=lambda r: r.order)", "min(self.running, key=lambda r: r.order)",
+        SCHEDULER, "Scheduler.plan", "max(ANY, key=ANY)", "min(self.running, key=lambda r: r.order)",
     ),
-    "the queue forgets who came first": (QUEUES, "return -priority, -number", "return -priority, number"),
-    "a tenant's end is not told": (SCHEDULER, "        self.waiting.ended(request)\n", ""),
-    "the oldest gives way": (FAIR, "return max((r for", "return min((r for"),
+    "the queue forgets who came first": (QUEUES, "_backwards", "-number", "number"),
+    "a tenant's end is not told": (SCHEDULER, "Scheduler._end", "self.waiting.ended(ANY)", "pass"),
+    "the oldest gives way": (FAIR, "FairQueue.gives_way", "lambda r: r.order", "lambda r: (-r.order[0], -r.order[1])"),
     "a gate's stop is a skip": (
-        SCHEDULER,
-        "            if not n or not self.kv.admit(request, prefix, hit, n):\n                break\n",
-        "            if not n or not self.kv.admit(request, prefix, hit, n):\n                continue\n",
+        SCHEDULER, "Scheduler._admit",
+        "if not n or not self.kv.admit(ANY, ANY, ANY, ANY): break",
+        "if not n or not self.kv.admit(request, prefix, hit, n): continue",
     ),
-    "a gate's skip is a stop": (
-        SCHEDULER,
-        "                    break  # skipped",
-        "                    return  # skipped",
-    ),
-    "a gate is not asked": (
-        SCHEDULER, "if not gate.ready(request):", "if False:",
-    ),
-    "a gate is not told who left": (
-        SCHEDULER,
-        "        for gate in self.gates:\n            gate.leave(request)\n",
-        "",
-    ),
-    "a gate is not told who gave up": (SCHEDULER, "                gate.gave_up(request)\n", "                pass\n"),
-    "rows are not given back": (SCHEDULER, "        self.free_rows.append(request.row)\n", ""),
-    "workers are not told which rows are free": (
-        SCHEDULER, "        self.left.append(request.row)\n", "",
-    ),
-    "stops before min_tokens": (SCHEDULER, "len(known) > request.min_length", "True"),
-    "tokens after the end": (SCHEDULER, "            tokens = tokens[:count]\n", ""),
-    "a failed row's blocks stay published": (
-        SCHEDULER,
-        "        self.kv.retract(request)\n        self._end(request, \"error\")",
-        "        self._end(request, \"error\")",
-    ),
-    "an abort forgets who waits": (
-        SCHEDULER,
-        "        else:\n            self.waiting.remove(request)\n",
-        "",
-    ),
+    "a gate's skip is a stop": (SCHEDULER, "Scheduler._waiting_and_ready", "break", "return"),
+    "a gate is not asked": (SCHEDULER, "Scheduler._waiting_and_ready", "not gate.ready(ANY)", "False"),
+    "a gate is not told who left": (SCHEDULER, "Scheduler._leave", "gate.leave(ANY)", "pass"),
+    "a gate is not told who gave up": (SCHEDULER, "Scheduler._end", "gate.gave_up(ANY)", "pass"),
+    "rows are not given back": (SCHEDULER, "Scheduler._leave", "self.free_rows.append(ANY)", "pass"),
+    "workers are not told which rows are free": (SCHEDULER, "Scheduler._leave", "self.left.append(ANY)", "pass"),
+    "stops before min_tokens": (SCHEDULER, "Scheduler._extend", "ANY > request.min_length", "True"),
+    "tokens after the end": (SCHEDULER, "Scheduler._extend", "tokens = tokens[:count]", ""),
+    "a failed row's blocks stay published": (SCHEDULER, "Scheduler._fail", "self.kv.retract(ANY)", "pass"),
+    "an abort forgets who waits": (SCHEDULER, "Scheduler._end", "self.waiting.remove(ANY)", "pass"),
     "a prefix match may cover all": (
-        MANAGER, "most = (len(request.tokens) - 1)", "most = len(request.tokens)",
+        MANAGER, "KVManager.match", "len(request.tokens) - 1", "len(request.tokens)",
     ),
-    "admission counts idle shared blocks as free": (MANAGER, "len(self.pool.free) - idle", "len(self.pool.free)"),
-    "a prefix goes beyond a gap in a window": (
-        MANAGER, "            count = min(gap for gap in gaps if gap >= 0)", "            return count",
-    ),
+    "admission counts idle shared blocks as free": (MANAGER, "KVManager.admit", "ANY - idle", "len(self.pool.free)"),
+    "a prefix goes beyond a gap in a window": (MANAGER, "KVManager._agree", "count = min(gap for gap in ANY if ANY)", "return count"),
     "a window is a block too narrow": (
-        MANAGER,
-        "range(spec.first_needed(position) // self.block_size - 1, -1, -1)",
-        "range(spec.first_needed(position) // self.block_size, -1, -1)",
+        MANAGER, "KVManager._leave_windows",
+        "ANY // self.block_size - 1", "spec.first_needed(position) // self.block_size",
     ),
     "a window moves with tokens that may be taken back": (
-        MANAGER,
-        "position = min(request.computed, len(request.tokens) - 1)",
-        "position = request.computed",
+        MANAGER, "KVManager._leave_windows", "min(ANY, ANY)", "request.computed",
     ),
-    "a window's blocks are released twice": (MANAGER, "                column[index] = NULL_BLOCK\n", ""),
-    "blocks outside a window are kept": (
-        MANAGER,
-        "        if self.windows:\n            self._leave_windows(request)\n",
-        "",
+    "a window's blocks are released twice": (MANAGER, "KVManager._leave_windows", "column[index] = NULL_BLOCK", ""),
+    "blocks outside a window are kept": (MANAGER, "KVManager.grow", "self._leave_windows(ANY)", "pass"),
+    "unknown tokens are published": (MANAGER, "KVManager.publish", "min(ANY, ANY)", "len(request.tokens)"),
+    "a taken block keeps its hash": (POOL, "BlockPool.take", "self.forget(ANY)", "pass"),
+    "sharing leaves a block free": (POOL, "BlockPool.share", "del self.free[ANY]", ""),
+    "the hash ignores the adapter": (HASHING, "Hasher.root", "adapter is None", "True"),
+    "the hash ignores the salt": (
+        HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.kept}:{named}"',
     ),
-    "unknown tokens are published": (
-        MANAGER, "full = min(request.computed, len(request.tokens))", "full = len(request.tokens)",
-    ),
-    "a taken block keeps its hash": (POOL, "        self.forget(block)\n        self.refs[block] = 1", "        self.refs[block] = 1"),
-    "sharing leaves a block free": (POOL, "            del self.free[block]\n", "            pass\n"),
-    "the hash ignores the adapter": (HASHING, '"" if adapter is None else', '"" if True else'),
-    "the hash ignores the salt": (HASHING, '{len(salt)}:{salt}{named}', '{named}'),
-    "the hash ignores the parent": (HASHING, "(hashes[-1] if hashes else root)", "root"),
+    "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
 }  # fmt: skip
 
 
-def broken(name: str, folder: pathlib.Path) -> None:
-    """Write the middle room into `folder`, with one rule broken."""
-    for part in PARTS:
-        source = SOURCE / part
-        if source.is_dir():
-            shutil.copytree(
-                source, folder / "quire" / part, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        elif source.exists():
-            (folder / "quire").mkdir(exist_ok=True)
-            shutil.copy(source, folder / "quire" / part)
-    file, before, after = MUTATIONS[name]
-    path = folder / "quire" / file
-    text = path.read_text()
-    if text.count(before) != 1:
-        raise LookupError(f"{name}: the line to break occurs {text.count(before)} times in {file}")
-    path.write_text(text.replace(before, after))
+def matches(pattern: Any, found: Any) -> bool:
+    """Whether two trees are equal, but for places and what `ANY` stands for."""
+    if isinstance(pattern, ast.Name) and pattern.id == "ANY":
+        return isinstance(found, ast.expr)
+    if isinstance(pattern, list):
+        return len(pattern) == len(found) and all(map(matches, pattern, found))
+    if not isinstance(pattern, ast.AST):
+        return bool(pattern == found)
+    return type(pattern) is type(found) and all(
+        matches(getattr(pattern, name, None), getattr(found, name, None))
+        for name in pattern._fields
+        if name not in ("ctx", "type_comment")
+    )
 
 
-def survives(name: str) -> str | None:
+def expression(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+class Replace(ast.NodeTransformer):
+    """Puts one expression, or statements in one body, in the place of what matches; counts how often."""
+
+    def __init__(self, before: str, after: str):
+        self.old, self.new, self.count = expression(before), expression(after), 0
+        self.old_lines, self.new_lines = ast.parse(before).body, ast.parse(after).body
+        self.whole_lines = self.old is None or self.new is None
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if not self.whole_lines and matches(self.old, node):
+            self.count += 1
+            assert self.new is not None
+            return self.new
+        for _, lines in ast.iter_fields(node):
+            if self.whole_lines and isinstance(lines, list):
+                for at in range(len(lines)):
+                    if matches(self.old_lines, lines[at : at + len(self.old_lines)]):
+                        self.count += 1
+                        lines[at : at + len(self.old_lines)] = self.new_lines or [ast.Pass()]
+        return super().generic_visit(node)
+
+
+def function(tree: ast.Module, name: str) -> ast.FunctionDef:
+    """The function `f`, or the method `C.f`."""
+    found: Any = tree
+    for part in name.split("."):
+        named = (node for node in found.body if getattr(node, "name", None) == part)
+        if (found := next(named, None)) is None:
+            raise LookupError(f"there is no {name}")
+    return found
+
+
+def mutated(source: str, name: str, before: str, after: str) -> str:
+    """Source in which one node of a function is replaced.
+
+    Raises:
+        LookupError: there is no such function, or the node is not in it exactly once.
+    """
+    tree = ast.parse(source)
+    replace = Replace(before, after)
+    replace.visit(function(tree, name))
+    if replace.count != 1:
+        raise LookupError(f"{name}: `{before}` occurs {replace.count} times")
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def broken(name: str | None, folder: pathlib.Path) -> None:
+    """Put the package into `folder`, with one rule of the middle room broken; None: whole."""
+    file, *change = MUTATIONS[name] if name is not None else (SCHEDULER,)
+    package = pathlib.Path(file).parts[0]
+    (folder / "quire").mkdir()
+    for source in SOURCE.iterdir():
+        if source.name != package:
+            (folder / "quire" / source.name).symlink_to(source)
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SOURCE / package, folder / "quire" / package, ignore=unneeded)
+    if change:
+        path = folder / "quire" / file
+        path.write_text(mutated(path.read_text(), *change))
+
+
+def survives(name: str | None, trials: int = TRIALS) -> str | None:
     """None if the workloads still pass; else the last line of what caught it."""
     with tempfile.TemporaryDirectory() as folder:
         broken(name, pathlib.Path(folder))
         ran = subprocess.run(
-            [sys.executable, "-B", str(HERE / "workload.py"), str(TRIALS)],
+            [sys.executable, "-B", str(HERE / "workload.py"), str(trials)],
             env={**os.environ, "PYTHONPATH": folder},
             capture_output=True,
             text=True,
