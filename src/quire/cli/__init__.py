@@ -1,1 +1,1 @@
-"""Commands: serve, chat, complete, bench, collect-env."""
+"""Commands: serve, chat, complete, run-batch, bench, doctor, replay, collect-env."""

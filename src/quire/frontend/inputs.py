@@ -1,7 +1,8 @@
 """A prompt and its parameters -> engine requests that the engine can serve, or an error that says why not.
 
-Knows the tokenizer, the model's limits and defaults. Every rule that needs a model is here, and only here:
-all callers (Python, HTTP, command line) come through `Inputs.accept`. Does not know how answers come back.
+Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) come through
+`Inputs.accept`, which checks every rule that needs a model. The server checks the length of a prompt before (`prompts.py`
+there). Does not know how answers come back.
 """
 
 from __future__ import annotations

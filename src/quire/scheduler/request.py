@@ -1,7 +1,7 @@
 """Request: one generation, as the scheduler sees it.
 
-Knows tokens, counts and blocks. None of its fields belongs to a feature: a feature that must remember
-something about a request keeps a dict by request id, in its own room.
+Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
+`inner`). A feature that must remember more about a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
     computed   |--------- KV written or in flight ----------------|          always <= length
