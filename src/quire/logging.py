@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from quire import env
 from quire.errors import ConfigError
+from quire.terminal import OutputHandler
 
 ROOT = "quire"
 CONTINUED = "| "
@@ -139,7 +140,7 @@ def configure(process: str = "quire", level: str | None = None, *, force: bool =
             f"log level {name}: choose from DEBUG, INFO, WARNING, ERROR, CRITICAL (--log-level, QUIRE_LOGGING_LEVEL)"
         )
     stream = sys.stdout if env.get("LOGGING_STREAM") == "stdout" else sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = OutputHandler(stream)
     if env.get("LOGGING_FORMAT") == "json":
         handler.setFormatter(JsonLines(process))
     else:

@@ -19,6 +19,9 @@ import pytest
 from serving import PATIENCE_S, SOURCE, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
+from quire.config.server import ServerConfig
+from quire.server import listen
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LONG = 2000  # tokens: seconds of work, for what has to happen in the middle of it
@@ -328,3 +331,68 @@ def test_a_model_that_cannot_be_loaded_is_one_report(checkpoint: str, tmp_path: 
     assert "model.safetensors" in errors[0]
     why = errors[0].partition("error: ")[2].strip()
     assert [line for line in server.lines if why in line] == errors
+
+
+def gone(pids: list[int]) -> bool:
+    """Ended, and no zombies of ours."""
+    return not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "two SIGTERMs"])
+def test_its_end_leaves_no_process_and_frees_the_port(checkpoint: str, end: str):
+    with Served(checkpoint) as server:
+        body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", TEXT, json=body) as answer:
+            next(answer.iter_lines())
+            family = children(server.process.pid)
+            assert family
+            if end == "SIGKILL":
+                server.process.kill()
+            else:
+                server.process.terminate()
+                server.until("shutting down")
+                server.process.terminate()
+                server.until("told again")
+            code = server.process.wait(30)
+        until(lambda: gone(family), 3.0)
+        assert code == (-signal.SIGKILL if end == "SIGKILL" else 0)
+        host, port = server.url.removeprefix("http://").split(":")
+        listen.bind(ServerConfig(host=host, port=int(port))).close()
+
+
+@pytest.mark.parametrize("where", ["full", "closed", "not read"])
+def test_outputs_that_nobody_takes_cost_the_outputs(checkpoint: str, where: str):
+    """Standard output and error are a full disk, a closed pipe, or a pipe that is not read."""
+    reading, writing = os.pipe()
+    output = os.open("/dev/full", os.O_WRONLY) if where == "full" else os.dup(writing)
+    os.close(writing)
+    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "quire", "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port),
+             "--kv-cache-memory-bytes", "4M", "--dtype", "float32", "--enable-log-requests"]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    process = subprocess.Popen(words, stdout=output, stderr=output, env=env)
+    os.close(output)
+    if where == "closed":
+        os.close(reading)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: process.poll() is not None or is_ready(url))
+        assert process.poll() is None
+        for _ in range(100):  # lines of a kilobyte, where a pipe takes 64 of them
+            body = {"prompt": "x" * 1000, "max_tokens": 1}
+            assert httpx.post(url + TEXT, json=body, timeout=PATIENCE_S).status_code == 200
+        process.terminate()
+        assert process.wait(PATIENCE_S) in (0, 120)  # 120: Python could not flush
+    finally:
+        process.kill()
+        process.wait()
+        if where != "closed":
+            os.close(reading)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health/ready", timeout=5.0).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -42,9 +42,12 @@ def kept(functions: Functions, path: Path) -> Functions:
             try:
                 return function(*args)
             finally:
-                new = path.with_suffix(".new")
-                new.write_bytes(msgspec.json.encode(functions["asked"]()))
-                os.replace(new, path)
+                try:
+                    new = path.with_suffix(".new")
+                    new.write_bytes(msgspec.json.encode(functions["asked"]()))
+                    os.replace(new, path)
+                except OSError as why:
+                    log.warning("an engine that replaces this one will not rest as deep: %s", why)
 
         return call
 

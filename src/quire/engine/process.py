@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -208,5 +209,6 @@ def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
 if __name__ == "__main__":
     place, generation, count, pipe, keeper = sys.argv[1:]
     code = main(Path(place) / generation, int(count), int(pipe), int(keeper))
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody reads any more, or the disk is full
+        sys.stdout.flush()
     os._exit(code)

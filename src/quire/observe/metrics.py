@@ -7,6 +7,7 @@ registry for each instance, so that two servers in one process do not meet.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
@@ -33,11 +34,14 @@ from prometheus_client.utils import floatToGoString
 
 from quire import __version__
 from quire.config.engine import Resolved
+from quire.logging import get_logger
 from quire.observe.buckets import buckets, checked
 from quire.observe.http import HttpMetrics
-from quire.observe.processes import FamilyCollector, Processes
+from quire.observe.processes import FamilyCollector, Processes, allocate_files
 from quire.observe.rows import ALIASES, COUNTS, OBSERVED, RESIDENCY, SNAPSHOTS, STAYS, Snapshot
 from quire.protocol.output import EngineStats, Ready
+
+log = get_logger(__name__)
 
 BY_KEY = b"quire:key_"
 """The families whose label `key` is the name of an API key begin with this text."""
@@ -120,7 +124,12 @@ class MergedCollector(Collector):
         self.legacy = legacy
 
     def collect(self) -> Iterable[Metric]:
-        for metric in self.files.collect():  # type: ignore[no-untyped-call]
+        try:
+            merged = list(self.files.collect())  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, RuntimeError, struct.error) as why:
+            log.warning_every("files", 60.0, "the files of metrics could not be read: %s", why)
+            return
+        for metric in merged:
             yield metric
             for alias, source in ALIASES.items() if self.legacy else ():
                 if source == metric.name:
@@ -171,6 +180,7 @@ class Metrics:
         snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
         self.registry.register(snapshots)
         if shared is not None:
+            allocate_files()
             self._told = CollectorRegistry()
             self._told.register(snapshots)
             self._told.register(MergedCollector(shared, legacy))

@@ -3,7 +3,7 @@
     this process   binds, keeps the engine (engine/host.py) and the HTTP processes, writes the statistics line
     front 0 .. N-1 each accepts from its own queue at the same address, and speaks with the engine directly
 
-One that dies or hangs is started again, a bounded number of times; its requests are ended in the engine, and those who
+One that dies or hangs is started again, at once or, after too many deaths, later; its requests are ended in the engine, and those who
 connect meanwhile wait in its queue. Knows processes, signals and lifelines. Does not know HTTP, and imports no torch.
 """
 
@@ -39,7 +39,8 @@ from quire.server.front import KEYS, MODULE
 from quire.server.greeting import curl_line, facts_table, failure, stages_table
 from quire.server.launch import ABORTED_S, DEATH_TOLD_S, closes_with_terminal, model_names
 from quire.server.ledger import forget
-from quire.server.listen import LAST_ANSWERS_S, address
+from quire.server.listen import LAST_ANSWERS_S, address, bind_beside
+from quire.terminal import show
 
 log = get_logger(__name__)
 
@@ -61,6 +62,10 @@ class Child:
     died: Died | None = None
     """Its last words, or ours about it."""
     deaths: deque[float] = field(default_factory=deque)
+    is_over: bool = False
+    """It is not started again."""
+    due: float = 0.0
+    """When it may be started again."""
     disowning: threading.Thread | None = None
     """Ends in the engine what the one before had asked for; nobody takes the place until it is done."""
 
@@ -71,6 +76,7 @@ class Fleet:
     def __init__(self, config: EngineConfig, listeners: list[socket]):
         self.config, self.listeners = config, listeners
         self.url = address(config.server, listeners[0])
+        self.family, self.name = listeners[0].family, listeners[0].getsockname()
         self.count = len(listeners)
         resolved = resolve_config(config)
         self.payload, self.patience = to_wire(resolved), patience()
@@ -154,7 +160,7 @@ class Fleet:
                 self._greet()
         elif state.condition == "dead":
             return self._engine_died(state.error)
-        elif not any(child.process or child.disowning for child in self.children):
+        elif not any(c.process or c.disowning or not c.is_over for c in self.children):
             log.error("no HTTP process is left")
             return 1
         self._tick()
@@ -185,8 +191,10 @@ class Fleet:
         if process is None:
             if child.disowning is not None and not child.disowning.is_alive():
                 child.disowning = None
-                if child.listener is not None and self.told is None and self.engine_died is None:
-                    self._start(child, again=True)
+            has_end = self.told is not None or self.engine_died is not None
+            is_due = child.disowning is None and time.monotonic() >= child.due
+            if self.stats is not None and not child.is_over and not has_end and is_due:
+                self._start(child, again=True)
         elif process.poll() is not None:
             self._ended(child, process)
         elif child.is_open and 0 < self.patience.heartbeat < time.monotonic() - child.heard:
@@ -201,9 +209,14 @@ class Fleet:
 
     # -- coming and going -----------------------------------------------------------------------
     def _start(self, child: Child, again: bool = False) -> None:
-        if child.listener is None:
+        try:
+            if child.listener is None:
+                child.listener = bind_beside(self.family, self.name)
+            reading, writing = os.pipe()
+        except OSError as why:
+            log.error("HTTP process %d cannot be started now: %s", child.number, why)
+            child.due = time.monotonic() + self.patience.retry
             return
-        reading, writing = os.pipe()
         listener = child.listener.fileno()
         board = self.host.board.fd
         words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again), board)  # fmt: skip
@@ -228,9 +241,13 @@ class Fleet:
     def _ended(self, child: Child, process: subprocess.Popen[bytes]) -> None:
         """It is started again if that is allowed, and nobody wanted it to end."""
         child.process, child.is_open = None, False
-        mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
-        forget(self.keys, child.number, self.count)
+        try:
+            mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
+            forget(self.keys, child.number, self.count)
+        except OSError as why:
+            log.warning("the counts of HTTP process %d could not be settled: %s", child.number, why)
         if self.told is not None or self.host.state.condition == "dead":
+            child.is_over = True
             self._shut(child)
             return
         what = f"HTTP process {child.number} (pid {process.pid}) ended {exit_code(process)}"
@@ -241,9 +258,21 @@ class Fleet:
         child.deaths.append(now)
         while now - child.deaths[0] > self.patience.window:
             child.deaths.popleft()
-        if len(child.deaths) > self.patience.restarts:
+        count = len(child.deaths)
+        if self.patience.restarts == 0:
+            child.is_over = True
             self._shut(child)
-            log.error("%s, %d times in a row: it is not started again", what, len(child.deaths))
+            log.error("%s, %d times in a row: it is not started again", what, count)
+        elif count > self.patience.restarts:
+            child.due = now + self.patience.retry
+            if any(other.is_open for other in self.children):  # they take its connections meanwhile
+                self._shut(child)
+            log.error(
+                "%s, %d times in a row: it is started again in %.0f s",
+                what,
+                count,
+                self.patience.retry,
+            )
         else:
             log.error("%s; it is started again", what)
         child.disowning = threading.Thread(target=self._disown, args=(child.number,), daemon=True)
@@ -263,11 +292,11 @@ class Fleet:
         """No connection waits for this one any more."""
         if child.listener is not None and self.config.server.uds is None:
             child.listener.close()
-        child.listener = None
+            child.listener = None
 
     # -- the ends -------------------------------------------------------------------------------
     def _failed(self, error: StartupError) -> int:
-        print(failure(error), file=sys.stderr, flush=True)
+        show(failure(error), sys.stderr)
         return 1
 
     def _stopped(self, told: float) -> int | None:
@@ -299,10 +328,10 @@ class Fleet:
     def _greet(self) -> None:
         ready, names = self.client.wait_ready(), model_names(self.config)
         log.info("start-up\n%s", stages_table(ready.startup, since_process_start()))
-        print(facts_table(self.config, ready, self.url, names))
-        print(f"  HTTP          {self.count} processes")
+        show(facts_table(self.config, ready, self.url, names))
+        show(f"  HTTP          {self.count} processes")
         line = curl_line(self.config, self.url, names[0], self.chats)
-        print(f"\nReady. Try:\n\n{line}\n", flush=True)
+        show(f"\nReady. Try:\n\n{line}\n")
         self.stats = StatsLog(lambda: self.client.stats, device=ready.device.upper())
         self.ticked = time.monotonic()
 

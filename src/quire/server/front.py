@@ -139,6 +139,7 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads any more, or the disk is full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # threads that wait for the engine hold up nothing

@@ -49,6 +49,7 @@ from quire.server.reading import formats_of, model_formats
 from quire.server.state import Phase, ServerState
 from quire.server.tenants import Tenants
 from quire.server.text_engine import AsyncTextEngine
+from quire.terminal import show
 
 log = get_logger(__name__)
 
@@ -261,7 +262,7 @@ class Serving:
         return code
 
     def _report(self, error: Exception) -> None:
-        print(failure(error), file=sys.stderr, flush=True)
+        show(failure(error), sys.stderr)
 
     async def _connected(self, engine: AsyncTextEngine) -> None:
         """The engine's outputs are listened to from now on."""
@@ -302,9 +303,9 @@ class Serving:
         total = since_process_start()
         self.state.metrics.startup.labels("all").set(total)
         log.info("start-up\n%s", stages_table(client.ready.startup, total))
-        print(facts_table(self.config, client.ready, self.url, names))
+        show(facts_table(self.config, client.ready, self.url, names))
         line = curl_line(self.config, self.url, names[0], engine.chats)
-        print(f"\nReady. Try:\n\n{line}\n", flush=True)
+        show(f"\nReady. Try:\n\n{line}\n")
 
     async def _watch(self) -> None:
         """Until the engine is dead; a line of statistics now and then."""

@@ -14,6 +14,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+from quire.logging import get_logger
+
+log = get_logger(__name__)
+
 PLAIN = 4  # numbers before those of which each process has its own
 
 
@@ -47,13 +51,15 @@ class SharedAccount(Account):
     def __init__(self, path: Path, front: int, fronts: int):
         super().__init__(front, fronts)
         size = 8 * (PLAIN + fronts)
+        self._fd = -1
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, size)
+        allocate(self._fd, size)
         self.numbers = memoryview(mmap.mmap(self._fd, size)).cast("d")
         self._depth = 0
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -69,6 +75,14 @@ class SharedAccount(Account):
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
+def allocate(fd: int, size: int) -> None:
+    """Give a file its blocks: writing to a mapped page that a full disk does not have ends the process. Raises OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.ftruncate(fd, size)
+
+
 class Ledger:
     """Accounts by name, of one process of several."""
 
@@ -77,7 +91,11 @@ class Ledger:
 
     def account(self, name: str) -> Account:
         path = self.folder / sha256(name.encode()).hexdigest()
-        return SharedAccount(path, self.front, self.fronts)
+        try:
+            return SharedAccount(path, self.front, self.fronts)
+        except OSError as why:
+            log.warning("a key's limits hold in each HTTP process by itself: %s", why)
+            return Account(self.front, self.fronts)
 
 
 def forget(folder: Path, front: int, fronts: int) -> None:

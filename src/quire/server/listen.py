@@ -150,11 +150,7 @@ def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
     found = [first]
     try:
         for _ in range(count - 1):
-            listener = socket.socket(first.family, socket.SOCK_STREAM)
-            found.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(first.getsockname())
+            found.append(bind_beside(first.family, first.getsockname()))
     except OSError as error:
         for listener in found:
             listener.close()
@@ -162,6 +158,19 @@ def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
             f"cannot listen with {count} processes: {error.strerror or error}; use --api-server-count 1"
         ) from error
     return found
+
+
+def bind_beside(family: int, name: Any) -> socket.socket:
+    """A listening socket at an address that has others of ours. Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(name)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def bind_unix(path: str) -> socket.socket:
