@@ -44,7 +44,7 @@ ORDER = [
     {"protocol"},
     {"registry"},
     {"logging"},
-    {"env", "errors"},
+    {"env", "errors", "terminal"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
