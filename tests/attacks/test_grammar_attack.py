@@ -13,6 +13,7 @@ from attacked import CHAT, TEXT, AttackedServer, note, together
 PRIMES = (999983, 999979, 999961, 999959, 999953)
 LEAVES_S = 5.0
 ANSWERED_S = 20.0
+PAUSE_S = 0.2  # between an attacker's requests: their number alone is no attack on grammars
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}  # fmt: skip
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -79,11 +80,46 @@ def test_nested_repetitions_do_not_slow_a_stream(server: AttackedServer):
             while not over.is_set():
                 number = next(numbers)
                 left(server, TEXT, regex(bombs[number % len(bombs)] + "x" * (number + 1)))
+                over.wait(PAUSE_S)
 
         together(4, go)
 
     with server.attack(seconds=300) as measured:
         gaps = server.gaps_beside(attack, rounds=3, tokens=400)
+        note(str(gaps), f"{next(numbers)} grammars")
+        structured_still_works(server)
+    measured.check()
+    assert gaps.ratio < 2, str(gaps)
+
+
+def later(number: int) -> dict[str, Any]:
+    """Its first masks are small. After the second token gigabytes of text are forced."""
+    text = f"{number}" + "a" * 4000
+    items = {"prefixItems": [{"enum": [1, 2]}], "items": {"const": text}, "minItems": 10**6}
+    form = {"json": {"type": "array", **items}, "disable_any_whitespace": True}
+    return {"prompt": "a", "max_tokens": 16, "structured_outputs": form}
+
+
+def doubling(number: int) -> dict[str, Any]:
+    """Arithmetic sees short rules. Together they force gigabytes of text at once."""
+    rules = "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(20))
+    text = f'start: r0\n{rules}\nr20: "{number}{"a" * 4000}"'
+    return {"prompt": "a", "max_tokens": 4, "structured_outputs": {"grammar": text}}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("bomb", [later, doubling])
+def test_bombs_that_no_sum_finds_do_not_slow_a_stream(server: AttackedServer, bomb: Any):
+    """One client, one bomb after the other, each new."""
+    numbers = itertools.count()
+
+    def attack(over: threading.Event) -> None:
+        while not over.is_set():
+            left(server, TEXT, bomb(next(numbers)), ANSWERED_S)
+            over.wait(PAUSE_S)
+
+    with server.attack(seconds=300) as measured:
+        gaps = server.gaps_beside(attack, rounds=2, tokens=200)
         note(str(gaps), f"{next(numbers)} grammars")
         structured_still_works(server)
     measured.check()
@@ -110,6 +146,7 @@ def test_one_large_grammar_does_not_slow_a_stream(server: AttackedServer, constr
         statuses = []
         while not over.is_set():
             statuses.append(left(server, TEXT, body, ANSWERED_S))
+            over.wait(PAUSE_S)
         note(f"statuses {statuses[:9]}")
 
     with server.attack(seconds=180) as measured:

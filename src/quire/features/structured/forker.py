@@ -29,6 +29,7 @@ from quire.features.structured.frames import (
     END,
     FORK,
     ORDER,
+    STEP_CPU_S,
     Begin,
     Check,
     Compile,
@@ -51,7 +52,6 @@ from quire.features.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from quire.features.structured.xgrammar import XCompiler
 
-STEP_CPU_S = 0.1  # of one message; the hardest mask of an honest grammar takes about 0.03 s
 ROW_CPU_S = 0.02  # more for each row of the message
 TOKENS_A_ROW = 200  # tokens that are read again take as long as a row's mask
 CHECK_MEMORY = 512 << 20

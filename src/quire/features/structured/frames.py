@@ -14,6 +14,9 @@ from msgspec import Struct
 from quire.features.structured.places import PlaceSettings
 from quire.protocol.constraint import StructuredOutputsParams
 
+STEP_CPU_S = (
+    0.1  # of processor time for a message; the hardest mask of an honest grammar takes about 0.03 s
+)
 MOST = 1 << 30  # bytes of a message: masks of 8,192 rows and a million tokens
 
 

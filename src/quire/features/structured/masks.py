@@ -13,8 +13,8 @@ A token is forced when the mask allows no other, so a jump changes no token. A s
 was known draws at places which the jump has filled: it gets the token that stands there.
 
 The processes work while the forward pass runs. One thread talks to them, so a row's jobs run in order. A process that
-takes too much is ended by the kernel. Then each of its rows is tried again alone, in a new process, so that only the row
-at fault fails.
+takes too much is ended by the kernel. If it had one row, that row fails. Of several, each is tried again alone, in a new
+process, so that only the row at fault fails.
 
 Shape suffixes: R rows of the worker, S rows that draw, V vocabulary, W = words of 32 tokens.
 """
@@ -238,6 +238,9 @@ class GrammarMasks(Processor):
 
     def _again(self, rows: list[Held]) -> None:
         """Their process has ended. Each is tried alone, in a new one, while other grammars go on."""
+        if len(rows) == 1 and rows[0].process is not None and rows[0].process.overran:
+            rows[0].fail(TOO_LONG)
+            return
         for held in rows:
             held.again = self._second.submit(self._enter_again, held)
 

@@ -28,6 +28,7 @@ from quire.features.structured.frames import (
     END,
     FORK,
     ORDER,
+    STEP_CPU_S,
     Begin,
     Check,
     Compile,
@@ -145,6 +146,9 @@ class GrammarProcess:
         self.pipe, self.words = pipe, words
         self.bytes = 0
         self.turn = threading.Lock()
+        self.overran = False
+        """It has ended after it had worked at a message for as long as it may, so that message was too much."""
+        self._asked_at = 0.0
         self._told = 0  # masks that are still to be read
         self.close = weakref.finalize(self, _end_one, pipe, control, number)
 
@@ -208,6 +212,7 @@ class GrammarProcess:
             self.send(Drop(number), time.monotonic() + STEP_S)
 
     def send(self, message: Any, until: float) -> None:
+        self._asked_at = time.monotonic()
         try:
             self.pipe.settimeout(max(until - time.monotonic(), 0.001))
             send(self.pipe, encode(message))
@@ -226,6 +231,7 @@ class GrammarProcess:
         try:
             return receive(self.pipe, until)
         except ProcessEnded:
+            self.overran = time.monotonic() - self._asked_at >= STEP_CPU_S
             self.close()
             raise
 
