@@ -348,7 +348,7 @@ LOOKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

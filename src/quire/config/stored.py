@@ -35,7 +35,9 @@ def header_dtype(path: str) -> str | None:
         kinds = Counter(
             NAMES.get(t["dtype"]) for name, t in header.items() if name != "__metadata__"
         )
-    except (OSError, ValueError, struct.error, TypeError, KeyError, AttributeError):
+    except (
+        OSError, ValueError, struct.error, TypeError, KeyError, AttributeError, RecursionError
+    ):  # fmt: skip
         return None  # a broken file is the loader's to report
     kinds.pop(None, None)
     return kinds.most_common(1)[0][0] if kinds else None

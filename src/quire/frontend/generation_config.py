@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} does not hold a JSON object")

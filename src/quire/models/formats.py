@@ -77,7 +77,7 @@ def _indexed(root: Path, index: str) -> list[Path]:
     try:
         names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [root / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is not a weight index: {error!r}") from None
     if any(part in ("..", "/") for name in names for part in Path(name).parts):
         raise ConfigError(f"{file} names files outside its directory")
@@ -114,7 +114,13 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
                 raise ValueError("its header is longer than the file")
             found = json.loads(opened.read(length))
         found.pop("__metadata__", None)
+        for name, tensor in found.items():
+            _check_entry(name, tensor)
         last = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
+    except RecursionError:
+        raise ConfigError(
+            f"{file} is no whole safetensors file: its header is nested too deeply"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file} is no whole safetensors file: {error}") from None
     if 8 + length + last > size:
@@ -122,6 +128,20 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
             f"{file} is cut short: {size} bytes of {8 + length + last}; fetch it again"
         )
     return dict(found)
+
+
+def _check_entry(name: str, tensor: dict[str, Any]) -> None:
+    """Raises ValueError, KeyError, TypeError: what a header says of a tensor is of another form."""
+    shape, offsets = tensor["shape"], tensor["data_offsets"]
+    if not isinstance(tensor["dtype"], str):
+        raise ValueError(f"the dtype of {name} is {tensor['dtype']!r}")
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(
+                f"the {what} of {name} is {str(numbers)[:200]}, and must be whole numbers"
+            )
+    if len(offsets) != 2:
+        raise ValueError(f"the data_offsets of {name} are {len(offsets)} numbers, and must be two")
 
 
 Stored = tuple[str, str, Sequence[int]]

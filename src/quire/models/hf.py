@@ -134,9 +134,12 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
         raise ModelNotFound(f"{file} does not exist") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, not an object")
     found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
+    _check_sizes(found)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(found.get(key) or {}, Mapping):
             raise ConfigError(
@@ -144,6 +147,32 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
                 " {'rope_type': 'linear', 'factor': 2.0}"
             )
     return found
+
+
+MOST = {
+    "num_hidden_layers": 4096,
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+}
+"""More than ten times what the largest models have: with more, a config.json is damaged, and the start would take for ever."""
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a number that no model has."""
+    for key, most in MOST.items():
+        value = config.get(key)
+        if isinstance(value, int | float) and not -1 <= value <= most:
+            raise ConfigError(
+                f"{key}={value!r} in config.json or hf_overrides: at most {most} is possible; is the file damaged?"
+            )
 
 
 BESIDE = {
@@ -162,7 +191,7 @@ def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             says = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{folder / name} cannot be read: {error}") from None
         if isinstance(says, dict):
             return {**config, "quantization_config": {"quant_method": method, **says}}

@@ -1,0 +1,111 @@
+"""Checkpoints that lie about themselves: one sentence, soon, from the start and from `quire doctor` (L3)."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from tiny_llama import make_checkpoint
+
+from quire.cli.doctor import main
+from quire.errors import ConfigError
+from quire.models.formats import header, weight_files
+from quire.models.hf import read_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(make_checkpoint(tmp_path))
+
+
+def change(folder: Path, **values) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"num_hidden_layers": 10**9}, {"num_hidden_layers": 1e9}, {"vocab_size": 10**12}, {"hidden_size": float("inf")},
+        {"head_dim": float("nan")}, {"num_attention_heads": -7}, {"num_experts": 10**6},
+    ],
+)  # fmt: skip
+def test_a_size_that_no_model_has_is_refused_at_once(folder: Path, lie: dict, capsys):
+    """1e9 layers and 1e12 tokens gave no answer within 25 s."""
+    change(folder, **lie)
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=rf"{next(iter(lie))}=.* is possible"):
+        read_config(str(folder))
+    assert main([str(folder)]) != 0
+    assert time.process_time() - began < 5
+    said = "".join(capsys.readouterr())
+    assert next(iter(lie)) in said
+    assert "Traceback" not in said
+
+
+def test_a_nested_text_model_is_checked_too(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({"text_config": {**config, "vocab_size": 10**12}, "model_type": "any"})
+    )
+    with pytest.raises(ConfigError, match="vocab_size"):
+        read_config(str(folder))
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "quant_config.json", "model.safetensors.index.json"]
+)
+def test_a_file_nested_too_deeply_is_one_sentence(folder: Path, name: str):
+    """A RecursionError ended the start with a traceback."""
+    (folder / name).write_text(DEEP)
+    with pytest.raises(ConfigError, match=name.replace(".", "[.]")):
+        read_config(str(folder)) and weight_files(str(folder))
+
+
+def safetensors(folder: Path, head: str) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(head)) + head.encode() + bytes(64))
+    return file
+
+
+GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (GOOD | {"shape": ["a", None]}, "shape of x"),
+        (GOOD | {"shape": 4}, "shape of x"),
+        (GOOD | {"shape": [2, -2]}, "shape of x"),
+        (GOOD | {"shape": [True]}, "shape of x"),
+        (GOOD | {"dtype": 7}, "dtype of x"),
+        (GOOD | {"data_offsets": [0]}, "data_offsets of x"),
+        (GOOD | {"data_offsets": [-8, 16]}, "data_offsets of x"),
+        (GOOD | {"data_offsets": [0, 10**9]}, "cut short"),
+        ([], "is no whole safetensors file"),
+    ],
+)
+def test_a_lying_header_is_one_sentence(folder: Path, entry, says: str, capsys):
+    file = safetensors(folder, json.dumps({"x": entry}))
+    with pytest.raises(ConfigError, match=says):
+        header(file)
+    main([str(folder)])
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_a_header_nested_too_deeply_is_one_sentence(folder: Path):
+    file = safetensors(folder, DEEP)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        header(file)
+
+
+def test_a_good_header_is_read(folder: Path):
+    assert header(safetensors(folder, json.dumps({"x": GOOD, "__metadata__": {"a": "b"}}))) == {
+        "x": GOOD
+    }
