@@ -60,6 +60,13 @@ def test_every_dependency_has_its_reason():
     assert explained == declared()
 
 
+def test_the_sandbox_is_of_a_mended_jinja():
+    """Before 3.1.6 a template could get out of Jinja's sandbox (CVE-2024-56326, CVE-2024-56201, CVE-2025-27516)."""
+    (needed,) = (line for line in PROJECT["dependencies"] if line.startswith("jinja2"))
+    least = tuple(int(part) for part in needed.partition(">=")[2].split("."))
+    assert least >= (3, 1, 6)
+
+
 def stray_tests(path: str, text: str) -> list[str]:
     """Tests that pytest would not collect, and test files that hold none."""
     tree, name = ast.parse(text), path.rsplit("/", 1)[-1]

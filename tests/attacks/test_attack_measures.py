@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 from attacked import TEXT, AttackedServer, Measured, OtherMachineError, Watch
+
+TESTS = Path(__file__).parents[1]
+FINDINGS = {*(f"C{n}" for n in range(1, 4)), *(f"H{n}" for n in range(1, 8)), *(f"M{n}" for n in range(1, 9)), *(f"L{n}" for n in range(1, 9))}  # fmt: skip
+
+
+def missing(text: str) -> list[str]:
+    """Tests that the tables name and that do not exist."""
+    found = []
+    for cell in re.findall(r"^\| [^|]+ \| (`.*`.*) \|$", text, re.M):
+        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`test_\w+`(?:, )?)+)", cell):
+            path = TESTS / ("" if "/" in file else "attacks") / file
+            held = path.read_text(encoding="utf-8") if path.exists() else ""
+            found += [f"{file}: {name}" for name in re.findall(r"`(\w+)`", names) if f"def {name}(" not in held]  # fmt: skip
+    return found
+
+
+def test_every_finding_has_a_test():
+    text = (TESTS / "attacks" / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| ([CHML]\d) ", text, re.M)) == FINDINGS
+    assert missing(text) == []
+    assert missing("| C1 | `fuzz.py`: `test_not_there`, `test_nor_this` |") == ["fuzz.py: test_not_there", "fuzz.py: test_nor_this"]  # fmt: skip
 
 
 def test_only_this_machine_is_attacked():

@@ -48,8 +48,8 @@ def test_a_full_temporary_directory_costs_the_recording_only(started: Start, tmp
     with small_disk(tmp_path / "t", "8m") as place:
         server = started(env={"TMPDIR": str(place)})
         fill(place)
-        with server.attack(seconds=120) as measured:
-            for _ in range(200):
+        with server.attack(seconds=240) as measured:
+            for _ in range(70):
                 assert server.innocent() == server.expected
         measured.check()
         server.signal_engine(signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -167,3 +168,14 @@ def test_what_is_watched_renders_the_same():
 def test_what_is_nested_too_deeply_does_not_parse():
     with pytest.raises(ConfigError, match="nested too deeply"):
         sandbox.run(WITHIN_PYTHON["brackets"], {})
+
+
+def test_a_process_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in ("QUIRE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "ANOTHER_SECRET"):
+        monkeypatch.setenv(name, "a secret of the operator")
+    process = strangers.start()
+    try:
+        given = Path(f"/proc/{process.pid}/environ").read_bytes()
+    finally:
+        strangers.end(process)
+    assert b"a secret of the operator" not in given
