@@ -58,7 +58,12 @@ CASES: dict[str, Case] = {
     "stop-token-ids": (TEXT, lambda n: body(b'"prompt":"hi","stop_token_ids":' + many(b"5", n))),
     "kwargs": (CHAT, lambda n: body(HI, b'"chat_template_kwargs":{"a":' + many(b'"b"', n) + b"}")),
     "kwargs-nested": (CHAT, lambda n: body(HI, b'"chat_template_kwargs":{"a":' + nested(n) + b"}")),
-    "prompts": (TEXT, lambda n: body(b'"max_tokens":1,"prompt":' + many(b'"%s"' % (b"word " * (n // 5200)), n))),
+    "prompts": (
+        TEXT,
+        lambda n: body(
+            b'"max_tokens":1,"prompt":' + many(b'"%s"' % (b"word " * 700), min(n, 3503 * 1020))
+        ),
+    ),
     "prompts-fit": (TEXT, lambda n: body(b'"max_tokens":1,"prompt":' + many(b'"%s"' % (b"word " * 50), min(n, 253 * 1000)))),
     "prompts-of-ids": (TEXT, lambda n: body(b'"max_tokens":1,"prompt":' + many(many(b"55", n // 1100), n))),
     "prompts-of-ids-fit": (TEXT, lambda n: body(b'"max_tokens":1,"prompt":' + many(many(b"55", 9000), min(n, 9000 * 1000)))),

@@ -12,7 +12,7 @@ from loop_monitor import LIMIT_S, MOST_BODY, Answer, longest_callback, post
 
 GIL_LIMIT_S = 0.25
 """CPU time for which one C call of another thread may keep the interpreter's lock; lenient, for heartbeats jitter."""
-LONG = ("unknown-anagrams", "bad-word", "stop", "kwargs", "prompts-of-ids-fit", "messages", "detokenize", "prompt-ids",
+LONG = ("unknown-anagrams", "bad-word", "stop", "kwargs", "prompts-of-ids-fit", "messages", "detokenize", "prompt-ids", "prompts",
         "message-nested", "allowed-n", "schema", "invocations-messages")  # fmt: skip
 """Sent at the full size in every run; the others only in a slow one."""
 
