@@ -74,7 +74,7 @@ def child(keywords: dict[str, Any]) -> int:
     engine = Quire(Path(options.pop("model")), "bfloat16", 4, 128, options)
     engine.run(Workload(1, 8, 1), [list(range(1, 9))])
     print(json.dumps({"token": True}), flush=True)
-    from quire.quantization.registry import bytes_held
+    from quire.quantization.apply import bytes_held
 
     client: Any = engine.client
     weights = bytes_held(client.core.executor.worker.model)

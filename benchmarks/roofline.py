@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shapes import Shape, Workload
-from quire.platforms import facts
+from quire.platforms import detect
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ def describe() -> dict[str, Any]:
     import torch
     import transformers
 
-    from quire.ops.cpu import library
+    from quire.ops.cpu import bindings
 
-    kernels = library.best()
+    kernels = bindings.best()
     return {
-        "cpu": facts.cpu_name(),
+        "cpu": detect.cpu_name(),
         "cores": os.cpu_count() or 0,
-        "memory_gib": round(facts.memory()[0] / 2**30, 1),
+        "memory_gib": round(detect.memory()[0] / 2**30, 1),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "kernels": kernels.isa.name if kernels else "plain torch",
         "threads": torch.get_num_threads(),

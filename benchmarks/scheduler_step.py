@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, StepResult

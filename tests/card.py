@@ -227,7 +227,7 @@ class Graph:
 @contextmanager
 def chosen(monkeypatch: Any) -> Iterator[None]:
     """Inside, QUIRE_DEVICE=cuda is this card, of 64 GiB."""
-    from quire.platforms import cuda, facts
+    from quire.platforms import cuda, detect
 
     stream, size = Stream(), 64 << 30
     for name, stand_in in {
@@ -253,8 +253,8 @@ def chosen(monkeypatch: Any) -> Iterator[None]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(facts, "cuda_device", lambda: facts.CudaDevice("A card", size, (9, 0)))
-    monkeypatch.setattr(facts, "cuda_missing", lambda: "")
+    monkeypatch.setattr(detect, "cuda_device", lambda: detect.CudaDevice("A card", size, (9, 0)))
+    monkeypatch.setattr(detect, "cuda_missing", lambda: "")
     monkeypatch.setattr(cuda.CudaRecorder, "record", lambda self, run: Again(run))
     with installed(monkeypatch):
         yield

@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from quire.models.registry import MODELS
-from quire.models.transformers_rules import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
+from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
 from tests.models.archs import ARCHS, PACKED, PER_REQUEST
 from tests.models.cases import CASES
 from tests.models.wrappers import WRAPPERS

@@ -68,7 +68,7 @@ def rows(run: Run, found: dict[str, Any]) -> None:
     """Norms, activations and rotation."""
     from quire.ops import reference  # noqa: F401
     from quire.ops.dispatch import OPS
-    from quire.ops.triton import rows  # noqa: F401
+    from quire.ops.triton import norm_rope_act as rows  # noqa: F401
 
     for dtype, bound in formats(run).items():
 
@@ -99,7 +99,7 @@ def _attended(
     from benchmarks.gpu.fixtures import step_of
     from quire.attention.reference import ReferenceAttention
     from quire.attention.triton import TritonAttention
-    from quire.batch import running
+    from quire.forward_context import running
     from quire.layers.attention import Attention
 
     answers = []
@@ -149,9 +149,9 @@ def attention(run: Run, found: dict[str, Any]) -> None:
 
 def float8(run: Run, found: dict[str, Any]) -> None:
     """Codes to the bit; products by row and by block, of every tile of the table; torch's own."""
-    from quire.ops.triton import float8 as kernel
-    from quire.ops.triton import float8_wide
-    from quire.quantization.fp8_weight import Float8Weight, quantize, torch_can
+    from benchmarks.gpu import fp8_gemm_tma
+    from quire.ops.triton import fp8_gemm as kernel
+    from quire.quantization.fp8 import Float8Weight, quantize, torch_can
 
     torch.manual_seed(7)
     dtype = list(formats(run))[-1]
@@ -170,15 +170,15 @@ def float8(run: Run, found: dict[str, Any]) -> None:
             y = kernel.product(got, pair, None, dtype, wide)
             _note(found, f"product of {tokens} tokens by {wide}", y, exact, BOUNDS[dtype])
             if tokens == counts[-1]:
-                y = float8_wide.product(got, pair, None, dtype, wide)
+                y = fp8_gemm_tma.product(got, pair, None, dtype, wide)
                 _note(found, f"the same by descriptors, by {wide}", y, exact, BOUNDS[dtype])
     found["bits"]["torch's scaled product is used"] = torch_can(torch.device(run.device))
 
 
 def int8(run: Run, found: dict[str, Any]) -> None:
     """Codes and products, to the bit: by every tile, by descriptors, and by torch's sums."""
-    from quire.ops.triton import float8_wide
-    from quire.ops.triton import int8 as kernel
+    from benchmarks.gpu import fp8_gemm_tma
+    from quire.ops.triton import int8_gemm as kernel
     from quire.quantization.int8 import quantize
     from quire.quantization.int8_codes import Int8Codes
 
@@ -194,7 +194,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
         answers = {
             "codes": (coded[0], quantize(x)[0]),
             "product": (weight.multiply(x, bias), want),
-            "product by descriptors": (float8_wide.product(coded, pair, bias, dtype), want),
+            "product by descriptors": (fp8_gemm_tma.product(coded, pair, bias, dtype), want),
         }
         if tokens == counts[-1]:  # torch takes more than 16
             sums = torch._int_mm(coded[0], weight.q_OI.t()).float()
@@ -209,7 +209,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
 
 def few_bits(run: Run, found: dict[str, Any]) -> None:
     """Weights of 4 and 8 bits, by the kernel of few tokens, of more, and by the library."""
-    from quire.quantization.few_bits import FewBitsWeight
+    from quire.quantization.wna16 import FewBitsWeight
 
     torch.manual_seed(8)
     dtype = list(formats(run))[-1]

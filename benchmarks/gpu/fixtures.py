@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from quire.batch import Batch
     from quire.engine.client import InlineClient
+    from quire.forward_context import Batch
     from quire.ops.triton.attention import Step
     from quire.protocol.params import SamplingParams
-    from quire.quantization.few_bits import FewBitsWeight
+    from quire.quantization.wna16 import FewBitsWeight
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -93,7 +93,7 @@ def step_of(
     done: Sequence[int], counts: Sequence[int], lengths: Sequence[int], device: str
 ) -> Batch:
     """Rows that compute `counts` tokens after `done`; row after row has the blocks of `lengths` tokens, of 16."""
-    from quire.batch import Batch
+    from quire.forward_context import Batch
 
     firsts, first = [], 1
     for n in lengths:
@@ -147,9 +147,9 @@ def filled_cache(
 
 def eight_bits(weight_OI: Tensor, group: int) -> FewBitsWeight:
     """A weight of 8 bits in groups of inputs, which activations of 16 bits meet."""
-    from quire.quantization.few_bits import FewBitsWeight
-    from quire.quantization.grouped import Grouped
+    from quire.quantization.group_quant import Grouped
     from quire.quantization.int8 import quantize
+    from quire.quantization.wna16 import FewBitsWeight
 
     outs = len(weight_OI)
     q, scale = quantize(weight_OI.reshape(-1, group))

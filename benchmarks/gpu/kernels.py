@@ -96,7 +96,8 @@ def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> di
 
 def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
     """Bytes read once and written once are their floor."""
-    from quire.ops.triton import rows, sampling
+    from quire.ops.triton import norm_rope_act as rows
+    from quire.ops.triton import sampling
 
     tokens, size = (8, 256) if run.small else (8192, 4096)
     x = torch.randn(tokens, size, device=run.device).to(dtype)
@@ -129,7 +130,7 @@ MORE = {"bf16": 1.0, "8 bits": 0.0, "4 bits": 5 / 128 - 0.5}
 
 def products(run: Run, found: Found) -> None:
     """Products of 8-bit floats by who makes them, beside bf16, int8 and weights of few bits; then other tiles for few tokens than the table's."""
-    from quire.ops.triton import float8
+    from quire.ops.triton import fp8_gemm
 
     wide, counts = (32, (2, 33)) if run.small else (128, (1, 16, 64, 512, 8192))
     dtype = torch.float32 if run.small else torch.bfloat16
@@ -152,17 +153,18 @@ def products(run: Run, found: Found) -> None:
     for outs, ins in ((32, 64),) if run.small else SHAPES:
         if run.left < 15:
             break
-        found[f"tiles of 1 x {ins} x {outs}"] = _tiles(run, outs, ins, dtype, float8)
+        found[f"tiles of 1 x {ins} x {outs}"] = _tiles(run, outs, ins, dtype, fp8_gemm)
 
 
 def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     """Activations are made codes within each."""
     from torch.nn import functional as F
 
-    from quire.ops.triton import float8, float8_wide, int8
-    from quire.quantization.few_bits import FewBitsWeight
-    from quire.quantization.fp8_weight import quantize, scaled_product
+    from benchmarks.gpu import fp8_gemm_tma
+    from quire.ops.triton import fp8_gemm, int8_gemm
+    from quire.quantization.fp8 import quantize, scaled_product
     from quire.quantization.int8_codes import Int8Codes
+    from quire.quantization.wna16 import FewBitsWeight
 
     rows, (codes, scale) = quantize(weight), quantize(weight, wide)
     blocks, dtype = (codes, scale[::wide].contiguous()), x.dtype
@@ -172,7 +174,7 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     whole = made.q_OI, made.scale_O
 
     def by_torch_in_blocks() -> Any:
-        coded, scales = float8.codes(x, wide)
+        coded, scales = fp8_gemm.codes(x, wide)
         recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         across = scales.t().contiguous().t()
         return F.scaled_mm(
@@ -184,19 +186,19 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
         "4 bits": lambda: four.multiply(x),
         "8 bits": lambda: eight.multiply(x),
         "int8": lambda: made.multiply(x),
-        "int8, descriptors": lambda: float8_wide.product(int8.codes(x), whole, None, dtype),
-        "int8, torch's sums alone": lambda: torch._int_mm(int8.codes(x)[0], whole[0].t()),
-        "by row, ours": lambda: float8.product(float8.codes(x), rows, None, dtype),
-        "by row, descriptors": lambda: float8_wide.product(float8.codes(x), rows, None, dtype),
-        "by block, descriptors": lambda: float8_wide.product(
-            float8.codes(x, wide), blocks, None, dtype, wide, wide
+        "int8, descriptors": lambda: fp8_gemm_tma.product(int8_gemm.codes(x), whole, None, dtype),
+        "int8, torch's sums alone": lambda: torch._int_mm(int8_gemm.codes(x)[0], whole[0].t()),
+        "by row, ours": lambda: fp8_gemm.product(fp8_gemm.codes(x), rows, None, dtype),
+        "by row, descriptors": lambda: fp8_gemm_tma.product(fp8_gemm.codes(x), rows, None, dtype),
+        "by block, descriptors": lambda: fp8_gemm_tma.product(
+            fp8_gemm.codes(x, wide), blocks, None, dtype, wide, wide
         ),
-        "by row, torch's": lambda: scaled_product(float8.codes(x), rows, None, torch.bfloat16),
-        "by block, ours": lambda: float8.product(
-            float8.codes(x, wide), blocks, None, dtype, wide, wide
+        "by row, torch's": lambda: scaled_product(fp8_gemm.codes(x), rows, None, torch.bfloat16),
+        "by block, ours": lambda: fp8_gemm.product(
+            fp8_gemm.codes(x, wide), blocks, None, dtype, wide, wide
         ),
         "by block, torch's": by_torch_in_blocks,
-        "codes alone": lambda: float8.codes(x),
+        "codes alone": lambda: fp8_gemm.codes(x),
     }
 
 

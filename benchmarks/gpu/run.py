@@ -100,7 +100,7 @@ def machine(run: Run, found: Found) -> None:
     a, b = (torch.randn(wide, wide, device=run.device).bfloat16() for _ in range(2))
     found["flops"] = 2 * wide**3 / timed(run, lambda: a @ b)
     try:
-        from quire.quantization.fp8_weight import quantize, scaled_product
+        from quire.quantization.fp8 import quantize, scaled_product
 
         x, w = quantize(a), quantize(b)
         seconds = timed(run, lambda: scaled_product(x, w, None, torch.bfloat16))

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from quire.frontend.prompts import PromptType as PromptType
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
+    from quire.plugins import ModelRegistry as ModelRegistry
     from quire.protocol.params import BeamSearchParams as BeamSearchParams
     from quire.protocol.params import RequestOutputKind as RequestOutputKind
     from quire.protocol.params import SamplingParams as SamplingParams
     from quire.protocol.params import StructuredOutputsParams as StructuredOutputsParams
-    from quire.registry import ModelRegistry as ModelRegistry
 
 LATER = "quire.compat.later"
 """Where the names of features are that come later: importable, refused when used."""
@@ -49,7 +49,7 @@ PUBLIC = {
     "Logprob": "quire.frontend.logprobs:Logprob",
     "EngineArgs": "quire.config.arguments:EngineArgs",
     "AsyncEngineArgs": "quire.config.arguments:AsyncEngineArgs",
-    "ModelRegistry": "quire.registry:ModelRegistry",
+    "ModelRegistry": "quire.plugins:ModelRegistry",
     "install_as_vllm": "quire.compat.as_vllm:install_as_vllm",
     "TextPrompt": "quire.frontend.prompts:TextPrompt",
     "TokensPrompt": "quire.frontend.prompts:TokensPrompt",

@@ -35,14 +35,14 @@ ORDER = [
     {"quantization"},
     {"layers"},
     {"attention"},
-    {"batch"},
+    {"forward_context"},
     {"parallel"},
     {"ops"},
     {"platforms"},
     {"kvcache", "observe", "embedded"},
     {"config"},
     {"protocol"},
-    {"registry"},
+    {"plugins"},
     {"logging"},
     {"env", "errors", "terminal"},
 ]
@@ -77,18 +77,18 @@ IMPORTS_BY_NAME = {  # file: where the names come from
 }
 GLOBALS = {
     (
-        "quire/models/transformers_packed.py",
+        "quire/models/transformers/packed.py",
         "_calls",
     ): "the probe that runs now; a second one waits",
-    ("quire/models/transformers_check.py", "_rows"): "the check that runs now; likewise",
+    ("quire/models/transformers/self_check.py", "_rows"): "the check that runs now; likewise",
 }
 
 # Modules that must load without torch, and whose code never asks for it, not even in a function.
 NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
     r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|processes)\.py"
-    r"|quire/models/(hf|registry|__init__)\.py|quire/platforms/facts\.py"
-    r"|quire/(env|errors|logging|registry)\.py|quire/features/\w+/gate\.py"
+    r"|quire/models/(hf|registry|__init__)\.py|quire/platforms/detect\.py"
+    r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/gate\.py"
 )
 CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.py")
 SAYS_CUDA = re.compile(r"quire/(platforms|attention|ops/triton|ops/cpu)/|quire/worker/graphs\.py")
@@ -103,7 +103,7 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "mar
 
 @dataclass(frozen=True)
 class File:
-    """`path` is relative to src/, with forward slashes: quire/batch.py."""
+    """`path` is relative to src/, with forward slashes: quire/forward_context.py."""
 
     path: str
     text: str
@@ -118,7 +118,7 @@ class File:
 
     @property
     def package(self) -> str:
-        """The package or top-level module it belongs to: batch, worker, ...; "" for quire itself."""
+        """The package or top-level module it belongs to: env, worker, ...; "" for quire itself."""
         parts = self.path.split("/")
         if len(parts) == 2:
             return parts[1].removesuffix(".py").removeprefix("__init__").removeprefix("__main__")

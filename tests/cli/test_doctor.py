@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.cli import doctor, findings
-from quire.platforms.facts import PlatformFacts
+from quire.platforms.detect import PlatformFacts
 
 GIB = 1 << 30
 FACTS = PlatformFacts(

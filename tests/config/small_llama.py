@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.platforms.facts import PlatformFacts
+from quire.platforms.detect import PlatformFacts
 
 GIB = 1 << 30
 CPU = PlatformFacts(

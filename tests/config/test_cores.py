@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.platforms.cores import all_but_one, chosen_cores, one_node, threads
+from quire.platforms.cpu_affinity import all_but_one, chosen_cores, one_node, threads
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_of_many_cores_one_is_left_to_the_server(tmp_path: Path) -> None:
 def test_the_process_stays_there():
     allowed = os.sched_getaffinity(0)
     core, node = max(allowed), set(one_node(sorted(allowed)))
-    code = "import os; from quire.platforms.cores import bind_to_cores; print(bind_to_cores(), os.sched_getaffinity(0))"
+    code = "import os; from quire.platforms.cpu_affinity import bind_to_cores; print(bind_to_cores(), os.sched_getaffinity(0))"
     for value, says in (
         (str(core), f"[{core}] {{{core}}}"),
         ("auto", f"{sorted(node) if node < allowed else []} {node}"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import registry
+from quire import plugins
 from quire.errors import ConfigError
 from quire.models.registry import MODELS, choose_impl
 
@@ -46,7 +46,7 @@ def package(tmp_path, monkeypatch):
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
     (described / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry._Once, "done", False)
+    monkeypatch.setattr(plugins._Once, "done", False)
     before = dict(MODELS)
     yield tmp_path
     MODELS.clear()
@@ -55,13 +55,13 @@ def package(tmp_path, monkeypatch):
 
 
 def test_our_plugins_run_once(package, warnings):
-    assert registry.load_plugins() == ["good"]
-    assert registry.load_plugins() == []
+    assert plugins.load_plugins() == ["good"]
+    assert plugins.load_plugins() == []
     import made_up
 
     assert made_up.calls == [1]
     assert choose_impl("MadeUpForCausalLM", {})[0] == "native"
-    assert "MadeUpForCausalLM" in registry.ModelRegistry.get_supported_archs()
+    assert "MadeUpForCausalLM" in plugins.ModelRegistry.get_supported_archs()
     assert len(warnings) == 1
     assert warnings[0].startswith("plugin bad (made_up:broken) failed and is passed over")
 
@@ -72,7 +72,7 @@ def test_our_plugins_run_once(package, warnings):
 )  # fmt: skip
 def test_a_list_of_allowed_names(package, monkeypatch, warnings, allowed, ran, missing):
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    assert registry.load_plugins() == ran
+    assert plugins.load_plugins() == ran
     assert warnings == [
         f"plugin {name} is named in QUIRE_PLUGINS and not installed" for name in missing
     ]
@@ -93,7 +93,7 @@ def test_a_plugin_is_there_before_a_model_is_chosen(package):
     ]
     done = subprocess.run(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": f"{Path(registry.__file__).parents[1]}:{package}"},
+        env={**os.environ, "PYTHONPATH": f"{Path(plugins.__file__).parents[1]}:{package}"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "code            native (MadeUpForCausalLM is native)" in done.stdout, (
@@ -105,4 +105,4 @@ def test_a_class_must_be_found_by_every_process():
     class Inner: ...
 
     with pytest.raises(ConfigError, match="register a class of an importable module"):
-        registry.ModelRegistry.register_model("XForCausalLM", Inner)
+        plugins.ModelRegistry.register_model("XForCausalLM", Inner)

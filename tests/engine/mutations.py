@@ -20,7 +20,7 @@ SOURCE = HERE.parents[1] / "src" / "quire"
 TRIALS = 4000
 
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/building.py"
-MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/pool.py", "kvcache/hashing.py"
+MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
 QUEUES, FAIR = "scheduler/queues.py", "scheduler/fair.py"
 
 # name -> (file, function or method, what its tree holds, what is put there). Both are Python, so that formatting does not

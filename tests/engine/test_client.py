@@ -15,8 +15,8 @@ from quire.engine import admin
 from quire.engine.client import InlineClient, interrupts_deferred
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, QuireError
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Ready
 from quire.protocol.params import SamplingParams

@@ -8,8 +8,8 @@ import pytest
 from toy import ToyDevice
 
 from quire.engine.core import EngineCore
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kvcache.pool import BlockPool
+from quire.kvcache.block_pool import BlockPool
 
 
 def test_blocks_without_content_come_back_first_the_last_freed_first():

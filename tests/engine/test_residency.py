@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from quire.kvcache.pool import BlockPool
-from quire.kvcache.residency import Counted, WatchedPool
+from quire.kvcache.block_metrics import Counted, WatchedPool
+from quire.kvcache.block_pool import BlockPool
 from quire.observe.metrics import Metrics
 from quire.protocol.output import EngineStats
 

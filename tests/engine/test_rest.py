@@ -14,8 +14,8 @@ from workload import reference
 from quire.engine import admin, asked, held, rest
 from quire.engine.core import EngineCore
 from quire.errors import Conflict
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Reply
 from quire.protocol.params import SamplingParams

@@ -14,9 +14,9 @@ from toy import VOCAB, ToyDevice, next_token
 
 from quire.engine.core import EngineCore
 from quire.engine.rest import Rest
-from quire.kvcache.hashing import Hasher
+from quire.kvcache.block_hash import Hasher
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import NULL_BLOCK, BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
 from quire.protocol.params import SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.layers.blocks import PreNormLayer
-from quire.ops.cpu.library import best
+from quire.layers.decoder_layer import PreNormLayer
+from quire.ops.cpu.bindings import best
 from quire.protocol.params import SamplingParams
 from quire.quantization.fused import FusedLayer
 

@@ -9,7 +9,7 @@ import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import QuireError
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 
 CALLED = (
     "", "model", "model.embed_tokens", "model.layers", "model.layers.0", "model.layers.1.self_attn",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 
 COMPANY: list[dict[str, Any]] = [
     {},

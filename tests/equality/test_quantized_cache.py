@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engines import engine, greedy, prompts
 
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 
 COUNT = 32
 FORMATS = ["int8", "fp8"]

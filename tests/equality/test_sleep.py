@@ -11,7 +11,7 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.engine.resident import resident_bytes
 from quire.errors import QuireError
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 from quire.quantization.fused import FusedLayer
 
 MIB = 1 << 20

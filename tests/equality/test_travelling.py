@@ -14,7 +14,7 @@ from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
 from quire.models.offload import GIB
 from quire.platforms.cpu import CpuPlatform
-from quire.quantization.registry import bytes_held
+from quire.quantization.apply import bytes_held
 
 COUNT = 6
 LAYERS = 6

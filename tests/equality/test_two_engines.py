@@ -10,17 +10,17 @@ import pytest
 import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.ops.cpu import build, isa, library
+from quire.ops.cpu import bindings, build, isa
 from quire.quantization.base import Weight
+from quire.quantization.bf16_packed import Packed
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
-from quire.quantization.packed import Packed
 
 BUILDS = [each.name for each in isa.usable()]
 ROWS = [1, 40, 100]  # ways that the kernels take; more is the same as with one engine
 
 
-def weight(scheme: str, rng: torch.Generator, kernels: library.Kernels) -> Weight:
+def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> Weight:
     outs_OI = torch.randn(96, 1024, generator=rng).bfloat16()
     if scheme == "bfloat16":
         return Packed(kernels, outs_OI)
@@ -32,7 +32,7 @@ def weight(scheme: str, rng: torch.Generator, kernels: library.Kernels) -> Weigh
 @pytest.mark.parametrize("name", BUILDS or ["none"])
 def test_linears_at_the_same_time(name: str, scheme: str) -> None:
     try:
-        kernels = library.load(name)
+        kernels = bindings.load(name)
     except build.Missing as why:
         pytest.skip(str(why))
     rng = torch.Generator().manual_seed(1)

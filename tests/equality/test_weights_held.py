@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from equality.engines import engine, make_checkpoint
 
-from quire.models.formats import in_memory, on_disk, stored
-from quire.quantization.registry import bytes_held
+from quire.models.checkpoint_files import in_memory, on_disk, stored
+from quire.quantization.apply import bytes_held
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 

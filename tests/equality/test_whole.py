@@ -10,7 +10,7 @@ import pytest
 import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 from quire.protocol.params import SamplingParams
 from quire.worker import whole
 from quire.worker.worker import PlanMismatch

@@ -21,8 +21,8 @@ from quire.config.engine import Resolved
 from quire.engine import admin, rest
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import Logprobs, Ready
 from quire.protocol.params import SamplingParams

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend
-from quire.attention.codes import Part
+from quire.attention.kv_quantization import Part
 from quire.attention.reference import ReferenceAttention
-from quire.batch import Batch, running
+from quire.forward_context import Batch, running
 
 
 def make_batch(

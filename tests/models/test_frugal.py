@@ -14,8 +14,8 @@ from torch import nn
 
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
-from quire.models import frugal
-from quire.quantization import int8, registry
+from quire.models import load_memory
+from quire.quantization import apply, int8
 
 PAGES = 64
 FIXED_NOREPLACE = 0x100000  # of Linux: there, or nowhere
@@ -31,8 +31,8 @@ def mapped(tmp_path):
 def resident(path: Path) -> int:
     """Bytes of the file's mapping that the process holds."""
     total, inside = 0, False
-    for line in frugal.SMAPS.read_text().splitlines():
-        if frugal.AREA.fullmatch(line):
+    for line in load_memory.SMAPS.read_text().splitlines():
+        if load_memory.AREA.fullmatch(line):
             inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):
             total += int(line.split()[1]) * 1024
@@ -43,7 +43,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
     path, tensor = mapped
     whole = float(tensor.double().sum())
     assert resident(path) == PAGES * 4096
-    assert frugal.let_go([path], [tensor]) == PAGES * 4096
+    assert load_memory.let_go([path], [tensor]) == PAGES * 4096
     assert resident(path) == 0
     assert float(tensor.double().sum()) == whole
 
@@ -51,7 +51,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
 def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
     path, tensor = mapped
     tensor[5] = -1.0
-    assert frugal.let_go([path], [tensor]) == 0
+    assert load_memory.let_go([path], [tensor]) == 0
     assert float(tensor[5]) == -1.0
 
 
@@ -60,7 +60,7 @@ def test_other_files_are_left_alone(mapped, tmp_path):
     assert float(tensor[0]) == 0.0
     held = resident(path)
     assert held > 0
-    assert frugal.let_go([tmp_path / "another"], [tensor]) == 0
+    assert load_memory.let_go([tmp_path / "another"], [tensor]) == 0
     assert resident(path) == held
 
 
@@ -71,8 +71,8 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     copy = tmp_path / "smaps"
     gone = torch.from_file(str(path), shared=False, size=PAGES * 1024)
     place, size = gone.data_ptr(), PAGES * 4096
-    copy.write_text(frugal.SMAPS.read_text())
-    monkeypatch.setattr(frugal, "SMAPS", copy)
+    copy.write_text(load_memory.SMAPS.read_text())
+    monkeypatch.setattr(load_memory, "SMAPS", copy)
     del gone
     libc = ctypes.CDLL(None)
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     if libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != place:
         pytest.skip("another thread was quicker")
     ctypes.memset(place, 7, size)
-    frugal.let_go([path], [])
+    load_memory.let_go([path], [])
     assert ctypes.string_at(place, size) == b"\7" * size
     libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
 
@@ -119,8 +119,8 @@ def test_what_is_converted_waits_for_the_join_too(make):
 def test_the_head_as_it_was_is_gone_when_layers_are_made_small(monkeypatch):
     head, layer, seen = Head(64, 64), Linear(64, 64), []
     before = weakref.ref(head.weight)
-    monkeypatch.setattr(registry, "quantize_layer", lambda *told: seen.append(before()))
-    assert registry.quantize_model(nn.ModuleList([layer, head]), "int8") == 2
+    monkeypatch.setattr(apply, "quantize_layer", lambda *told: seen.append(before()))
+    assert apply.quantize_model(nn.ModuleList([layer, head]), "int8") == 2
     assert seen == [None]
 
 
@@ -142,7 +142,7 @@ def test_large_blocks_come_back_to_the_system():
     torch.ones(
         4 << 20
     )  # let go at once: from here on, by itself, the heap would take blocks of this size
-    with frugal.separate_blocks():
+    with load_memory.separate_blocks():
         before = held()
         blocks = [torch.ones(3 << 18) for _ in range(40)]  # 3 MiB each
         del blocks[::2]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from quire.models.transformers import TransformersModel
+from quire.models.transformers.model import TransformersModel
 from tests.models.archs import ARCHS, PACKED, VOCAB, Arch, make_model
 from tests.models.harness import Runner
 

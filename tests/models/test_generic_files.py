@@ -15,7 +15,7 @@ from quire.engine.assemble import resolve_config
 from quire.errors import ConfigError, Unsupported
 from quire.models.base import CausalLM
 from quire.models.load import build_model
-from quire.models.transformers import TransformersModel
+from quire.models.transformers.model import TransformersModel
 from quire.platforms.cpu import CpuPlatform
 from tests.models.archs import ARCHS, PACKED, PER_REQUEST, VOCAB, Arch, make_model, randomise
 from tests.models.cases import edit_config, save

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from quire.errors import Unsupported
-from quire.models import transformers as generic
-from quire.models import transformers_packed as packed
-from quire.models.transformers import TransformersModel
-from quire.models.transformers_rules import PACKED, PER_REQUEST, choose_mode
+from quire.models.transformers import model as generic
+from quire.models.transformers import packed as packed
+from quire.models.transformers.model import TransformersModel
+from quire.models.transformers.modes import PACKED, PER_REQUEST, choose_mode
 from tests.models.archs import ARCHS, Arch, make_model
 
 BY_LABEL = {arch.label: arch for arch in ARCHS}
@@ -29,7 +29,7 @@ def _no_grad():
 
 @pytest.fixture
 def any_config_packs(monkeypatch):
-    """The tables of `transformers_rules.py` know nothing: only what is measured can stop packed mode."""
+    """The tables of `modes.py` know nothing: only what is measured can stop packed mode."""
     monkeypatch.setattr(generic, "choose_mode", lambda *_: (PACKED, "tables are off"))
 
 

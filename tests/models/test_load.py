@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.models.formats import tensors, weight_bytes
+from quire.models.checkpoint_files import tensors, weight_bytes
 from tests.models.cases import Case, edit_config, save, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, plain, texts

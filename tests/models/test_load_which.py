@@ -20,7 +20,7 @@ from quire.errors import ConfigError, ModelNotFound
 from quire.models import hf, registry
 from quire.models.load import build_model
 from quire.models.qwen3 import Qwen3
-from quire.models.transformers import TransformersModel
+from quire.models.transformers.model import TransformersModel
 from quire.platforms.cpu import CpuPlatform
 from tests.models.cases import edit_config
 from tests.models.test_load import rewrite, same, weights

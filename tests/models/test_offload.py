@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.layers.weights import set_parameter
+from quire.layers.weight_slots import set_parameter
 from quire.models import offload
 from quire.models.offload import Offload, Pair, Ring, parts_of
 from quire.quantization.base import settle
-from quire.quantization.fp8_weight import Float8Weight
+from quire.quantization.fp8 import Float8Weight
 
 SEEDS = range(24)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from models.harness import make_batch, spoiled
 
-from quire.attention import fused
+from quire.attention import torch_sdpa
 from quire.attention.reference import ReferenceAttention
-from quire.batch import Batch, running
+from quire.forward_context import Batch, running
 from quire.layers.attention import Attention
 
 torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def test_in_16_bits_many_rows_are_cut_into_pieces(monkeypatch):
     work = [(row, 1) for row in range(len(lengths))]
     found = []
     for piece in (8192, 64):
-        monkeypatch.setattr("quire.attention.fused.PIECE", piece)
+        monkeypatch.setattr("quire.attention.torch_sdpa.PIECE", piece)
         rows = Rows(layer_of("plain"), lengths, 16, 16, dtype=torch.bfloat16)
         for row, n in enumerate(lengths):
             if n > 1:
@@ -232,7 +232,7 @@ def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
     layer = layer_of("long window")
     layer.sinks = None
     want = Rows(layer, [300], 16, 16, dtype=torch.bfloat16).step([(0, 300)])[0].float()
-    monkeypatch.setattr("quire.attention.fused.QUERY_BLOCK", 48)
+    monkeypatch.setattr("quire.attention.torch_sdpa.QUERY_BLOCK", 48)
     rows = Rows(layer, [300], 16, 16, dtype=torch.bfloat16)
     got = torch.cat([rows.step([(0, n)])[0] for n in (130, 20, 150)]).float()
     torch.testing.assert_close(got, want, atol=0.01, rtol=0.01)
@@ -242,8 +242,8 @@ def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
 def test_in_16_bits_other_layers_go_in_tiles(kind):
     layer = layer_of(kind)
     layer.cache = (torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16),) * 2
-    assert not fused.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
     layer = layer_of("plain")
     layer.cache = (torch.zeros(1, 1, 1, 16),) * 2
-    assert not fused.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
-    assert not fused.serves(layer, torch.zeros(1, 4, 16))
+    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.ops.cpu import build, isa, library
+from quire.ops.cpu import bindings, build, isa
 
 
 def test_without_a_compiler_there_is_a_reason_and_no_kernel(
@@ -86,14 +86,14 @@ def test_a_build_that_could_not_be_made_is_told_of(
 
     monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
     monkeypatch.setattr(isa, "usable", lambda: list(isa.ISAS))
-    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(bindings, "load", load)
     with caplog.at_level(logging.WARNING, "quire"):
-        assert library.best.__wrapped__().name == others[1].name
+        assert bindings.best.__wrapped__().name == others[1].name
     assert "amx: the compiler took more than 1 s" in caplog.text
     assert others[0].name not in caplog.text
     caplog.clear()
     monkeypatch.setattr(isa, "usable", lambda: others)
-    assert library.best.__wrapped__().name == others[1].name
+    assert bindings.best.__wrapped__().name == others[1].name
     assert not caplog.text
 
 

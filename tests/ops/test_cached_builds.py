@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.ops.cpu import build, isa, library
+from quire.ops.cpu import bindings, build, isa
 
 PORTABLE = isa.ISAS[-1]
 
@@ -60,18 +60,18 @@ def test_a_changed_byte_is_seen(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
         build.library(PORTABLE)
 
 
-def best() -> library.Kernels | None:
-    return library.best.__wrapped__()
+def best() -> bindings.Kernels | None:
+    return bindings.best.__wrapped__()
 
 
 def test_one_reason_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(name: str) -> library.Kernels:
+    def load(name: str) -> bindings.Kernels:
         raise build.Missing("there is no compiler" if name != "portable" else "no libgomp")
 
     monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
-    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(bindings, "load", load)
     monkeypatch.setattr(isa, "usable", lambda: [isa.ISAS[3], isa.ISAS[4], PORTABLE])
     assert best() is None
     (line,) = [one for one in caplog.records if one.levelno == logging.WARNING]
@@ -95,7 +95,7 @@ def test_the_log_says_which_is_taken(
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     made = SimpleNamespace(threads=torch.get_num_threads)
-    monkeypatch.setattr(library, "load", lambda name: made)
+    monkeypatch.setattr(bindings, "load", lambda name: made)
     with caplog.at_level(logging.INFO):
         assert best() is made
     assert "CPU kernels: portable" in caplog.text
@@ -107,16 +107,16 @@ def test_another_pool_of_threads_is_told_of(
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
-    monkeypatch.setattr(library, "load", lambda name: SimpleNamespace(threads=lambda: before))
+    monkeypatch.setattr(bindings, "load", lambda name: SimpleNamespace(threads=lambda: before))
     best()
     assert "the kernels have threads of their own" in caplog.text
     assert torch.get_num_threads() == before
 
 
 def test_the_kernels_use_torchs_threads() -> None:
-    if (found := library.best()) is None:
+    if (found := bindings.best()) is None:
         pytest.skip("no native kernels run here")
-    assert library.shares_threads(found.threads)
+    assert bindings.shares_threads(found.threads)
 
 
 def other_user(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
@@ -203,8 +203,8 @@ def test_a_library_without_our_functions_is_passed_over(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
     monkeypatch.setattr(library, "load", load)
-    library.best.cache_clear()
+    bindings.best.cache_clear()
     try:
-        assert library.best() is None
+        assert bindings.best() is None
     finally:
-        library.best.cache_clear()
+        bindings.best.cache_clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops import choose
-from quire.ops.cpu import build, isa, library
-from quire.ops.cpu import choose as native
+from quire.ops import masked_argmax
+from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import masked_argmax as native
 
 SIZES = [(1, 1), (3, 15), (2, 16), (5, 33), (4, 259), (7, 1000), (2, 4099)]
 
@@ -15,7 +15,7 @@ SIZES = [(1, 1), (3, 15), (2, 16), (5, 33), (4, 259), (7, 1000), (2, 4099)]
 @pytest.fixture(autouse=True, params=[each.name for each in isa.usable()])
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        kernels = library.load(request.param)
+        kernels = bindings.load(request.param)
     except build.Missing as why:
         pytest.skip(str(why))
     monkeypatch.setattr(native, "library", lambda: kernels)
@@ -25,7 +25,9 @@ def draw(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> tuple[torch.Te
     """Logits with many ties, in a wider tensor, and masks, the last of which allows nothing."""
     torch.manual_seed(seed)
     logits = torch.randint(-9, 9, (rows, vocab + 5)).to(dtype)[:, :vocab]
-    words = torch.randint(-(2**31), 2**31 - 1, (rows, choose.num_words(vocab)), dtype=torch.int64)
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (rows, masked_argmax.num_words(vocab)), dtype=torch.int64
+    )
     words[-1] = 0
     return logits, words.to(torch.int32)
 
@@ -43,11 +45,13 @@ def same(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> No
 def test_the_best(rows: int, vocab: int, dtype: torch.dtype):
     for seed in range(3):
         logits, words = draw(rows, vocab, dtype, seed)
-        same(native._best(logits), choose.best.reference(logits))
-        same(native._best(logits, words), choose.best.reference(logits, words))
+        same(native._best(logits), masked_argmax.best.reference(logits))
+        same(native._best(logits, words), masked_argmax.best.reference(logits, words))
         lowest = [row.tolist().index(max(row.tolist())) for row in logits]
         assert (
-            native._best(logits)[0].tolist() == lowest == choose.best.reference(logits)[0].tolist()
+            native._best(logits)[0].tolist()
+            == lowest
+            == masked_argmax.best.reference(logits)[0].tolist()
         )
 
 
@@ -59,7 +63,7 @@ def test_numbers_that_are_none(dtype: torch.dtype, place: int):
         logits[0, place] = bad
         _, whole, _ = native._best(logits, words)
         assert whole.isfinite().tolist() == [finite, True]
-        assert choose.best.reference(logits)[1].isfinite().tolist() == [finite, True]
+        assert masked_argmax.best.reference(logits)[1].isfinite().tolist() == [finite, True]
     none = torch.full((1, 41), -torch.inf, dtype=dtype)
     assert native._best(none)[1].isneginf().all()
 
@@ -70,5 +74,5 @@ def test_a_mask_over_logits(rows: int, vocab: int):
     beside = logits.clone()
     mine = native._bar(logits, words)
     assert mine is logits
-    assert torch.equal(mine, choose.bar.reference(beside, words))
+    assert torch.equal(mine, masked_argmax.bar.reference(beside, words))
     assert mine[-1].isneginf().all()

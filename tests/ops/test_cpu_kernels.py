@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from quire.attention.cpu import cache_addresses
 from quire.ops import reference
-from quire.ops.cpu import build, isa, library
+from quire.ops.cpu import bindings, build, isa
 
 ADDRESS = Tensor.data_ptr
 
 
 @pytest.fixture(params=[each.name for each in isa.usable()])
-def kernels(request: pytest.FixtureRequest) -> library.Kernels:
+def kernels(request: pytest.FixtureRequest) -> bindings.Kernels:
     try:
-        return library.load(request.param)
+        return bindings.load(request.param)
     except build.Missing as why:
         pytest.skip(str(why))
 
@@ -39,7 +39,7 @@ def near(got: Tensor, want: Tensor, share: float = 0.01) -> None:
 
 
 # -- linear ----------------------------------------------------------------------------------------
-def pack(kernels: library.Kernels, weight: Tensor, gated: bool = False) -> Tensor:
+def pack(kernels: bindings.Kernels, weight: Tensor, gated: bool = False) -> Tensor:
     outs, ins = weight.shape
     padded = -(-outs // 32) * 32
     packed = torch.full((padded * ins,), float("nan"), dtype=torch.bfloat16)
@@ -48,7 +48,12 @@ def pack(kernels: library.Kernels, weight: Tensor, gated: bool = False) -> Tenso
 
 
 def linear(
-    kernels: library.Kernels, x: Tensor, packed: Tensor, bias: Tensor | None, outs: int, gated: bool
+    kernels: bindings.Kernels,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    outs: int,
+    gated: bool,
 ) -> Tensor:
     rows, ins = x.shape
     y = torch.full((rows, outs // 2 if gated else outs), float("nan"), dtype=torch.bfloat16)
@@ -70,7 +75,7 @@ SHAPES = [
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(
-    kernels: library.Kernels, shape: tuple[int, int, int], gated: bool, with_bias: bool
+    kernels: bindings.Kernels, shape: tuple[int, int, int], gated: bool, with_bias: bool
 ) -> None:
     rows, outs, ins = shape
     if gated and outs % 64:
@@ -90,7 +95,7 @@ def test_linear(
         assert torch.equal(y[row], alone[0]), f"row {row} depends on its neighbours"
 
 
-def test_linear_of_inputs_that_are_met_in_parts(kernels: library.Kernels) -> None:
+def test_linear_of_inputs_that_are_met_in_parts(kernels: bindings.Kernels) -> None:
     """Many rows and inputs: a thread keeps sums of some outputs while it goes through the inputs."""
     rows, outs, ins = 520, 1088, 2624
     rng = draw(7)
@@ -109,7 +114,7 @@ def test_linear_of_inputs_that_are_met_in_parts(kernels: library.Kernels) -> Non
     assert torch.equal(found[0][300:301], linear(kernels, x[300:301], packed, None, outs, True))
 
 
-def test_linear_takes_rows_that_lie_apart(kernels: library.Kernels) -> None:
+def test_linear_takes_rows_that_lie_apart(kernels: bindings.Kernels) -> None:
     rng = draw(1)
     wide = torch.randn(40, 200, generator=rng).bfloat16()
     weight = torch.randn(64, 128, generator=rng).bfloat16()
@@ -120,7 +125,7 @@ def test_linear_takes_rows_that_lie_apart(kernels: library.Kernels) -> None:
         assert torch.equal(apart, together)
 
 
-def test_outputs_that_do_not_fill_a_panel_are_zeros(kernels: library.Kernels) -> None:
+def test_outputs_that_do_not_fill_a_panel_are_zeros(kernels: bindings.Kernels) -> None:
     weight = torch.randn(45, 64, generator=draw(2)).bfloat16()
     x = torch.randn(3, 64, generator=draw(3)).bfloat16()
     y = linear(kernels, x, pack(kernels, weight), None, 64, False)
@@ -159,7 +164,7 @@ class Paged:
 
     def run(
         self,
-        kernels: library.Kernels,
+        kernels: bindings.Kernels,
         rows: list[tuple[int, int, int]],
         window: int,
         cap: float,
@@ -221,7 +226,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention(kernels: library.Kernels, kind: str) -> None:
+def test_attention(kernels: bindings.Kernels, kind: str) -> None:
     heads, kv, D, E, block, window, cap, sinks = KINDS[kind]
     paged = Paged(MIXED, heads, kv, D, E, block)
     whole = paged.run(
@@ -235,7 +240,7 @@ def test_attention(kernels: library.Kernels, kind: str) -> None:
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), chunk
 
 
-def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: library.Kernels) -> None:
+def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: bindings.Kernels) -> None:
     """Its outputs are too large for the caches, and written past them; those of its chunks are not."""
     paged = Paged([(1100, 1100)], 8, 1, 64, 64, 64)
     chunks = [(0, first, min(first + 300, 1100)) for first in range(0, 1100, 300)]
@@ -243,7 +248,7 @@ def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: library.Kernels) -> 
     assert torch.equal(paged.run(kernels, [(0, 0, 1100)], 0, 0.0, False), torch.cat(parts))
 
 
-def test_scores_that_grow_along_the_context(kernels: library.Kernels) -> None:
+def test_scores_that_grow_along_the_context(kernels: bindings.Kernels) -> None:
     """What weights are measured by rises on the way, in every other query, by more than a float could take."""
     paged = Paged([(60, 700), (2, 690)], 4, 2, 64, 64, 16)
     paged.q[..., 0] = torch.where(torch.arange(62 * 4).view(62, 4) % 3 < 2, 8.0, -8.0)
@@ -261,9 +266,9 @@ def test_scores_that_grow_along_the_context(kernels: library.Kernels) -> None:
 
 # -- rows ------------------------------------------------------------------------------------------
 @pytest.fixture
-def bound(kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def bound(kernels: bindings.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The registered ops run on this build."""
-    from quire.ops.cpu import rows
+    from quire.ops.cpu import norm_rope_act as rows
 
     monkeypatch.setattr(rows, "best", lambda: kernels)
 
@@ -318,4 +323,4 @@ def test_what_does_not_fit_is_done_by_the_definition() -> None:
 def test_every_kernel_is_called_under_the_sanitizers() -> None:
     checks = Path(__file__).parent / "sanitize"
     text = "".join(path.read_text() for path in checks.glob("*.cpp"))
-    assert {name for name in library.SIGNATURES if f"quire_{name}(" not in text} == set()
+    assert {name for name in bindings.SIGNATURES if f"quire_{name}(" not in text} == set()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from worker.survivors import all_survivors, tied_logits
 
-from quire.ops import choose
-from quire.ops.cpu import build, isa, library
+from quire.ops import masked_argmax
+from quire.ops.cpu import bindings, build, isa
 from quire.worker.sample.draw import draw, draw_among, keys, seed_words
 from quire.worker.sample.limits import Limits, cutoff, draw_limited
 from quire.worker.sample.native import NativeDrawing
@@ -19,7 +19,7 @@ SIZES = [1, 7, 16, 33, 700, 5000]
 @pytest.fixture(params=[each.name for each in isa.usable()])
 def native(request: pytest.FixtureRequest) -> NativeDrawing:
     try:
-        return NativeDrawing(library.load(request.param))
+        return NativeDrawing(bindings.load(request.param))
     except build.Missing as why:
         pytest.skip(str(why))
 
@@ -81,7 +81,7 @@ def test_one_pass_gives_the_same_tokens(native: NativeDrawing, vocab: int, dtype
         tokens_S, whole_S = native.sample(logits_SV, temperature_S, limits, seeds_S, lengths_S)
         assert torch.equal(whole_S, logits_SV.amax(dim=-1).float())
         greedy_S = torch.from_numpy(temperature_S == 0)
-        assert torch.equal(tokens_S[greedy_S], choose.best.reference(logits_SV[greedy_S])[0])
+        assert torch.equal(tokens_S[greedy_S], masked_argmax.best.reference(logits_SV[greedy_S])[0])
         warm = np.where(temperature_S == 0, np.float32(1), temperature_S)
         scaled_SV = logits_SV.float() / torch.from_numpy(warm)[:, None]
         keys_2S = torch.from_numpy(keys(seed_words(list(range(9))), lengths_S))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quire.ops.cpu import build, isa, library
+from quire.ops.cpu import bindings, build, isa
 from quire.quantization.int8 import Int8Weight, quantize
 
 BUILDS = [each.name for each in isa.usable()]
@@ -19,7 +19,7 @@ SHAPES = [(1, 64, 64), (3, 45, 128), (17, 128, 1024), (33, 96, 192), (200, 128, 
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], gated: bool) -> None:
     try:
-        kernels = library.load(name)
+        kernels = bindings.load(name)
     except build.Missing as why:
         pytest.skip(str(why))
     rows, outs, ins = shape
@@ -45,7 +45,7 @@ def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], ga
 def test_inputs_that_are_met_in_parts_change_nothing(name: str) -> None:
     """As many rows and inputs as are met some steps at a time, beside so few rows that they are not."""
     try:
-        kernels = library.load(name)
+        kernels = bindings.load(name)
     except build.Missing as why:
         pytest.skip(str(why))
     rng = torch.Generator().manual_seed(9)
@@ -60,7 +60,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     weight[5] = 0
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
-    for kernels in (None, *(library.load(name) for name in BUILDS[:1])):
+    for kernels in (None, *(bindings.load(name) for name in BUILDS[:1])):
         y = Int8Weight.of(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert y[1, 5] == 0

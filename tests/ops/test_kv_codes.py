@@ -9,8 +9,8 @@ import torch
 from ops.test_attention import Rows, formula, layer_of
 from torch import Tensor
 
-from quire.attention import codes
-from quire.attention.codes import DTYPES, TOP, encode, encode_key, query, turned
+from quire.attention import kv_quantization
+from quire.attention.kv_quantization import DTYPES, TOP, encode, encode_key, query, turned
 
 FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2"]
 KINDS = ["plain", "one for all", "long window", "all"]
@@ -46,7 +46,7 @@ def test_any_magnitude_has_codes(kept: str, much: float) -> None:
 @pytest.mark.parametrize("size", [8, 24, 80, 128])
 def test_turning_keeps_products_but_for_a_factor(size: int) -> None:
     a, b = drawn(7, size), drawn(7, size, seed=1)
-    span = codes.span(size)
+    span = kv_quantization.span(size)
     torch.testing.assert_close((turned(a) * turned(b)).sum(-1) / span, (a * b).sum(-1))
     torch.testing.assert_close(turned(turned(a)) / span, a)
     assert size % span == 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 from ops.test_cpu_kernels import ADDRESS, Paged, draw, kernels, near
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.cpu import KINDS as FORMATS
 from quire.attention.cpu import cache_addresses
-from quire.ops.cpu import isa, library
+from quire.ops.cpu import bindings, isa
 
 __all__ = ["kernels"]  # a fixture: every build that runs here
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", QUANTIZED, **SMALL)
 @pytest.mark.parametrize("size", [32, 96, 128])
 def test_codes_and_scales_are_the_definitions(
-    kernels: library.Kernels, dtype: torch.dtype, size: int
+    kernels: bindings.Kernels, dtype: torch.dtype, size: int
 ) -> None:
     tokens, heads, block = 70, 3, 16
     rng = draw(size)
@@ -44,7 +44,7 @@ def test_codes_and_scales_are_the_definitions(
     x = wide[:, 8 : 8 + heads * size].unflatten(-1, (heads, size))
     slots = torch.randperm(6 * block, generator=rng)[:tokens]
     shape = (6, heads, block)
-    for key, encode in ((True, codes.encode_key), (False, codes.encode)):
+    for key, encode in ((True, kv_quantization.encode_key), (False, kv_quantization.encode)):
         got = torch.zeros(*shape, size, dtype=torch.uint8), torch.zeros(shape)
         want = torch.zeros(*shape, size, dtype=torch.uint8), torch.zeros(shape)
         kernels.write_cache(
@@ -52,7 +52,7 @@ def test_codes_and_scales_are_the_definitions(
             FORMATS.index(dtype), key,
         )  # fmt: skip
         made, scales = encode(x, dtype)
-        want[0][slots // block, :, slots % block] = codes.plain(made)
+        want[0][slots // block, :, slots % block] = kv_quantization.plain(made)
         want[1][slots // block, :, slots % block] = scales
         assert torch.equal(got[1], want[1])
         # A zero of fp8 has a sign, which nothing sees.
@@ -65,14 +65,14 @@ class Quantized(Paged):
     def __init__(self, dtype: torch.dtype, *shape: object):
         super().__init__(*shape)  # type: ignore[arg-type]
         unwritten = self.keys.isnan()
-        made = [codes.encode_key(self.keys.nan_to_num(), dtype)]
-        made.append(codes.encode(self.values.nan_to_num(), dtype))
+        made = [kv_quantization.encode_key(self.keys.nan_to_num(), dtype)]
+        made.append(kv_quantization.encode(self.values.nan_to_num(), dtype))
         for _, scale in made:  # nobody may look at what was never written
             scale[unwritten[..., 0]] = torch.nan
         (keys, key_scales), (values, value_scales) = made
         self.parts = keys, values, key_scales, value_scales
         # A query times what a key's codes stand for is the turned query times the codes.
-        self.keys = codes.query(keys.float() * key_scales[..., None], dtype)
+        self.keys = kv_quantization.query(keys.float() * key_scales[..., None], dtype)
         self.values = values.float() * value_scales[..., None]
 
     def addresses(self) -> tuple[int | None, ...]:
@@ -89,7 +89,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", QUANTIZED, **SMALL)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_over_codes(kernels: library.Kernels, kind: str, dtype: torch.dtype) -> None:
+def test_attention_over_codes(kernels: bindings.Kernels, kind: str, dtype: torch.dtype) -> None:
     heads, kv, D, E, block, *rules = KINDS[kind]
     paged = Quantized(dtype, MIXED, heads, kv, D, E, block)
     whole = paged.run(kernels, [(r, 0, new) for r, (new, _) in enumerate(MIXED)], *rules)
@@ -100,7 +100,7 @@ def test_attention_over_codes(kernels: library.Kernels, kind: str, dtype: torch.
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), (r, a, b)
 
 
-def test_bytes_lose_nothing_over_int8(kernels: library.Kernels) -> None:
+def test_bytes_lose_nothing_over_int8(kernels: bindings.Kernels) -> None:
     """Where queries and weights are two bytes each (AMX), what is lost is the rounding of the output; else a little more."""
     heads, kv, D, E, block, *rules = KINDS["heads of 64"]
     paged = Quantized(torch.int8, MIXED, heads, kv, D, E, block)
@@ -117,7 +117,7 @@ LONG = [(1, 5000), (4, 2050), (1, 2048), (2, 4097), (30, 2060)]
 @pytest.mark.parametrize("rules", [(0, 0.0, False), (2500, 0.0, True)], ids=["full", "window"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], **SMALL)
 def test_long_contexts_are_divided_and_no_bit_changes(
-    kernels: library.Kernels, dtype: torch.dtype, rules: tuple[int, float, bool]
+    kernels: bindings.Kernels, dtype: torch.dtype, rules: tuple[int, float, bool]
 ) -> None:
     """Alone on several threads the splits of a context are work of their own; in company on one thread they are not."""
     if dtype == torch.bfloat16:
@@ -135,14 +135,14 @@ def test_long_contexts_are_divided_and_no_bit_changes(
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, **SMALL)
-def test_every_code_is_read_as_what_it_is(kernels: library.Kernels, dtype: torch.dtype) -> None:
+def test_every_code_is_read_as_what_it_is(kernels: bindings.Kernels, dtype: torch.dtype) -> None:
     """One token, whose value is all codes there are, with a scale of 1: its attention is the value itself."""
     every = torch.arange(256).to(torch.uint8)
     every[~every.view(dtype).float().isfinite()] = 0
     paged = Quantized(dtype, [(1, 1)], 1, 1, 32, 256, 16)
     block = int(paged.table[0, 0])
     _, values, _, value_scales = paged.parts
-    codes.plain(values)[block, 0, 0] = every
+    kv_quantization.plain(values)[block, 0, 0] = every
     value_scales[block, 0, 0] = 1
     got = paged.run(kernels, [(0, 0, 1)], 0, 0.0, False)
     assert torch.equal(got[0, 0].float(), every.view(dtype).float())

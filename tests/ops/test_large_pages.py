@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.ops.cpu.large_pages import LINE, PAGE, REGION, Regions
+from quire.ops.cpu.huge_pages import LINE, PAGE, REGION, Regions
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is torch's own")
 

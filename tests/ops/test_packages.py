@@ -17,11 +17,11 @@ from models.harness import make_batch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
-from quire.attention import base, codes
+from quire.attention import base, kv_quantization
 from quire.attention.base import Needs, load
 from quire.attention.reference import ReferenceAttention
-from quire.batch import running
 from quire.errors import ConfigError
+from quire.forward_context import running
 from quire.layers.attention import Attention
 
 
@@ -165,7 +165,7 @@ def test_what_they_cannot_is_said(monkeypatch) -> None:
     assert load("FLASH_ATTN").can.lacking(needs) == ["blocks of 16"]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", PACKAGES["flash_attn_interface"])
     assert load("FLASH_ATTN").can.lacking(needs) == []
-    assert codes.DTYPES.keys() - load("FLASH_ATTN").can.kv_dtypes == {
+    assert kv_quantization.DTYPES.keys() - load("FLASH_ATTN").can.kv_dtypes == {
         "float32",
         "int8",
         "fp8_e4m3",

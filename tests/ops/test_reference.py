@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import dispatch, pieces
+from quire.ops import chunked, dispatch
 from quire.ops.dispatch import OPS, bind, op
 from quire.ops.reference import (
     add_rms_norm,
@@ -205,7 +205,9 @@ def inputs(dtype: torch.dtype, count: int) -> dict[str, tuple]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 17, 200])
 def test_pieces_have_the_bits_of_the_whole(dtype, count: int, monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "ELEMENTS", 20 * 96)  # pieces of 20 rows, and one that is not whole
+    monkeypatch.setattr(
+        chunked, "ELEMENTS", 20 * 96
+    )  # pieces of 20 rows, and one that is not whole
     given = inputs(dtype, count)
     assert given.keys() >= {n for n, each in OPS.items() if "pieces" in each.implementations}
     for name, calls in given.items():

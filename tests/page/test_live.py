@@ -13,8 +13,8 @@ from quire.engine import live
 from quire.engine.core import EngineCore
 from quire.engine.live import CACHED, FREE, OWNED, SHARED, Live
 from quire.engine.resident import family, resident_bytes
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.params import SamplingParams
 from quire.protocol.request import Abort, EngineRequest

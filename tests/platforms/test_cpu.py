@@ -1,4 +1,4 @@
-"""The CPU platform says what `facts.py` found out, and names only what there is."""
+"""The CPU platform says what `detect.py` found out, and names only what there is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from quire.attention.base import BACKENDS
 from quire.ops.dispatch import MODULES
-from quire.platforms import facts
+from quire.platforms import detect
 from quire.platforms.base import Platform
 from quire.platforms.cpu import CpuPlatform
 
 
 def test_it_is_a_platform_that_says_what_the_facts_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(facts, "cpu_name", lambda: "A processor")
-    monkeypatch.setattr(facts, "memory", lambda: (100, 40))
+    monkeypatch.setattr(detect, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(detect, "cpu_name", lambda: "A processor")
+    monkeypatch.setattr(detect, "memory", lambda: (100, 40))
     platform: Platform = CpuPlatform()
-    about = facts.cpu_facts()
+    about = detect.cpu_facts()
     assert (platform.name, platform.device) == ("cpu", torch.device("cpu"))
     assert platform.description == "A processor"
     assert platform.memory() == (100, 40)

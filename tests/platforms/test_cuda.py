@@ -12,22 +12,22 @@ from torch import Tensor
 from quire.attention.base import BACKENDS
 from quire.errors import ConfigError, NotEnoughMemory
 from quire.layers.linear import Linear
-from quire.layers.weights import set_parameter
+from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
 from quire.models.offload import Offload
 from quire.ops.dispatch import MODULES
-from quire.platforms import cuda, facts
+from quire.platforms import cuda, detect
 from quire.platforms.base import PLATFORMS, Memory, platform_of
 from quire.platforms.cpu import CpuPlatform
 
 GIB = 1 << 30
-CARD = facts.CudaDevice("A card", 80 * GIB, (9, 0))
+CARD = detect.CudaDevice("A card", 80 * GIB, (9, 0))
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "cuda_device", lambda: CARD)
-    monkeypatch.setattr(facts, "cuda_missing", lambda: "")
+    monkeypatch.setattr(detect, "cuda_device", lambda: CARD)
+    monkeypatch.setattr(detect, "cuda_missing", lambda: "")
 
 
 def platform(allocated: int, reserved: int, free: int, monkeypatch) -> cuda.CudaPlatform:
@@ -40,22 +40,22 @@ def platform(allocated: int, reserved: int, free: int, monkeypatch) -> cuda.Cuda
 
 
 def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(facts, "logger", get_logger("quire.platforms.facts"))  # it warns once
+    monkeypatch.setattr(detect, "logger", get_logger("quire.platforms.detect"))  # it warns once
     with caplog.at_level(logging.WARNING):
-        assert facts.facts().device == facts.facts().device == "cpu"
+        assert detect.facts().device == detect.facts().device == "cpu"
     (said,) = caplog.messages
     assert said == "A card is here and not used: Quire has not been run on a card yet; QUIRE_DEVICE=cuda takes it"  # fmt: skip
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
-    found = facts.facts()
+    found = detect.facts()
     assert (found.device, found.depth, found.block_size, found.dtypes[0]) == (
         "cuda",
         2,
         16,
         "bfloat16",
     )
-    monkeypatch.setattr(facts, "cuda_missing", lambda: "torch was built without CUDA")
+    monkeypatch.setattr(detect, "cuda_missing", lambda: "torch was built without CUDA")
     with pytest.raises(ConfigError, match="QUIRE_DEVICE=cuda, but torch was built without CUDA"):
-        facts.facts()
+        detect.facts()
 
 
 def test_it_names_what_there_is(card, monkeypatch) -> None:

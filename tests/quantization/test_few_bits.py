@@ -19,12 +19,12 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
 from quire.layers.linear import PLAIN
-from quire.quantization import registry, stored
-from quire.quantization.few_bits import FewBitsWeight
+from quire.quantization import apply, checkpoint_scheme
+from quire.quantization.apply import bytes_held, made_weights, move
 from quire.quantization.int4 import quantize_groups
 from quire.quantization.int8 import quantize
 from quire.quantization.int8_codes import Int8Codes
-from quire.quantization.registry import bytes_held, made_weights, move
+from quire.quantization.wna16 import FewBitsWeight
 from tests.models.test_native import build, texts
 from tests.quantization.pretending import answer, pretend
 from tests.quantization.test_quantized_formats import (  # fmt: skip
@@ -44,7 +44,7 @@ CODED = 0.05  # the same where activations are codes
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    for module in (registry, stored):
+    for module in (apply, checkpoint_scheme):
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
 
 

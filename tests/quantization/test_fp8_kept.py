@@ -20,9 +20,10 @@ from equality.engines import engine, greedy
 from quire.errors import Unsupported
 from quire.models import load
 from quire.platforms.cpu import CpuPlatform
-from quire.quantization import registry, stored
-from quire.quantization.fp8_weight import E4M3, Float8Weight, quantize
-from quire.quantization.registry import bytes_held, made_weights, move
+from quire.quantization import apply
+from quire.quantization import checkpoint_scheme as stored
+from quire.quantization.apply import bytes_held, made_weights, move
+from quire.quantization.fp8 import E4M3, Float8Weight, quantize
 from tests.models.cases import Case, write
 from tests.models.test_native import build, texts
 from tests.quantization.pretending import answer, pretend
@@ -89,7 +90,7 @@ def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> Non
 def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale a row; the head and the table stay; the model is moved with all that it holds; no CPU kernel is looked for."""
     dense = build(plain)
-    for module in (registry, stored):
+    for module in (apply, stored):
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
     ours = build(plain, quantization="fp8")
     assert ours.lm_head.plain
@@ -143,14 +144,14 @@ def test_each_weight_is_made_small_when_it_is_whole(
         ending.append(True)
 
     ending: list[bool] = []
-    settled = registry.settle
+    settled = apply.settle
 
     def noted(layer: Any, weight: Any) -> None:
         waiting.append(bool(ending))
         settled(layer, weight)
 
     monkeypatch.setattr(load, "tensors", watched)
-    monkeypatch.setattr(registry, "settle", noted)
+    monkeypatch.setattr(apply, "settle", noted)
     model = build(plain, quantization="fp8")
     assert waiting == [False] * len(linears(model))
     assert [type(layer.scheme).__name__ for _, layer in linears(model)] == ["Made"] * len(waiting)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.cpu import build, isa, library
-from quire.quantization.grouped import Grouped
+from quire.ops.cpu import bindings, build, isa
+from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import Int4Weight, quantize_groups, quantize_groups_by
 from quire.quantization.int8 import Int8Weight, quantize, quantize_by
 
@@ -32,9 +32,9 @@ def random_weight(outs: int, ins: int, group: int, seed: int, ordered: bool = Fa
     )
 
 
-def kernels_of(name: str) -> library.Kernels:
+def kernels_of(name: str) -> bindings.Kernels:
     try:
-        return library.load(name)
+        return bindings.load(name)
     except build.Missing as why:
         pytest.skip(str(why))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 from quire.quantization.base import Made
 from quire.quantization.fused import FusedLayer
 from quire.quantization.int4 import Int4Weight

@@ -17,7 +17,7 @@ from quire.config.quantized import (
     stored_quantization,
 )
 from quire.errors import ConfigError, Unsupported
-from quire.quantization import registry
+from quire.quantization import apply
 from tests.quantization.writers import FORMS, compressed, gptq_config
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -35,10 +35,10 @@ def test_every_name_has_one_meaning() -> None:
     names = [*ONLINE, *METHODS[:3], "fbgemm_fp8", *SAME, *LATER]
     assert len(names) == len(set(names))
     assert set(SAME.values()) <= {*ONLINE, *METHODS}
-    assert set(registry.ONLINE) == set(registry.HEADS) == set(ONLINE)
+    assert set(apply.ONLINE) == set(apply.HEADS) == set(ONLINE)
     assert set(online_schemes()) == set(ONLINE) - {"fp8"}
     assert {layout.kind for form in FORMS for layout in read(form.config).layouts()} == set(
-        registry.FORMATS
+        apply.FORMATS
     )
 
 

@@ -23,7 +23,7 @@ from quire.features.structured.masks import GrammarMasks
 from quire.features.structured.places import NOT_KEPT, Places, PlaceSettings
 from quire.features.structured.processes import GrammarProcess
 from quire.features.structured.refusal import Refused
-from quire.ops.choose import bits, num_words
+from quire.ops.masked_argmax import bits, num_words
 from quire.protocol.constraint import StructuredOutputsParams as Form
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan

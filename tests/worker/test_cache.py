@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.attention.codes import plain
+from quire.attention.kv_quantization import plain
 from quire.attention.reference import ReferenceAttention
 from quire.errors import Unsupported
 from quire.kvcache.layout import layout

@@ -13,7 +13,7 @@ import torch
 from models.harness import make_batch
 from torch import Tensor
 
-from quire.batch import Batch, current_batch, running
+from quire.forward_context import Batch, current_batch, running
 from quire.worker.graphs import GraphSource, Pace, default_sizes
 
 BLOCKS, LENGTH = 6, 96

@@ -6,8 +6,8 @@ import pytest
 import torch
 from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_worker
 
-from quire.batch import Batch, current_batch
 from quire.errors import StepFailed, ValidationError
+from quire.forward_context import Batch, current_batch
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, Work
 from quire.worker.hooks import Hook

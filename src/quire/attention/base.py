@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from quire.attention.codes import Part
-from quire.batch import Batch
+from quire.attention.kv_quantization import Part
 from quire.errors import ConfigError
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
 from quire.logging import get_logger
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 
 if TYPE_CHECKING:
     from quire.layers.attention import Attention
@@ -63,8 +63,8 @@ class NativeAttention:
 
     def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[codes.Part, ...]:
-        return codes.parts(spec, num_blocks, block_size)
+    ) -> tuple[kv_quantization.Part, ...]:
+        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         return Plan(

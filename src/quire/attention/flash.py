@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class FlashAttention:
 
     def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[codes.Part, ...]:
+    ) -> tuple[kv_quantization.Part, ...]:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        return (codes.Part(shape, codes.DTYPES[spec.dtype]),) * 2
+        return (kv_quantization.Part(shape, kv_quantization.DTYPES[spec.dtype]),) * 2
 
     def plan(self, batch: Batch, group: int) -> dict[str, Any]:
         """The arguments that all layers share."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
-from quire.ops.triton.cache import write
+from quire.ops.triton.kv_write import write
 
 if TYPE_CHECKING:
     from quire.layers.attention import Attention
@@ -66,8 +66,8 @@ class FlashInfer:
 
     def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[codes.Part, ...]:
-        return codes.parts(spec, num_blocks, block_size)
+    ) -> tuple[kv_quantization.Part, ...]:
+        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         lengths = batch.lengths or batch.lengths_B.tolist()

@@ -7,7 +7,7 @@ tiles that start at multiples of the tile's size, one tile after the other with 
 a query meets the same products in the same order however it came here; a tile it does not see changes
 nothing, to the bit; and no product has fewer than MIN_ROWS rows, because matrix libraries sum in another
 order below that (measured with MKL: from 16 rows on, a row's bits do not depend on the number of rows).
-Sums are in float32 whatever the dtype. A cache of codes (`codes.py`) is read back to float32 tile by tile. On the CPU, plain layers in 16 bits go another way (`fused.py`): their
+Sums are in float32 whatever the dtype. A cache of codes (`kv_quantization.py`) is read back to float32 tile by tile. On the CPU, plain layers in 16 bits go another way (`torch_sdpa.py`): their
 linear layers do not keep bits apart anyway.
 
     unit     rows with equally many new tokens, longest context first
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.attention import codes, fused
+from quire.attention import kv_quantization, torch_sdpa
 from quire.attention.base import Capabilities
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Unit:
     tokens: Tensor | slice  # places in T of the unit's tokens, row after row
     table_BN: Tensor  # int64
     spans: dict[int | None, list[Span]] = field(default_factory=dict)  # by window
-    pieces: dict[int | None, list[fused.Piece]] = field(default_factory=dict)  # by window
+    pieces: dict[int | None, list[torch_sdpa.Piece]] = field(default_factory=dict)  # by window
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Plan:
 
     units: list[Unit]
     slots_T: Tensor
-    scratch: fused.Scratch = field(default_factory=list)
+    scratch: torch_sdpa.Scratch = field(default_factory=list)
 
 
 class ReferenceAttention:
@@ -80,7 +80,7 @@ class ReferenceAttention:
     can = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        kv_dtypes=frozenset({"auto", *codes.DTYPES}),
+        kv_dtypes=frozenset({"auto", *kv_quantization.DTYPES}),
         differing_values=True,
         windows=True,
         softcap=True,
@@ -92,8 +92,8 @@ class ReferenceAttention:
 
     def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[codes.Part, ...]:
-        return codes.parts(spec, num_blocks, block_size)
+    ) -> tuple[kv_quantization.Part, ...]:
+        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         """Cut the step into units."""
@@ -121,10 +121,10 @@ class ReferenceAttention:
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype; padding tokens come out as zeros."""
         o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
-        attend = self._attend_fused if fused.serves(layer, q_THD) else self._attend_tiles
-        if codes.held(layer.cache):
-            codes.write(layer.cache, k_TKD, v_TKE, meta.slots_T)
-            q_THD = codes.query(q_THD, layer.cache[0].dtype)
+        attend = self._attend_fused if torch_sdpa.serves(layer, q_THD) else self._attend_tiles
+        if kv_quantization.held(layer.cache):
+            kv_quantization.write(layer.cache, k_TKD, v_TKE, meta.slots_T)
+            q_THD = kv_quantization.query(q_THD, layer.cache[0].dtype)
         else:
             _write(layer.cache[0], k_TKD, meta.slots_T)
             _write(layer.cache[1], v_TKE, meta.slots_T)
@@ -144,9 +144,9 @@ class ReferenceAttention:
         found = unit.pieces.get(layer.window)
         if found is None:
             long = unit.num_queries > ALONE
-            found = fused.pieces(unit.table_BN, unit.lengths, unit.num_queries, layer, long)
+            found = torch_sdpa.pieces(unit.table_BN, unit.lengths, unit.num_queries, layer, long)
             unit.pieces[layer.window] = found
-        return fused.attend(layer, found, unit.num_queries, q, meta.scratch)
+        return torch_sdpa.attend(layer, found, unit.num_queries, q, meta.scratch)
 
 
 def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
@@ -232,7 +232,11 @@ def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
     """
     shape = (span.rows.stop - span.rows.start, cache[0].shape[1], -1)
     numbers, *scales = (
-        codes.plain(part).flatten(0, 1).flatten(1).index_select(0, span.lines).view(part.dtype)
+        kv_quantization.plain(part)
+        .flatten(0, 1)
+        .flatten(1)
+        .index_select(0, span.lines)
+        .view(part.dtype)
         for part in cache
     )
     found = numbers.view(*shape, cache[0].shape[3]).float()

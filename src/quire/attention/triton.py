@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.attention import Scores, Sizes, Step, attend, sizes_for
-from quire.ops.triton.cache import write
+from quire.ops.triton.kv_write import write
 from quire.ops.triton.launch import INTERPRETED
-from quire.ops.triton.prepare import Norms, prepare
+from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 
 if TYPE_CHECKING:
     from quire.layers.attention import Attention, Unturned
@@ -39,7 +39,7 @@ class TritonAttention:
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         head_dims=range(8, 257),
         block_sizes=(16, 32, 64, 128),
-        kv_dtypes=frozenset({"auto", *codes.DTYPES}),
+        kv_dtypes=frozenset({"auto", *kv_quantization.DTYPES}),
         differing_values=True,
         windows=True,
         softcap=True,
@@ -52,8 +52,8 @@ class TritonAttention:
 
     def cache_parts(
         self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[codes.Part, ...]:
-        return codes.parts(spec, num_blocks, block_size)
+    ) -> tuple[kv_quantization.Part, ...]:
+        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: Batch, group: int) -> Plan:
         return Plan(batch, group)
@@ -63,9 +63,9 @@ class TritonAttention:
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype."""
         dtype = layer.cache[0].dtype
-        top, less = codes.TOP.get(dtype, 0.0), 1.0
+        top, less = kv_quantization.TOP.get(dtype, 0.0), 1.0
         if dtype == torch.int8:
-            k_TKD, less = codes.turned(k_TKD), 1 / codes.span(layer.head_dim)
+            k_TKD, less = kv_quantization.turned(k_TKD), 1 / kv_quantization.span(layer.head_dim)
         write(layer.cache, k_TKD, v_TKE, meta.slots_T, top, less)
         return self.read(layer, q_THD, meta)
 
@@ -74,7 +74,7 @@ class TritonAttention:
         angles: tuple[Tensor, Tensor], meta: Plan,
     ) -> Tensor | None:  # fmt: skip
         """Norm, rotation and cache write in one pass; None: a cache of codes wants keys that are turned already."""
-        if codes.held(layer.cache):
+        if kv_quantization.held(layer.cache):
             return None
         norms = None
         if how.q_weight_D is not None and how.k_weight_D is not None:
@@ -89,7 +89,7 @@ class TritonAttention:
         heads_each = layer.num_heads // layer.num_kv_heads
         sizes = self.sizes or sizes_for(heads_each, layer.head_dim, q_THD.element_size())
         scores = Scores(layer.scale, layer.window or 0, layer.softcap or 0.0, layer.sinks)
-        q_THD = codes.query(q_THD, layer.cache[0].dtype).to(q_THD.dtype)
+        q_THD = kv_quantization.query(q_THD, layer.cache[0].dtype).to(q_THD.dtype)
         return attend(q_THD, layer.cache, meta.step(heads_each, sizes), scores, sizes, lse_TH)
 
 

@@ -80,7 +80,7 @@ def versions() -> list[tuple[str, str]]:
 
 
 def machine() -> list[tuple[str, str]]:
-    from quire.platforms.facts import cpu_flags, cuda_device, cuda_missing, facts
+    from quire.platforms.detect import cpu_flags, cuda_device, cuda_missing, facts
 
     here = facts()
     kept = [

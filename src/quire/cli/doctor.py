@@ -23,10 +23,10 @@ from quire.engine.memory import ITEMSIZE, MemoryPlan, forecast_weights, make_pla
 from quire.engine.startup import table
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf
-from quire.models.formats import Stored, in_memory, on_disk, stored, weight_files
+from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored, weight_files
 from quire.models.registry import choose_impl
-from quire.platforms.facts import PlatformFacts, facts
-from quire.registry import load_plugins
+from quire.platforms.detect import PlatformFacts, facts
+from quire.plugins import load_plugins
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Of the requests in the table of what fits."""

@@ -20,16 +20,16 @@ from quire.config.quantized import stored_quantization
 from quire.config.stored import stored_dtype
 from quire.engine.memory import ITEMSIZE, MemoryPlan, size
 from quire.errors import ModelNotFound, QuireError
-from quire.models.formats import Stored, header, weight_files
+from quire.models.checkpoint_files import Stored, header, weight_files
 from quire.models.registry import choose_impl
-from quire.models.transformers_rules import (
+from quire.models.transformers.modes import (
     PER_REQUEST,
     check_own_cache,
     check_supported,
     check_weights,
     choose_mode,
 )
-from quire.platforms.facts import PlatformFacts
+from quire.platforms.detect import PlatformFacts
 
 
 @dataclass(frozen=True, slots=True)

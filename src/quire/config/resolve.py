@@ -34,7 +34,7 @@ NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo
 
 
 class Facts(Protocol):
-    """What is asked of `platforms/facts.py`, which is a storey above."""
+    """What is asked of `platforms/detect.py`, which is a storey above."""
 
     @property
     def device(self) -> str: ...

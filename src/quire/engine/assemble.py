@@ -30,19 +30,19 @@ from quire.engine.startup import Stages, table
 from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.kvcache.hashing import Hasher
+from quire.kvcache.block_hash import Hasher
+from quire.kvcache.block_metrics import WatchedPool
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.manager import KVManager
-from quire.kvcache.pool import BlockPool
-from quire.kvcache.residency import WatchedPool
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.models import hf
 from quire.observe.buckets import buckets, checked
-from quire.platforms.cores import bind_to_cores
-from quire.platforms.facts import facts
+from quire.platforms.cpu_affinity import bind_to_cores
+from quire.platforms.detect import facts
+from quire.plugins import load_plugins
 from quire.protocol.output import Ready
-from quire.registry import load_plugins
 from quire.scheduler.fair import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
@@ -245,7 +245,7 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.features.structured.masks import GrammarMasks
         from quire.models.load import build_model
         from quire.platforms.base import platform_of
-        from quire.quantization.registry import bytes_held
+        from quire.quantization.apply import bytes_held
         from quire.worker.pages import PagesAhead
         from quire.worker.rest import Rest
         from quire.worker.sample.load import load_processors
@@ -352,7 +352,7 @@ def build_drawing(platform: Platform) -> Drawing:
         from quire.worker.sample.compiled import COMPILED
 
         return COMPILED
-    from quire.ops.cpu.library import best
+    from quire.ops.cpu.bindings import best
     from quire.worker.sample.drawing import PLAIN
     from quire.worker.sample.native import native
 

@@ -21,8 +21,8 @@ import msgspec
 
 from quire.engine.core import EngineCore
 from quire.engine.resident import family, resident_bytes
-from quire.kvcache.pool import NULL_BLOCK, BlockPool
-from quire.platforms.facts import facts
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.platforms.detect import facts
 from quire.protocol.plan import StepPlan, StepResult, Work
 from quire.scheduler.request import NO_ROW, Request
 

@@ -14,9 +14,9 @@ from quire.config.engine import Resolved
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import Layout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.models.formats import Stored, in_memory, stored
-from quire.models.transformers_rules import check_own_cache
-from quire.platforms.facts import facts
+from quire.models.checkpoint_files import Stored, in_memory, stored
+from quire.models.transformers.modes import check_own_cache
+from quire.platforms.detect import facts
 
 GIB = 1 << 30
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -31,7 +31,7 @@ from quire.engine.lifeline import STOP, Speaker
 from quire.engine.pulse import Pulse, Timed
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
-from quire.platforms.cores import leave_a_core
+from quire.platforms.cpu_affinity import leave_a_core
 from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import Head, RequestHead, ToEngine
 

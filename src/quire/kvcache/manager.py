@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.kvcache.hashing import Hasher
+from quire.kvcache.block_hash import Hasher
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.layout import most_blocks
-from quire.kvcache.pool import NULL_BLOCK, BlockPool
 from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.request import MediaItem
 

@@ -30,7 +30,7 @@ ELEMENTS: dict[str, Element] = {
     "fp8_e4m3": Element(1, 4),
     "fp8_e5m2": Element(1, 4),
 }
-"""By name, as `Resolved.kv_dtype` has it. What 8 bits mean: attention/codes.py."""
+"""By name, as `Resolved.kv_dtype` has it. What 8 bits mean: attention/kv_quantization.py."""
 
 
 @dataclass(frozen=True, slots=True)

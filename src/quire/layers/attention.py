@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend
-from quire.batch import current_batch
+from quire.forward_context import current_batch
 from quire.kvcache.specs import CacheSpec, WindowSpec
 
 

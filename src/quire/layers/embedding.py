@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from quire.layers.weights import Layer
+from quire.layers.weight_slots import Layer
 from quire.ops.reference import embedding, linear
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.layers.weights import Layer, Slot, set_parameter
+from quire.layers.weight_slots import Layer, Slot, set_parameter
 from quire.ops.reference import linear, silu_and_mul
 
 

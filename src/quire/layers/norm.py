@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.layers.weights import Layer
+from quire.layers.weight_slots import Layer
 from quire.ops.reference import add_rms_norm, rms_norm
 
 

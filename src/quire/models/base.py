@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention
-from quire.layers.blocks import Layers
+from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that is ready to run.
 
-Knows which tensors go where, by the names that layers give (`layers/weights.py`), and the names that wrappers
-put around them. Does not know file formats (`formats.py`), or what any family is made of.
+Knows which tensors go where, by the names that layers give (`layers/weight_slots.py`), and the names that wrappers
+put around them. Does not know file formats (`checkpoint_files.py`), or what any family is made of.
 
     choose        native class, or the code of Transformers
     construct     on "meta": shapes and names, no memory
@@ -31,19 +31,18 @@ from quire.config.quantized import APART, BYTES, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import PLAIN, Linear
-from quire.layers.weights import Layer, Slot, slots_of
+from quire.layers.weight_slots import Layer, Slot, slots_of
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
-from quire.models.formats import tensors, weight_files
-from quire.models.frugal import let_go, separate_blocks
+from quire.models.checkpoint_files import tensors, weight_files
+from quire.models.dummy_weights import random_tensors
 from quire.models.hf import WRAPPED, TextConfig
+from quire.models.load_memory import let_go, separate_blocks
 from quire.models.offload import Offload
-from quire.models.random_weights import random_tensors
-from quire.models.transformers_rules import check_weights
+from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
-from quire.quantization.fused import fuse_model
-from quire.quantization.registry import (
+from quire.quantization.apply import (
     bytes_held,
     expect_stored,
     made_weights,
@@ -51,7 +50,8 @@ from quire.quantization.registry import (
     quantize_layer,
     quantize_model,
 )
-from quire.quantization.stored import kernels_for
+from quire.quantization.checkpoint_scheme import kernels_for
+from quire.quantization.fused import fuse_model
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -94,7 +94,7 @@ def build_model(
     if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
         _can_quantize(impl, resolved, platform)
     if impl == "transformers":
-        from quire.models.transformers import TransformersModel
+        from quire.models.transformers.model import TransformersModel
 
         if offload is not None:
             what = f"cpu_offload_gb for {resolved.architecture}, which runs through Transformers"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.layers.weights import set_parameter
+from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
 from quire.quantization.base import Made
 

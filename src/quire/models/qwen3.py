@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.layers.blocks import GatedMLP, PreNormLayer, SelfAttention
+from quire.layers.decoder_layer import GatedMLP, PreNormLayer, SelfAttention
 from quire.models.base import CausalLM
 
 

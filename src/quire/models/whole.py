@@ -14,8 +14,8 @@ import torch
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
 from quire.quantization.base import Weight
+from quire.quantization.bf16_packed import Packed
 from quire.quantization.fused import AllFused, ToldWeight
-from quire.quantization.packed import Packed
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

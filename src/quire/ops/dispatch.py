@@ -23,9 +23,9 @@ R = TypeVar("R")
 OPS: dict[str, Op[..., Any]] = {}
 
 MODULES = {
-    "pieces": "quire.ops.pieces",
-    "native": "quire.ops.cpu.rows",
-    "triton": "quire.ops.triton.rows",
+    "pieces": "quire.ops.chunked",
+    "native": "quire.ops.cpu.norm_rope_act",
+    "triton": "quire.ops.triton.norm_rope_act",
 }
 """Kind -> the module that registers its implementations; imported when the kind is first bound."""
 

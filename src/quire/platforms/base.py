@@ -1,7 +1,7 @@
 """What a device must say of itself: tensors' place, memory, defaults, and what serves best on it.
 
 Knows names. Does not know models, layers or caches. One class a kind of device (`cpu.py`); what can be found
-out without torch is in `facts.py`, and a platform says the same.
+out without torch is in `detect.py`, and a platform says the same.
 """
 
 from __future__ import annotations

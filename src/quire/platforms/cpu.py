@@ -1,6 +1,6 @@
 """The CPU: the platform that every other is compared with.
 
-Knows what `facts.py` found out, as torch names it, and how many threads pay. Does not know models or kernels.
+Knows what `detect.py` found out, as torch names it, and how many threads pay. Does not know models or kernels.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from quire import env
-from quire.platforms import facts
+from quire.platforms import detect
 from quire.platforms.base import Memory
-from quire.platforms.cores import threads_here
+from quire.platforms.cpu_affinity import threads_here
 
 SMALL = 64 << 20
 """Bytes of weights that one thread reads in a few milliseconds. Below, a team gains less than its barriers cost, and
@@ -32,7 +32,7 @@ class CpuPlatform:
         # (measured). It is read before the process's first product; a program that has one keeps its own.
         if env.outer("MKL_CBWR") is None:
             env.set_outer("MKL_CBWR", "AUTO,STRICT")
-        found = facts.cpu_facts()
+        found = detect.cpu_facts()
         self._facts = found
         self.description = found.name
         self.default_depth = found.depth
@@ -54,7 +54,7 @@ class CpuPlatform:
         self.use_threads(weight_bytes)
 
     def memory(self) -> Memory:
-        return Memory(*facts.memory())
+        return Memory(*detect.memory())
 
     def plannable(self, forecast: Memory, tables: int) -> Memory:
         return forecast

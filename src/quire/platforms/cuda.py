@@ -3,7 +3,7 @@
 Knows torch's CUDA interface. Does not know models or kernels. One device a process: the first that
 CUDA_VISIBLE_DEVICES leaves.
 
-It has not run on a card yet: what needs none is tested, and `facts.py` takes this platform only when it is asked for.
+It has not run on a card yet: what needs none is tested, and `detect.py` takes this platform only when it is asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, NotEnoughMemory
-from quire.platforms import facts
+from quire.platforms import detect
 from quire.platforms.base import Memory
 
 RESERVE = 1 << 30
@@ -42,7 +42,7 @@ class CudaPlatform:
             raise ConfigError(
                 "torch finds no CUDA device; is it a CUDA build, and does it fit the driver?"
             )
-        found = facts.cuda_facts()
+        found = detect.cuda_facts()
         self._facts = found
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.description = found.name

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.linear import Linear, Stored
-from quire.quantization.grouped import fields
-from quire.quantization.stored import AsStored, become_grouped
+from quire.quantization.checkpoint_scheme import AsStored, become_grouped
+from quire.quantization.group_quant import fields
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of eight lies in field PLACES[i] of their word."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.layers.linear import Linear, Plain
-from quire.layers.weights import set_parameter
-from quire.ops.cpu.library import Kernels
+from quire.layers.weight_slots import set_parameter
+from quire.ops.cpu.bindings import Kernels
 
 PANEL = 32
 

@@ -1,85 +1,142 @@
-"""Checkpoints of 8-bit floats, whoever wrote them: made int8 with a scale a row, since a CPU multiplies bytes; or kept.
+"""8-bit floats as they are multiplied where there are instructions for them: weights e4m3, activations e4m3 by token.
 
-Knows their tensors: the weight, and its scale for the whole, for each row, or for each block.
+Knows one weight, its scales, and who multiplies: torch's scaled product, or kernels of our own (`ops/triton/fp8_gemm.py`
+has the table). No calibration: a token's activations have the scale, or the scales by group, that they themselves ask for.
 
-Shape suffixes: I inputs, O outputs, R groups of outputs, G of inputs.
+    y = bias + scale_w * scale_x * sum (x_q * w_q),    x_q = e4m3(448 x / max |x|),    w_q likewise, or as stored
+
+Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, R groups of outputs.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, Stored
 from quire.logging import get_logger
-from quire.quantization.base import settle
-from quire.quantization.compressed import scale_by_output, scales
-from quire.quantization.fp8_weight import WIDTHS, Float8Weight
-from quire.quantization.stored import AsStored
+from quire.ops.cpu.bindings import Kernels
+from quire.ops.reference import silu_and_mul
+from quire.quantization.base import Weight, by_triton
 
 log = get_logger(__name__)
 
-
-class Float8(AsStored):
-    """weight [O, I] float8_e4m3, weight_scale [1], [O, 1] or by blocks (there it may be called weight_scale_inv)."""
-
-    @property
-    def scale(self) -> str:
-        return "weight_scale_inv" if self.layout.inverse else "weight_scale"
-
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
-        high, wide = self.layout.block
-        blocks = (-(-num_out // high), -(-num_in // wide))
-        by_block = Stored(blocks, torch.float32, per=high)
-        found = (
-            by_block if self.layout.strategy == "block" else scales(self.layout.strategy, num_out)
-        )
-        return {
-            "weight": Stored((num_out, num_in), torch.float8_e4m3fn),
-            self.scale: found,
-        }
-
-    def become(self, layer: Linear) -> None:
-        settle(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
-
-    def floats(self, layer: Linear) -> Tensor:
-        """What is stored, [O, I]."""
-        weight_OI = layer.get_parameter("weight").float()
-        if self.layout.strategy == "block":
-            scale_OI = self.by_row(layer).repeat_interleave(self.layout.block[1], 1)
-            return weight_OI * scale_OI[:, : layer.num_in]
-        return weight_OI * scale_by_output(layer, self.layout.strategy)[:, None]
-
-    def by_row(self, layer: Linear) -> Tensor:
-        """Scales of blocks, [O, G]."""
-        high = self.layout.block[0]
-        scale = layer.get_parameter(self.scale).data
-        parts, at = [], 0
-        for width in layer.outputs:  # blocks begin anew in each part
-            rows = -(-width // high)
-            parts.append(scale[at : at + rows].repeat_interleave(high, 0)[:width])
-            at += rows
-        return torch.cat(parts)
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0
+NEAR = 0.02  # of torch's product to ours, when it is tried out
+AT_ONCE = 1 << 24  # numbers that are floats at a time while loading
+WIDTHS = (32, 64, 128, 256)  # inputs of a group that kernels take
 
 
-class Float8Kept(Float8):
-    """The same, multiplied as what it is: no weight is rounded once more.
+def quantize(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, I], float32 scale [T], or [T, G] by groups of `wide` inputs): the definition of both."""
+    rows, size = x_TI.shape
+    padding = -size % wide if wide else 0
+    groups = torch.nn.functional.pad(x_TI.float(), (0, padding)).view(rows, -1, wide or size)
+    top = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(top > 1e-30, torch.full_like(top, MOST) / top.clamp(min=1e-30), 0.0)
+    codes = (groups * factor).clamp_(-MOST, MOST).to(E4M3).view(rows, -1)[:, :size].contiguous()
+    scale = (top / MOST)[..., 0]
+    return codes, scale if wide else scale[:, 0]
 
-    One scale for a whole part becomes one for each of its rows, so parts with different scales are one matrix.
+
+class Float8Weight(Weight):
+    """The weight is q_OI times its scale.
+
+    Args:
+        q_OI: e4m3.
+        scale: float32 [O]; or [R, G] of groups of `high` outputs and `wide` inputs.
     """
 
-    def become(self, layer: Linear) -> None:
-        q_OI, strategy = layer.get_parameter("weight").data, self.layout.strategy
-        high, wide = self.layout.block
-        if strategy != "block":
-            weight = Float8Weight(q_OI, scale_by_output(layer, strategy), layer.silu)
-        elif wide not in WIDTHS:
-            log.warning("blocks of %d inputs are made anew, with a scale a row", wide)
-            settle(layer, Float8Weight.of(self.floats(layer), layer.silu))
-            return
-        elif any(width % high for width in layer.outputs[:-1]):
-            weight = Float8Weight(q_OI, self.by_row(layer), layer.silu, wide)
+    def __init__(self, q_OI: Tensor, scale: Tensor, gated: bool, wide: int = 0, high: int = 1):
+        outs, ins = q_OI.shape
+        super().__init__(outs, ins, gated, None)
+        self.q_OI, self.scale = q_OI.contiguous(), scale.float().contiguous()
+        self.wide, self.high = wide, high
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> Weight:
+        """From a weight of any float format: a scale a row."""
+        outs, ins = weight_OI.shape
+        q_OI = torch.empty(outs, ins, dtype=E4M3, device=weight_OI.device)
+        scale_O = torch.empty(outs, device=weight_OI.device)
+        many = max(1, AT_ONCE // ins)
+        for start in range(0, outs, many):
+            rows = slice(start, start + many)
+            q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
+        return cls(q_OI, scale_O, gated)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        x_TI = x_TI.reshape(-1, self.ins)
+        if not by_triton(x_TI):
+            return self.plainly(x_TI, bias_O)
+        from quire.ops.triton import fp8_gemm
+
+        shape = (len(x_TI), self.outs, self.ins, x_TI.dtype, self.wide)
+        coded = fp8_gemm.codes(x_TI, self.wide)
+        if fp8_gemm.by_torch(*shape) and torch_can(x_TI.device):
+            y_TO = scaled_product(coded, (self.q_OI, self.scale), bias_O, x_TI.dtype)
         else:
-            scale_RG = layer.get_parameter(self.scale).data
-            weight = Float8Weight(q_OI, scale_RG, layer.silu, wide, high)
-        settle(layer, weight)
+            weight = (self.q_OI, self.scale)
+            y_TO = fp8_gemm.product(coded, weight, bias_O, x_TI.dtype, self.wide, self.high)
+        return silu_and_mul(y_TO) if self.gated else y_TO
+
+    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The definition. Sums of products of 4 significant bits each are exact in float64."""
+        x_q, scale_x = quantize(x_TI, self.wide)
+        if self.wide:
+            scale_w = self.scale.repeat_interleave(self.high, 0)[: self.outs]
+            parts = zip(x_q.split(self.wide, 1), self.q_OI.split(self.wide, 1), strict=True)
+            y = torch.zeros(len(x_q), self.outs, device=x_q.device)
+            for g, (x_part, w_part) in enumerate(parts):
+                sums = (x_part.double() @ w_part.double().T).float()
+                y += sums * (scale_x[:, g, None] * scale_w[:, g])
+        else:
+            sums = (x_q.double() @ self.q_OI.double().T).float()
+            y = sums * (scale_x[:, None] * self.scale)
+        y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
+        return silu_and_mul(y) if self.gated else y
+
+    def floats(self) -> Tensor:
+        """What it stands for, float32 [O, I]."""
+        if not self.wide:
+            return self.q_OI.float() * self.scale[:, None]
+        by_row = self.scale.repeat_interleave(self.high, 0)[: self.outs]
+        return self.q_OI.float() * by_row.repeat_interleave(self.wide, 1)[:, : self.ins]
+
+    def told(self) -> dict[str, Any]:
+        raise NotImplementedError("no kernel of a whole layer takes 8-bit floats")
+
+
+def scaled_product(
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """By torch: scales of rows on both sides."""
+    (x_TI, x_scale_T), (w_OI, w_scale_O) = x, w
+    y_TO: Tensor = torch._scaled_mm(
+        x_TI, w_OI.t(), scale_a=x_scale_T[:, None], scale_b=w_scale_O[None, :], bias=bias_O,
+        out_dtype=dtype,
+    )  # fmt: skip
+    return y_TO
+
+
+@functools.cache
+def torch_can(device: torch.device) -> bool:
+    """Whether torch's scaled product runs there and is right: tried once, since cards and builds differ."""
+    made = torch.Generator().manual_seed(0)
+    weight: Any = Float8Weight.of(torch.randn(256, 512, generator=made).to(device), False)
+    x_TI = torch.randn(128, 512, generator=made).to(device).bfloat16()
+    want = weight.plainly(x_TI, None).float()
+    try:
+        pair = (weight.q_OI, weight.scale)
+        bias = torch.zeros(256, dtype=x_TI.dtype, device=device)
+        got = scaled_product(quantize(x_TI), pair, bias, x_TI.dtype).float()
+    except Exception as error:
+        log.info("8-bit floats are multiplied by our own kernels alone: %s", error)
+        return False
+    away = float((got - want).norm() / want.norm())
+    if not away < NEAR:
+        log.warning("torch's scaled product is %.2g off here, and not used", away)
+    return away < NEAR

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.cpu import NativeAttention, Plan, cache_addresses
-from quire.batch import current_batch
+from quire.forward_context import current_batch
 from quire.layers.attention import Attention
-from quire.layers.blocks import GatedMLP, Layers, PreNormLayer, SelfAttention
+from quire.layers.decoder_layer import GatedMLP, Layers, PreNormLayer, SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary
-from quire.ops.cpu.library import Kernels, best
+from quire.ops.cpu.bindings import Kernels, best
 from quire.quantization.base import PANEL, Made
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

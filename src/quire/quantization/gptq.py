@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from quire.layers.linear import Linear, Stored
-from quire.quantization.grouped import fields
-from quire.quantization.stored import AsStored, become_grouped, held
+from quire.quantization.checkpoint_scheme import AsStored, become_grouped, held
+from quire.quantization.group_quant import fields
 
 
 class Gptq(AsStored):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.cpu import large_pages
-from quire.ops.cpu.library import Kernels
+from quire.ops.cpu import huge_pages
+from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
 from quire.quantization.base import Weight
 
@@ -68,7 +68,7 @@ class Int8Weight(Weight):
             self.q_OI, self.scale_O = q_OI, scale_O
             return
         q_OI = q_OI.contiguous()
-        self.data = large_pages.empty(self.padded * ins, torch.int8)
+        self.data = huge_pages.empty(self.padded * ins, torch.int8)
         kernels.pack_int8(q_OI.data_ptr(), self.data.data_ptr(), self.padded, outs, ins, gated)
         missing = (0, self.padded - outs)
         self.scale_O = F.pad(scale_O, missing).contiguous()

@@ -1,4 +1,4 @@
-"""int8 on a device of its own: the arithmetic of `int8.py`, by Triton's kernels (`ops/triton/int8.py`).
+"""int8 on a device of its own: the arithmetic of `int8.py`, by Triton's kernels (`ops/triton/int8_gemm.py`).
 
 Knows when the kernels can run. Sums are of integers and what follows is done number by number, so the answer has the
 bits of the definition, whoever gives it.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.ops.cpu.library import Kernels
+from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
 from quire.quantization.base import by_triton
 from quire.quantization.int8 import Int8Weight
@@ -26,8 +26,8 @@ class Int8Codes(Int8Weight):
         x_TI = x_TI.reshape(-1, self.ins)
         if not by_triton(x_TI):
             return self.plainly(x_TI, bias_O)
-        from quire.ops.triton import int8
+        from quire.ops.triton import int8_gemm
 
         weight = self.q_OI, self.scale_O
-        y_TO = int8.product(int8.codes(x_TI), weight, bias_O, x_TI.dtype)
+        y_TO = int8_gemm.product(int8_gemm.codes(x_TI), weight, bias_O, x_TI.dtype)
         return silu_and_mul(y_TO) if self.gated else y_TO

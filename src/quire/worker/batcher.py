@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quire.batch import Batch
+from quire.forward_context import Batch
 from quire.protocol.plan import StepPlan
 from quire.worker.rows import Rows
 

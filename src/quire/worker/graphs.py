@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.batch import Batch, running_instead
+from quire.forward_context import Batch, running_instead
 from quire.logging import get_logger
 from quire.worker.source import Source
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from quire.errors import QuireError
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
-from quire.quantization.registry import move
+from quire.quantization.apply import move
 from quire.worker.untouched import give_back
 from quire.worker.worker import Worker
 

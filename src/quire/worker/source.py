@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from quire.batch import Batch
+from quire.forward_context import Batch
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
-from quire.ops.triton.batch import gather, scatter, slots
+from quire.forward_context import Batch
+from quire.ops.triton.gather_inputs import gather, scatter, slots
 from quire.protocol.plan import StepPlan
 from quire.worker.batcher import Batcher
 from quire.worker.buffers import LINE, Twin

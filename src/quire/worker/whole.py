@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire.models.whole import ToldModel, told
-from quire.ops.cpu.library import Kernels, best
+from quire.ops.cpu.bindings import Kernels, best
 from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.rows import Rows
 from quire.worker.sample.outcome import NO_NUMBER

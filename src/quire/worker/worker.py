@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from quire.batch import Batch, running
 from quire.errors import StepFailed, ValidationError
+from quire.forward_context import Batch, running
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.worker.batcher import Batcher
 from quire.worker.hooks import Hook

@@ -22,18 +22,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from benchmarks.gpu import fp8_gemm_tma
 from quire.ops.triton import (
     attention,
-    batch,
-    cache,
-    few_bits,
-    float8,
-    float8_wide,
-    int8,
-    prepare,
-    rows,
+    fp8_gemm,
+    gather_inputs,
+    int8_gemm,
+    kv_write,
+    qk_norm_rope_kv,
     sampling,
+    wna16_gemm,
 )
+from quire.ops.triton import norm_rope_act as rows
 
 BF16 = torch.bfloat16
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -93,12 +93,12 @@ def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> 
     if top:
         parts += [torch.zeros(9, 8, 16)] * 2
     new = torch.zeros(4, 8, size, dtype=dtype)
-    cache.write(tuple(parts), new, new, torch.zeros(4, dtype=torch.int64), top)
+    kv_write.write(tuple(parts), new, new, torch.zeros(4, dtype=torch.int64), top)
     angle = torch.zeros(4, size // 2)
     if not top:
-        norms = prepare.Norms(*torch.zeros(2, size, dtype=dtype), 1e-6, False)
+        norms = qk_norm_rope_kv.Norms(*torch.zeros(2, size, dtype=dtype), 1e-6, False)
         for given in (None, norms):
-            prepare.prepare(
+            qk_norm_rope_kv.prepare(
                 torch.zeros(4, 32, size, dtype=dtype), new, new, (angle, angle), False, given,
                 tuple(parts), torch.zeros(4, dtype=torch.int64),
             )  # fmt: skip
@@ -160,9 +160,9 @@ def launch_steps(steps: tuple[tuple[int, ...], ...], splits: tuple[int, ...]) ->
 
 def launch_batch() -> None:
     table, ints = torch.zeros(4, 100, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    batch.gather(table, ints, ints, ints, 7, 3)
-    batch.slots(table, ints, ints, ints, 7, 3, 16)
-    batch.scatter(table, ints[:4], ints[:4], ints, ints, 7)
+    gather_inputs.gather(table, ints, ints, ints, 7, 3)
+    gather_inputs.slots(table, ints, ints, ints, 7, 3, 16)
+    gather_inputs.scatter(table, ints[:4], ints[:4], ints, ints, 7)
 
 
 def launch_products(wide: int, few: int = 1) -> None:
@@ -175,14 +175,14 @@ def launch_products(wide: int, few: int = 1) -> None:
     )
     for tokens, outs, ins in shapes:
         x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
-        weight = torch.zeros(outs, ins, dtype=float8.CODES, device="meta")
+        weight = torch.zeros(outs, ins, dtype=fp8_gemm.CODES, device="meta")
         scale = torch.zeros((outs // wide, ins // wide) if wide else (outs,), device="meta")
         bias = torch.zeros(outs, dtype=BF16, device="meta")
-        coded = float8.codes(x, wide)
+        coded = fp8_gemm.codes(x, wide)
         for given in (None, bias):
-            float8.product(coded, (weight, scale), given, BF16, wide, wide or 1)
-            if tokens > float8.FEW:
-                float8_wide.product(
+            fp8_gemm.product(coded, (weight, scale), given, BF16, wide, wide or 1)
+            if tokens > fp8_gemm.FEW:
+                fp8_gemm_tma.product(
                     coded, (weight, scale), given, BF16, wide, wide or 1, programs=132
                 )
 
@@ -196,23 +196,23 @@ def launch_int8(few: int = 1) -> None:
             torch.zeros(outs, ins, dtype=torch.int8, device="meta"),
             torch.zeros(outs, device="meta"),
         )
-        coded = int8.codes(x)
+        coded = int8_gemm.codes(x)
         for given in (None, torch.zeros(outs, dtype=BF16, device="meta")):
-            int8.product(coded, weight, given, BF16)
-            if tokens > float8.FEW:
-                float8_wide.product(coded, weight, given, BF16, programs=132)
+            int8_gemm.product(coded, weight, given, BF16)
+            if tokens > fp8_gemm.FEW:
+                fp8_gemm_tma.product(coded, weight, given, BF16, programs=132)
 
 
 def launch_few_bits(bits: int, group: int, few: int = 1) -> None:
     """Of the 8B shape: sums that are cut into parts, many rows, and a weight that is made 16 bits."""
-    step = few_bits.step_of(group)
+    step = wna16_gemm.step_of(group)
     for tokens, outs, ins in ((few, 4096, 4096), (48 + few, 4096, 14336), (255 + few, 28672, 4096)):
         x = torch.zeros(tokens, ins, dtype=BF16, device="meta")
         data = torch.zeros(outs, ins * bits // 8, dtype=torch.uint8, device="meta")
         scale = torch.zeros(ins // group, outs, device="meta")
         given = (data, scale, scale.to(torch.uint8))
-        few_bits.product(x, *given, None, step)
-    few_bits.widened(*given, step, ins, BF16)
+        wna16_gemm.product(x, *given, None, step)
+    wna16_gemm.widened(*given, step, ins, BF16)
 
 
 LAUNCHES = {

@@ -7,7 +7,7 @@ import random
 import torch
 from ops.triton.place import DEVICE
 
-from quire.ops.triton.batch import gather, scatter, slots
+from quire.ops.triton.gather_inputs import gather, scatter, slots
 
 
 def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

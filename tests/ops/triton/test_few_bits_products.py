@@ -9,10 +9,10 @@ import torch
 from ops.triton.place import DEVICE, DTYPES
 from torch import Tensor
 
-from quire.ops.triton import few_bits
-from quire.ops.triton.float8 import Tile
-from quire.quantization.few_bits import FewBitsWeight
-from quire.quantization.grouped import Grouped
+from quire.ops.triton import wna16_gemm
+from quire.ops.triton.fp8_gemm import Tile
+from quire.quantization.group_quant import Grouped
+from quire.quantization.wna16 import FewBitsWeight
 
 torch.set_num_threads(1)
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -33,7 +33,7 @@ def weight(rng: random.Random, bits: int, group: int, groups: int, outs: int) ->
     scale = torch.rand(outs, groups) * torch.logspace(-4, 0, outs)[:, None]
     order = torch.randperm(ins).int() if rng.random() < 0.5 else None
     made = FewBitsWeight(Grouped(q, scale, zero, order), bits, False)
-    assert torch.equal(few_bits.unpacked(made.data, bits, made.step), q)
+    assert torch.equal(wna16_gemm.unpacked(made.data, bits, made.step), q)
     made.to(torch.device(DEVICE))
     return made
 
@@ -60,14 +60,14 @@ def test_tiles_parts_and_the_library_agree() -> None:
     given = (made.data, made.scale_GO, made.zero_GO, bias, made.step)
     want = made.plainly(x, bias)
     for parts in (1, 2, 4, 9):
-        assert away(few_bits.product(x, *given, tile=SMALL, parts=parts), want) < 2e-6
-    assert away(few_bits.by_library(x, *given), want) < 2e-6
+        assert away(wna16_gemm.product(x, *given, tile=SMALL, parts=parts), want) < 2e-6
+    assert away(wna16_gemm.by_library(x, *given), want) < 2e-6
 
 
 def test_a_weight_is_made_16_bits_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made = weight(random.Random(4), 8, 64, 2, 40)
     made.order_I = None
-    monkeypatch.setattr(few_bits, "AT_ONCE", 17 * made.ins)
-    monkeypatch.setattr(few_bits, "MANY", 2)
+    monkeypatch.setattr(wna16_gemm, "AT_ONCE", 17 * made.ins)
+    monkeypatch.setattr(wna16_gemm, "MANY", 2)
     x = torch.randn(3, made.ins, device=DEVICE)
     assert away(made.multiply(x), made.plainly(x, None)) < 2e-6

@@ -13,14 +13,15 @@ import torch
 from ops.triton.place import DEVICE, DTYPES
 from torch import Tensor
 
-from quire.ops.triton import float8, float8_wide
-from quire.quantization import fp8_weight
-from quire.quantization.fp8_weight import E4M3, Float8Weight, quantize, scaled_product
+from benchmarks.gpu import fp8_gemm_tma
+from quire.ops.triton import fp8_gemm
+from quire.quantization import fp8
+from quire.quantization.fp8 import E4M3, Float8Weight, quantize, scaled_product
 
 torch.set_num_threads(1)
 FLOATS = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.device)]
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-SMALL = float8.Tile(16, 16, 32, 4, 2)
+SMALL = fp8_gemm.Tile(16, 16, 32, 4, 2)
 
 
 def away(got: Tensor, want: Tensor) -> float:
@@ -44,7 +45,7 @@ def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
         for _ in range(4):
             x = spread(rng, rng.choice([1, 5, 9]), rng.choice([32, 96, 130, 416])).to(dtype)
             x = x.nan_to_num(posinf=6e4, neginf=-6e4)
-            got, want = float8.codes(x, wide), quantize(x, wide)
+            got, want = fp8_gemm.codes(x, wide), quantize(x, wide)
             assert torch.equal(got[0].float(), want[0].float())
             assert torch.equal(got[1], want[1])
 
@@ -52,7 +53,7 @@ def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
 def test_every_code_stands_for_itself() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     every = every[every.isfinite()][None].to(DEVICE)
-    codes, scale = float8.codes(every)
+    codes, scale = fp8_gemm.codes(every)
     assert scale.item() == 1
     assert torch.equal(codes.float(), every)
 
@@ -82,10 +83,10 @@ def test_products_equal_the_definition(wide: int, high: int, dtype: torch.dtype)
     for _ in range(3):
         weight, x, bias = problem(rng, wide, high, dtype)
         want = weight.plainly(x, bias)
-        coded, pair = float8.codes(x, wide), (weight.q_OI, weight.scale)
+        coded, pair = fp8_gemm.codes(x, wide), (weight.q_OI, weight.scale)
         tile = SMALL._replace(inputs=wide or rng.choice([32, 64]))
         for parts in (1, 3):
-            got = float8.product(coded, pair, bias, dtype, wide, high, tile, parts)
+            got = fp8_gemm.product(coded, pair, bias, dtype, wide, high, tile, parts)
             assert got.dtype == dtype
             assert away(got, want) < CLOSE[dtype]
         assert away(weight.multiply(x, bias), want) < CLOSE[dtype]
@@ -97,7 +98,7 @@ def test_tiles_of_many_rows_are_all_visited() -> None:
     weight, x = Float8Weight.of(torch.randn(20, 32).to(DEVICE), False), torch.randn(136, 32)
     x = x.to(DEVICE)
     pair = weight.q_OI, weight.scale
-    got = float8.product(float8.codes(x), pair, None, torch.float32, tile=SMALL, parts=1)
+    got = fp8_gemm.product(fp8_gemm.codes(x), pair, None, torch.float32, tile=SMALL, parts=1)
     assert away(got, weight.plainly(x, None)) < 2e-6
 
 
@@ -106,7 +107,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows() -> None:
     torch.manual_seed(5)
     weight = Float8Weight.of(torch.randn(32, 1024).to(DEVICE), False)
     x = torch.randn(16, 1024, device=DEVICE)
-    assert float8.parts_of(32, 1024, float8.tile_for(16)) == 2
+    assert fp8_gemm.parts_of(32, 1024, fp8_gemm.tile_for(16)) == 2
     whole = weight.multiply(x)
     for at in (slice(0, 1), slice(7, 8), slice(3, 16)):
         assert torch.equal(weight.multiply(x[at]), whole[at])
@@ -128,16 +129,18 @@ def test_by_descriptors_the_sums_are_the_same(wide: int) -> None:
     tokens, outs, ins = 20, 40, 80
     codes, scale = quantize(torch.randn(outs, ins), wide)
     weight = codes.to(DEVICE), scale.to(DEVICE)
-    x = float8.codes(torch.randn(tokens, ins, device=DEVICE), wide)
+    x = fp8_gemm.codes(torch.randn(tokens, ins, device=DEVICE), wide)
     bias = torch.randn(outs, device=DEVICE)
     for given in (None, bias):
         call = (x, weight, given, torch.float32, wide, 1, SMALL)
-        assert float8_wide.takes(ins)
-        assert torch.equal(float8_wide.product(*call, programs=2), float8.product(*call, parts=1))
+        assert fp8_gemm_tma.takes(ins)
+        assert torch.equal(
+            fp8_gemm_tma.product(*call, programs=2), fp8_gemm.product(*call, parts=1)
+        )
 
 
 def test_the_table_of_ways() -> None:
-    assert [float8.tile_for(n).tokens for n in (1, 16, 17, 64, 65, 9000)] == [
+    assert [fp8_gemm.tile_for(n).tokens for n in (1, 16, 17, 64, 65, 9000)] == [
         16,
         16,
         32,
@@ -145,17 +148,17 @@ def test_the_table_of_ways() -> None:
         128,
         128,
     ]
-    assert float8.tile_for(3, wide=128).inputs == 128
+    assert fp8_gemm.tile_for(3, wide=128).inputs == 128
     many = (65, 4096, 4096, torch.bfloat16)
-    assert float8.by_torch(*many)
-    assert not float8.by_torch(64, *many[1:])
-    assert not float8.by_torch(*many, wide=128)
-    assert not float8.by_torch(65, 4090, 4096, torch.bfloat16)
-    assert not float8.by_torch(65, 4096, 4096, torch.float16)
+    assert fp8_gemm.by_torch(*many)
+    assert not fp8_gemm.by_torch(64, *many[1:])
+    assert not fp8_gemm.by_torch(*many, wide=128)
+    assert not fp8_gemm.by_torch(65, 4090, 4096, torch.bfloat16)
+    assert not fp8_gemm.by_torch(65, 4096, 4096, torch.float16)
     # An 8B model's: all processors of a card have a part of each weight, and no part is tiny.
-    tile = float8.tile_for(1)
+    tile = fp8_gemm.tile_for(1)
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert [float8.parts_of(*shape, tile) for shape in shapes] == [4, 4, 1, 4]
+    assert [fp8_gemm.parts_of(*shape, tile) for shape in shapes] == [4, 4, 1, 4]
 
 
 def test_torchs_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +171,9 @@ def test_torchs_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     got = scaled_product(quantize(x), (weight.q_OI, weight.scale), bias, torch.bfloat16)
     assert away(got, weight.plainly(x, bias)) < CLOSE[torch.bfloat16]
-    fresh = fp8_weight.torch_can.__wrapped__
+    fresh = fp8.torch_can.__wrapped__
     assert fresh(torch.device(DEVICE))
-    monkeypatch.setattr(
-        fp8_weight, "scaled_product", lambda x, w, bias, dtype: x[0].to(dtype)[:, :256]
-    )
+    monkeypatch.setattr(fp8, "scaled_product", lambda x, w, bias, dtype: x[0].to(dtype)[:, :256])
     assert not fresh(torch.device(DEVICE))
-    monkeypatch.setattr(fp8_weight, "scaled_product", lambda *call: 1 / 0)
+    monkeypatch.setattr(fp8, "scaled_product", lambda *call: 1 / 0)
     assert not fresh(torch.device(DEVICE))

@@ -9,8 +9,9 @@ import torch
 from ops.triton.place import DEVICE, DTYPES
 from torch import Tensor
 
-from quire.ops.triton import float8_wide, int8
-from quire.ops.triton.float8 import Tile
+from benchmarks.gpu import fp8_gemm_tma
+from quire.ops.triton import int8_gemm
+from quire.ops.triton.fp8_gemm import Tile
 from quire.quantization.int8 import quantize
 from quire.quantization.int8_codes import Int8Codes
 
@@ -34,7 +35,7 @@ def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
     for _ in range(6):
         x = numbers(rng, rng.choice([1, 5, 9]), rng.choice([32, 130, 4200])).to(dtype)
         x = x.nan_to_num(posinf=6e4, neginf=-6e4)
-        got, want = int8.codes(x), quantize(x)
+        got, want = int8_gemm.codes(x), quantize(x)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
 
@@ -50,14 +51,14 @@ def test_products_have_the_definitions_bits(dtype: torch.dtype) -> None:
         bias = rng.choice([None, torch.randn(outs, device=DEVICE).to(dtype)])
         want = weight.plainly(x, bias)
         assert torch.equal(weight.multiply(x, bias), want)
-        coded, pair = int8.codes(x), (weight.q_OI, weight.scale_O)
+        coded, pair = int8_gemm.codes(x), (weight.q_OI, weight.scale_O)
         for tile in (SMALL, SMALL._replace(outputs=32, inputs=64)):
             for parts in (1, 3):
-                got = int8.product(coded, pair, bias, dtype, tile, parts)
+                got = int8_gemm.product(coded, pair, bias, dtype, tile, parts)
                 assert got.dtype == dtype
                 assert torch.equal(got, want)
-        if float8_wide.takes(ins):
-            by_descriptors = float8_wide.product(coded, pair, bias, dtype, tile=SMALL, programs=2)
+        if fp8_gemm_tma.takes(ins):
+            by_descriptors = fp8_gemm_tma.product(coded, pair, bias, dtype, tile=SMALL, programs=2)
             assert torch.equal(by_descriptors, want)
 
 
@@ -69,7 +70,7 @@ def test_sums_that_no_float32_holds() -> None:
     x[0, 7] = 126
     one = torch.ones(16, device=DEVICE)
     for parts in (1, 2):
-        y = int8.product((x, one[:1]), (weight, one), None, torch.float32, SMALL, parts)
+        y = int8_gemm.product((x, one[:1]), (weight, one), None, torch.float32, SMALL, parts)
         assert y[0].tolist() == [-127.0] * 16
 
 
@@ -84,7 +85,7 @@ def test_tiles_keep_a_card_busy() -> None:
         (8192, 4096),
         (9, 16),
     )
-    found = [int8.tile_for(*shape)[:2] for shape in shapes]
+    found = [int8_gemm.tile_for(*shape)[:2] for shape in shapes]
     assert found == [(16, 32), (32, 32), (64, 64), (128, 128), (64, 64), (128, 128), (128, 256), (16, 32)]  # fmt: skip
 
 

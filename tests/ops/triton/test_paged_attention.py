@@ -13,13 +13,13 @@ import torch
 from ops.test_attention import KINDS, Rows, formula, layer_of
 from ops.triton.place import DEVICE
 
-from quire.attention import codes
+from quire.attention import kv_quantization
 from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
 from quire.kvcache.specs import CacheSpec
 from quire.layers.attention import Attention
 from quire.ops.triton.attention import Scores, Sizes, Step, attend
-from quire.ops.triton.cache import write
+from quire.ops.triton.kv_write import write
 
 torch.set_num_threads(1)
 SMALL = Sizes(short=16, long=32, tile=16, segment=32)
@@ -154,19 +154,22 @@ def test_a_cache_of_codes_has_the_bits_of_its_definition(name: str) -> None:
     torch.manual_seed(4)
     spec = CacheSpec(2, 24, 16, name)
     mine, theirs = (
-        tuple(torch.zeros(p.shape, dtype=p.dtype, device=DEVICE) for p in codes.parts(spec, 3, 16))
+        tuple(
+            torch.zeros(p.shape, dtype=p.dtype, device=DEVICE)
+            for p in kv_quantization.parts(spec, 3, 16)
+        )
         for _ in range(2)
     )
     k, v = torch.randn(20, 2, 24, device=DEVICE), torch.randn(20, 2, 16, device=DEVICE)
     k[3], v[4, 1] = 0, 1e-32
     slots = torch.randperm(48, device=DEVICE)[:20]
-    codes.write(theirs, k, v, slots)
+    kv_quantization.write(theirs, k, v, slots)
     if name == "int8":
-        write(mine, codes.turned(k), v, slots, 127.0, 1 / codes.span(24))
+        write(mine, kv_quantization.turned(k), v, slots, 127.0, 1 / kv_quantization.span(24))
     else:
-        write(mine, k, v, slots, codes.TOP[codes.DTYPES[name]])
+        write(mine, k, v, slots, kv_quantization.TOP[kv_quantization.DTYPES[name]])
     for got, want in zip(mine, theirs, strict=True):
-        assert torch.equal(codes.plain(got), codes.plain(want))
+        assert torch.equal(kv_quantization.plain(got), kv_quantization.plain(want))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -178,7 +181,7 @@ def test_a_cache_of_codes_is_read_as_the_reference_reads_it(name: str, kind: str
         layer, rows.layer.backend = rows.layer, backend
         layer.cache = tuple(
             torch.zeros(p.shape, dtype=p.dtype, device=DEVICE)
-            for p in codes.parts(layer.cache_spec(name), 8, 16)
+            for p in kv_quantization.parts(layer.cache_spec(name), 8, 16)
         )
         found.append(torch.cat([*rows.step([(0, 39), (1, 6)]), *rows.step([(0, 1), (1, 1)])]))
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)

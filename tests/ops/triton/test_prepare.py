@@ -9,7 +9,7 @@ import torch
 from ops.triton.place import DEVICE, DTYPES
 
 from quire.ops.reference import rms_norm, rotate
-from quire.ops.triton.prepare import Norms, prepare
+from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 
 torch.set_num_threads(1)
 CLOSE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -10,7 +10,7 @@ from ops.triton.place import DEVICE, DTYPES
 from torch import Tensor
 
 from quire.ops.dispatch import OPS
-from quire.ops.triton import rows  # noqa: F401
+from quire.ops.triton import norm_rope_act  # noqa: F401
 
 torch.set_num_threads(1)
 NAMES = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul")

@@ -37,7 +37,7 @@ from quire.features.structured.gate import NAME, obey
 from quire.features.structured.places import PlaceSettings
 from quire.features.structured.processes import STEP_S, GrammarProcess
 from quire.features.structured.refusal import Refused
-from quire.ops import choose
+from quire.ops import masked_argmax
 from quire.protocol.constraint import FIELD, StructuredOutputsParams
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan
@@ -133,9 +133,13 @@ class GrammarMasks(Processor):
         self._drawing = None
 
     def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
-        words_SW = np.full((len(logits_SV), choose.num_words(logits_SV.shape[1])), -1, np.int32)
+        words_SW = np.full(
+            (len(logits_SV), masked_argmax.num_words(logits_SV.shape[1])), -1, np.int32
+        )
         settled = self._lay(words_SW, picked)
-        choose.bar(logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True))
+        masked_argmax.bar(
+            logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True)
+        )
         for at, tokens in settled:
             only(logits_SV[at], tokens)
         return logits_SV

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops import choose
+from quire.ops import masked_argmax
 
 GOLDEN, OTHER = 0x9E3779B9, 0x85EBCA6B
 WORD = 0xFFFFFFFF
@@ -111,7 +111,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     parts = []
     for start in range(0, count, rows):
         noise = gumbel(keys_2S[:, start : start + rows], ids)
-        parts.append(choose.best(noise.add_(scaled_SV[start : start + rows]))[0])
+        parts.append(masked_argmax.best(noise.add_(scaled_SV[start : start + rows]))[0])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

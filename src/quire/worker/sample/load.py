@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 GROUP = "quire.logits_processors"
 FOREIGN_GROUP = "vllm.logits_processors"
-"""Used only when QUIRE_PLUGINS names them, as with all plugins of vLLM (`registry.py`)."""
+"""Used only when QUIRE_PLUGINS names them, as with all plugins of vLLM (`plugins.py`)."""
 
 
 def load_processors(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.library import Kernels
+from quire.ops.cpu.bindings import Kernels
 from quire.worker.sample.drawing import Drawing
 from quire.worker.sample.limits import Cutoff, Limits
 

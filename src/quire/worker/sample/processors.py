@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.logging import get_logger
-from quire.ops.choose import num_words
+from quire.ops.masked_argmax import num_words
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.worker.rows import Rows

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
-from quire.ops import choose
+from quire.forward_context import Batch
+from quire.ops import masked_argmax
 from quire.protocol.plan import Entered, StepPlan, Work
 from quire.worker.rows import Rows
 from quire.worker.sample.draw import keys, seed_word
@@ -183,7 +183,7 @@ class SampleSink:
         if all_greedy and not asked and all(processor.bars for processor, _ in stage):
             vocab = logits_SV.shape[1]
             words_SW = self.pipeline.allowed(stage, vocab, rows_S, lengths_S, errors)
-            tokens_S, outcome.whole_S, kept_S = choose.best(logits_SV, words_SW)
+            tokens_S, outcome.whole_S, kept_S = masked_argmax.best(logits_SV, words_SW)
             outcome.kept_S = kept_S if stage else None
         elif self.how.sample is not None and not (stage or asked or self._late(rows_S)):
             temperature_S = np.where(self.greedy[rows_S], np.float32(0), self.temperature[rows_S])
@@ -220,7 +220,7 @@ class SampleSink:
         """(tokens_S, logits by temperature, whether processors changed these)."""
         greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
         if greedy_S.all():
-            return choose.best(logits_SV)[0], logits_SV, False
+            return masked_argmax.best(logits_SV)[0], logits_SV, False
         scaled_SV = logits_SV / self.rows.tensor(self.temperature[rows_S])[:, None]
         stage = self._late(rows_S)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
@@ -231,7 +231,7 @@ class SampleSink:
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
             at = self.rows.tensor(greedy_S.nonzero()[0])
-            tokens_S[at] = choose.best(scaled_SV[at])[0]
+            tokens_S[at] = masked_argmax.best(scaled_SV[at])[0]
         if plain_S.any():
             at = self.rows.tensor(plain_S.nonzero()[0])
             tokens_S[at] = self.how.draw(scaled_SV[at], keys_2S[:, at])

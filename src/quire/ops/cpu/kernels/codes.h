@@ -1,4 +1,4 @@
-// What a KV cache keeps of a number: bf16, or a code of 8 bits beside a scale. The same codes as attention/codes.py.
+// What a KV cache keeps of a number: bf16, or a code of 8 bits beside a scale. The same codes as attention/kv_quantization.py.
 //
 //   value(p)   16 of them as floats, without the scale
 //   code(x)    16 floats, already divided by the scale -> 16 codes, in the lowest byte of each lane

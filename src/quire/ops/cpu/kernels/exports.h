@@ -1,4 +1,4 @@
-// Every function that Python calls; library.py has the same list.
+// Every function that Python calls; bindings.py has the same list.
 #pragma once
 #include "common.h"
 

@@ -4,8 +4,8 @@
                   work as for native models
     per request   the model's own cache, one pass a row; slower, for models that mix tokens elsewhere too
 
-Which of the two is decided at load: the config's word first (`transformers_rules.py`), then what the layers
-ask of attention in one pass (`transformers_packed.py`), then whether the numbers agree (`transformers_check.py`).
+Which of the two is decided at load: the config's word first (`modes.py`), then what the layers
+ask of attention in one pass (`packed.py`), then whether the numbers agree (`self_check.py`).
 A model that agrees in neither way is refused.
 
 Knows one forward pass. Does not know blocks, plans, sampling, or any architecture by name.
@@ -25,23 +25,23 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from quire.batch import current_batch
 from quire.config.engine import Resolved
 from quire.errors import Unsupported
+from quire.forward_context import current_batch
 from quire.layers.attention import Attention
 from quire.logging import get_logger
-from quire.models import transformers_check as check
-from quire.models import transformers_load as loading
-from quire.models import transformers_packed as packed
 from quire.models.base import LanguageModel
-from quire.models.transformers_own_cache import OwnCaches
-from quire.models.transformers_rules import (
+from quire.models.transformers import load as loading
+from quire.models.transformers import packed as packed
+from quire.models.transformers import self_check as check
+from quire.models.transformers.modes import (
     PACKED,
     PER_REQUEST,
     Mode,
     check_supported,
     choose_mode,
 )
+from quire.models.transformers.per_request import OwnCaches
 
 log = get_logger(__name__)
 

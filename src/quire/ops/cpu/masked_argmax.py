@@ -1,4 +1,4 @@
-"""`ops/choose.py` by our kernels.
+"""`ops/masked_argmax.py` by our kernels.
 
 Knows dtypes and strides. Results are the definition's, bit by bit.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import choose
-from quire.ops.cpu.library import best as library
+from quire.ops import masked_argmax
+from quire.ops.cpu.bindings import best as library
 
 
 def _lies_well(logits_SV: Tensor) -> bool:
     return logits_SV.dim() == 2 and logits_SV.stride(1) == 1 and logits_SV.numel() > 0
 
 
-@choose.best.on("native")
+@masked_argmax.best.on("native")
 def _best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     kernels, dtype = library(), logits_SV.dtype
     if kernels is None or dtype not in (torch.bfloat16, torch.float32) or not _lies_well(logits_SV):
-        return choose.best.reference(logits_SV, words_SW)
+        return masked_argmax.best.reference(logits_SV, words_SW)
     rows, vocab = logits_SV.shape
     tokens_S = torch.empty(rows, dtype=torch.int64)
     whole_S, kept_S = torch.empty(rows), torch.empty(rows)
@@ -35,11 +35,11 @@ def _best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Te
     return tokens_S, whole_S, kept_S
 
 
-@choose.bar.on("native")
+@masked_argmax.bar.on("native")
 def _bar(logits_SV: Tensor, words_SW: Tensor) -> Tensor:
     kernels = library()
     if kernels is None or logits_SV.dtype != torch.float32 or not _lies_well(logits_SV):
-        return choose.bar.reference(logits_SV, words_SW)
+        return masked_argmax.bar.reference(logits_SV, words_SW)
     words_SW = words_SW.contiguous()
     rows, vocab = logits_SV.shape
     kernels.bar(logits_SV.data_ptr(), logits_SV.stride(0), words_SW.data_ptr(), rows, vocab)

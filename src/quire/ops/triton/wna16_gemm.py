@@ -7,7 +7,7 @@ Knows how such a weight is packed, and two ways to multiply it. Does not know la
 A weight's whole numbers less their zero point are exact in 16 bits, so no weight is rounded: each group's sum is multiplied by
 its scale in float32. Of 4 bits, a byte has two inputs of a step, half a step apart: [O, I / 2], step after step.
 
-    up to MANY tokens    one kernel, which reads the weight as it is stored; sums are cut into parts as in `float8.py`
+    up to MANY tokens    one kernel, which reads the weight as it is stored; sums are cut into parts as in `fp8_gemm.py`
     more                 the weight is made 16 bits first, some outputs at a time, and the library multiplies: reading and
                          writing it costs little then
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.triton.float8 import FEW, Tile, fold_kernel, parts_of, place_of
+from quire.ops.triton.fp8_gemm import FEW, Tile, fold_kernel, parts_of, place_of
 from quire.ops.triton.launch import EXACT
 
 MANY = 512  # tokens, from which on the weight is made 16 bits first

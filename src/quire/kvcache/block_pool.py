@@ -82,7 +82,7 @@ class BlockPool:
             table.clear()
 
     def told(self) -> dict[str, list[float]]:
-        """What was seen of blocks' lives, by `residency.py`; nothing here."""
+        """What was seen of blocks' lives, by `block_metrics.py`; nothing here."""
         return {}
 
     def check(self) -> None:

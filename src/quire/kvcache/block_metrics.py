@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.kvcache.pool import BlockPool
+from quire.kvcache.block_pool import BlockPool
 
 
 class Counted:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import pieces, reference  # noqa: F401  (pieces registers what we fall back on)
-from quire.ops.cpu import choose  # noqa: F401  (as above)
-from quire.ops.cpu.library import best
+from quire.ops import chunked, reference  # noqa: F401  (pieces registers what we fall back on)
+from quire.ops.cpu import masked_argmax  # noqa: F401  (as above)
+from quire.ops.cpu.bindings import best
 
 
 def _heads(x: Tensor) -> tuple[int, int, int] | None:

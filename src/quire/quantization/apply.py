@@ -14,19 +14,19 @@ from quire.config.quantized import Quantized
 from quire.errors import Unsupported
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import PLAIN, Linear
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 from quire.quantization.awq import Awq
 from quire.quantization.base import Made, Weight, let_go, settle
-from quire.quantization.compressed import CompressedInt8, CompressedPacked
-from quire.quantization.few_bits import FewBitsWeight
-from quire.quantization.fp8 import Float8, Float8Kept
-from quire.quantization.fp8_weight import Float8Weight
+from quire.quantization.bf16_packed import Packed
+from quire.quantization.checkpoint_scheme import AsStored, Make, kernels_for
+from quire.quantization.compressed_tensors import CompressedInt8, CompressedPacked
+from quire.quantization.fp8 import Float8Weight
+from quire.quantization.fp8_checkpoint import Float8, Float8Kept
 from quire.quantization.gptq import Gptq
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.int8_codes import Int8Codes
-from quire.quantization.packed import Packed
-from quire.quantization.stored import AsStored, Make, kernels_for
+from quire.quantization.wna16 import FewBitsWeight
 
 ONLINE: dict[str, Make] = {
     "int8": Int8Weight.of,

@@ -6,8 +6,8 @@
                   layers, alibi and sparse attention, but without paging and without prefix caching.
 
 Knows a config as a dict. Does not know torch or the model: what only the model can tell (does each layer go
-through the attention interface, with which mask?) is found out at build time by `transformers_packed.py` and
-`transformers_check.py`, which may turn "packed" into "per request", never the other way round.
+through the attention interface, with which mask?) is found out at build time by `packed.py` and
+`self_check.py`, which may turn "packed" into "per request", never the other way round.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.triton.float8 import FORMATS, SUMS, Tile, finished, place_of
+from quire.ops.triton.fp8_gemm import FORMATS, SUMS, Tile, finished, place_of
 from quire.ops.triton.launch import INTERPRETED
 
 TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the registers

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from quire.layers.linear import Linear, Stored
 from quire.quantization.base import settle
-from quire.quantization.grouped import fields
-from quire.quantization.int8 import Int8Weight
-from quire.quantization.int8_codes import Int8Codes
-from quire.quantization.stored import (
+from quire.quantization.checkpoint_scheme import (
     AsStored,
     become_grouped,
     by_output,
     held,
 )
+from quire.quantization.group_quant import fields
+from quire.quantization.int8 import Int8Weight
+from quire.quantization.int8_codes import Int8Codes
 
 
 class CompressedInt8(AsStored):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.cpu import large_pages
-from quire.ops.cpu.library import Kernels
+from quire.ops.cpu import huge_pages
+from quire.ops.cpu.bindings import Kernels
 from quire.quantization.base import PANEL, Weight
 
 
@@ -21,7 +21,7 @@ class Packed(Weight):
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):
         outs, ins = weight_OI.shape
         super().__init__(outs, ins, gated, kernels)
-        self.data = large_pages.empty(self.padded * self.ins, torch.bfloat16)
+        self.data = huge_pages.empty(self.padded * self.ins, torch.bfloat16)
         weight_OI = weight_OI.contiguous()
         kernels.pack(
             weight_OI.data_ptr(), self.data.data_ptr(), self.padded, self.outs, self.ins, gated

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.weights import slots_of
+from quire.layers.weight_slots import slots_of
 
 LARGE = 1 << 22  # elements of a tensor that is drawn on the device
 

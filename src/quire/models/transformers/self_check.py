@@ -2,7 +2,7 @@
 
 Every model of the generic backend passes here before it serves. Two short random prompts are computed in
 awkward pieces, side by side, and compared with the model's own plain pass over each. Whatever mixes tokens in
-a way that `transformers_rules.py` has never heard of shows as a difference here, not as bad text later.
+a way that `modes.py` has never heard of shows as a difference here, not as bad text later.
 
 Knows forward functions. Does not know backends: packed attention is computed here by a few lines of its own,
 so a wrong kernel and a wrong model cannot be taken for each other.

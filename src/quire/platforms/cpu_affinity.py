@@ -15,7 +15,7 @@ from pathlib import Path
 from quire import env
 from quire.errors import ConfigError
 from quire.logging import get_logger
-from quire.platforms import facts
+from quire.platforms import detect
 
 logger = get_logger(__name__)
 NAME = "QUIRE_CPU_OMP_THREADS_BIND"
@@ -126,7 +126,7 @@ def threads(cores: list[int], root: Path = Path("/")) -> int:
     for core in cores:
         count += core not in seen
         seen.update(_siblings(core, root))
-    quota = facts.cpu_quota(root)
+    quota = detect.cpu_quota(root)
     return max(1, count if quota is None else min(count, int(quota)))
 
 

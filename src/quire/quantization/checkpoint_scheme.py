@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quire.config.quantized import Layout
 from quire.layers.linear import PLAIN, Linear, Plain, Stored
-from quire.layers.weights import set_parameter
+from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
-from quire.ops.cpu.library import Kernels, best
+from quire.ops.cpu.bindings import Kernels, best
 from quire.quantization.base import Weight, settle
-from quire.quantization.few_bits import FewBitsWeight
-from quire.quantization.grouped import in_order, scattered
+from quire.quantization.group_quant import in_order, scattered
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
+from quire.quantization.wna16 import FewBitsWeight
 
 log = get_logger(__name__)
 

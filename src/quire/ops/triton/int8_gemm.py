@@ -1,6 +1,6 @@
 """Products of int8 codes: activations made codes of their token, and multiplied by a weight that has a scale a row.
 
-Knows codes, scales, tiles. The kernels are those of `float8.py`, with sums of whole numbers. Does not know layers or
+Knows codes, scales, tiles. The kernels are those of `fp8_gemm.py`, with sums of whole numbers. Does not know layers or
 checkpoints.
 
     y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o],    x = round(127 x / max |x|)
@@ -17,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.ops.triton import float8
-from quire.ops.triton.float8 import Tile, code_rows_kernel
+from quire.ops.triton import fp8_gemm
+from quire.ops.triton.fp8_gemm import Tile, code_rows_kernel
 from quire.ops.triton.launch import EXACT, side_by_side
 
 TOP = 127.0
@@ -70,4 +70,4 @@ def product(
         tile, parts: others than those for this shape.
     """
     tile = tile or tile_for(len(x[0]), len(w[0]))
-    return float8.product(x, w, bias_O, dtype, tile=tile, parts=parts)
+    return fp8_gemm.product(x, w, bias_O, dtype, tile=tile, parts=parts)

@@ -1,6 +1,6 @@
 """Weights of 4 bits, or of 8 in groups, on a device of its own: activations stay as they are.
 
-Knows one weight: whole numbers in groups, whoever quantized it. With a scale a row, 8 bits are `int8_codes.py`'s. Who multiplies is `ops/triton/few_bits.py`.
+Knows one weight: whole numbers in groups, whoever quantized it. With a scale a row, 8 bits are `int8_codes.py`'s. Who multiplies is `ops/triton/wna16_gemm.py`.
 
     y = bias + sum over groups of  scale_w * sum (x * (w_q - zero))
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.ops.cpu.library import Kernels
+from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
 from quire.quantization.base import Weight
-from quire.quantization.grouped import Grouped
+from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import GROUP, quantize_groups
 from quire.quantization.int8_codes import Int8Codes
 
@@ -31,7 +31,7 @@ class FewBitsWeight(Weight):
     """
 
     def __init__(self, grouped: Grouped, bits: int, gated: bool):
-        from quire.ops.triton.few_bits import packed, step_of
+        from quire.ops.triton.wna16_gemm import packed, step_of
 
         outs, ins = grouped.q_OI.shape
         super().__init__(outs, ins, gated, None)
@@ -57,7 +57,7 @@ class FewBitsWeight(Weight):
         return cls(quantize_groups(weight_OI, group), 4, gated)
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        from quire.ops.triton import few_bits
+        from quire.ops.triton import wna16_gemm
         from quire.ops.triton.launch import runs_on
 
         x_TI = x_TI.reshape(-1, self.ins)
@@ -65,7 +65,7 @@ class FewBitsWeight(Weight):
             return self.plainly(x_TI, bias_O)
         if self.order_I is not None:
             x_TI = x_TI.index_select(1, self.order_I)
-        way = few_bits.product if len(x_TI) <= few_bits.MANY else few_bits.by_library
+        way = wna16_gemm.product if len(x_TI) <= wna16_gemm.MANY else wna16_gemm.by_library
         y_TO = way(x_TI, self.data, self.scale_GO, self.zero_GO, bias_O, self.step)
         return silu_and_mul(y_TO) if self.gated else y_TO
 
@@ -77,7 +77,7 @@ class FewBitsWeight(Weight):
 
     def floats(self) -> Tensor:
         """What it stands for, float32 [O, I]."""
-        from quire.ops.triton.few_bits import unpacked
+        from quire.ops.triton.wna16_gemm import unpacked
 
         q_OI = unpacked(self.data, self.bits, self.step)
         return Grouped(q_OI, self.scale_GO.T, self.zero_GO.T, self.order_I).dequantized()

@@ -1,7 +1,7 @@
 """Writing keys and values into the blocks of a cache: one program a token.
 
 Knows slots and strides. Does not know requests. A cache of codes of 8 bits takes each vector divided by a scale of its
-own, as `attention/codes.py` defines it, to the bit.
+own, as `attention/kv_quantization.py` defines it, to the bit.
 
 Shape suffixes: T tokens, K key/value heads, D head size (of values: E).
 """
@@ -82,7 +82,7 @@ def write(
 
     Args:
         top: the largest code of the format; 0: the cache keeps numbers, not codes.
-        less: a factor of the keys' scales (those of keys that were turned, see attention/codes.py).
+        less: a factor of the keys' scales (those of keys that were turned, see attention/kv_quantization.py).
     """
     keys, values, *scales = cache
     k_scale, v_scale = scales or (None, None)

@@ -1,0 +1,85 @@
+"""Checkpoints of 8-bit floats, whoever wrote them: made int8 with a scale a row, since a CPU multiplies bytes; or kept.
+
+Knows their tensors: the weight, and its scale for the whole, for each row, or for each block.
+
+Shape suffixes: I inputs, O outputs, R groups of outputs, G of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.linear import Linear, Stored
+from quire.logging import get_logger
+from quire.quantization.base import settle
+from quire.quantization.checkpoint_scheme import AsStored
+from quire.quantization.compressed_tensors import scale_by_output, scales
+from quire.quantization.fp8 import WIDTHS, Float8Weight
+
+log = get_logger(__name__)
+
+
+class Float8(AsStored):
+    """weight [O, I] float8_e4m3, weight_scale [1], [O, 1] or by blocks (there it may be called weight_scale_inv)."""
+
+    @property
+    def scale(self) -> str:
+        return "weight_scale_inv" if self.layout.inverse else "weight_scale"
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+        high, wide = self.layout.block
+        blocks = (-(-num_out // high), -(-num_in // wide))
+        by_block = Stored(blocks, torch.float32, per=high)
+        found = (
+            by_block if self.layout.strategy == "block" else scales(self.layout.strategy, num_out)
+        )
+        return {
+            "weight": Stored((num_out, num_in), torch.float8_e4m3fn),
+            self.scale: found,
+        }
+
+    def become(self, layer: Linear) -> None:
+        settle(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
+
+    def floats(self, layer: Linear) -> Tensor:
+        """What is stored, [O, I]."""
+        weight_OI = layer.get_parameter("weight").float()
+        if self.layout.strategy == "block":
+            scale_OI = self.by_row(layer).repeat_interleave(self.layout.block[1], 1)
+            return weight_OI * scale_OI[:, : layer.num_in]
+        return weight_OI * scale_by_output(layer, self.layout.strategy)[:, None]
+
+    def by_row(self, layer: Linear) -> Tensor:
+        """Scales of blocks, [O, G]."""
+        high = self.layout.block[0]
+        scale = layer.get_parameter(self.scale).data
+        parts, at = [], 0
+        for width in layer.outputs:  # blocks begin anew in each part
+            rows = -(-width // high)
+            parts.append(scale[at : at + rows].repeat_interleave(high, 0)[:width])
+            at += rows
+        return torch.cat(parts)
+
+
+class Float8Kept(Float8):
+    """The same, multiplied as what it is: no weight is rounded once more.
+
+    One scale for a whole part becomes one for each of its rows, so parts with different scales are one matrix.
+    """
+
+    def become(self, layer: Linear) -> None:
+        q_OI, strategy = layer.get_parameter("weight").data, self.layout.strategy
+        high, wide = self.layout.block
+        if strategy != "block":
+            weight = Float8Weight(q_OI, scale_by_output(layer, strategy), layer.silu)
+        elif wide not in WIDTHS:
+            log.warning("blocks of %d inputs are made anew, with a scale a row", wide)
+            settle(layer, Float8Weight.of(self.floats(layer), layer.silu))
+            return
+        elif any(width % high for width in layer.outputs[:-1]):
+            weight = Float8Weight(q_OI, self.by_row(layer), layer.silu, wide)
+        else:
+            scale_RG = layer.get_parameter(self.scale).data
+            weight = Float8Weight(q_OI, scale_RG, layer.silu, wide, high)
+        settle(layer, weight)
