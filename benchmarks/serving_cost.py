@@ -32,15 +32,15 @@ import tqdm
 
 from quire.bench.serve import datasets, metrics
 from quire.bench.serve.arrivals import Arrivals, run
-from quire.bench.serve.endpoints import KINDS, Done, Prompt, ask
-from quire.bench.serve.http_client import HttpFailed, Server
+from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
+from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.engine.resident import family, resident_bytes
 from quire.errors import ConfigError, QuireError, StartupError
 
 START_S = 900.0
 STOP_S = 40.0
 WARM = 4  # requests before anything counts
-TOLD = metrics.Told(("ttft", "itl"), (50.0, 99.0))
+TOLD = metrics.MetricOptions(("ttft", "itl"), (50.0, 99.0))
 QUIRE = (
     f"quire={shlex.quote(sys.executable)} -m quire serve {{model}} --host 127.0.0.1 --port {{port}}"
 )
@@ -114,7 +114,7 @@ class Running:
     """A server that was started here."""
 
     process: subprocess.Popen[str]
-    server: Server
+    server: HttpTarget
     model: str
     start_seconds: float
 
@@ -153,7 +153,7 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
         began = time.perf_counter()
         process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True)
         try:
-            async with Server(f"http://127.0.0.1:{port}") as server:
+            async with HttpTarget(f"http://127.0.0.1:{port}") as server:
                 while True:
                     try:
                         listed = await server.json("GET", "/v1/models", timeout=10)
@@ -183,7 +183,7 @@ async def _one_server(
         found: dict[str, Any] = {"start_seconds": running.start_seconds, "clients": {}}
         cutter = await datasets.cutter(running.server, running.model, None, False)
         counts = {clients: max(clients * given.requests, 16) for clients in given.clients}
-        wanted = datasets.Wanted(
+        wanted = datasets.DatasetOptions(
             "random", WARM + 2 * sum(counts.values()), 1, input_len=given.input_len, output_len=given.output_len
         )  # fmt: skip
         # Each is sent once only: a prefix cache must not answer for the model.
@@ -203,7 +203,7 @@ async def _one_server(
 class Loaded:
     """What one load took."""
 
-    done: list[Done]
+    done: list[RequestRecord]
     seconds: float
     api_cpu: float  # seconds
     all_cpu: float
@@ -211,19 +211,19 @@ class Loaded:
 
 
 async def _load(
-    running: Running, prompts: list[Prompt], clients: int, what: str, name: str
+    running: Running, prompts: list[BenchPrompt], clients: int, what: str, name: str
 ) -> Loaded:
     kind = KINDS["openai"]
     body = {"model": running.model, "temperature": 0.0}
     label = f"{name}, {clients} clients, {what}"
     with tqdm.tqdm(total=len(prompts), desc=label, leave=False) as bar:
 
-        async def one(number: int) -> Done:
+        async def one(number: int) -> RequestRecord:
             return await ask(
                 running.server, kind, kind.path, prompts[number], body, ignore_eos=True, clock=time.perf_counter
             )  # fmt: skip
 
-        def ended(_: Done) -> None:
+        def ended(_: RequestRecord) -> None:
             bar.update()
 
         before, own = running.cpu(), time.process_time()

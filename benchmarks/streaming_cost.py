@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import shapes
 from benchmarks.serving_cost import Running, started
 from quire.bench.serve.arrivals import Arrivals, run
-from quire.bench.serve.endpoints import KINDS, Done, Prompt, ask
+from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed
 from quire.bench.serve.metrics import failures
 from quire.errors import QuireError
@@ -97,9 +97,9 @@ async def _stream(running: Running, prompts: list[list[int]], output: int) -> No
     """All at once. Raises HttpFailed: one failed, or had another number of tokens."""
     kind = KINDS["openai"]
 
-    async def one(number: int) -> Done:
+    async def one(number: int) -> RequestRecord:
         more = {"model": running.model, "temperature": 0.0, "prompt": prompts[number]}
-        asked = Prompt("", len(prompts[number]), output)
+        asked = BenchPrompt("", len(prompts[number]), output)
         return await ask(
             running.server, kind, kind.path, asked, more, ignore_eos=True, clock=time.perf_counter
         )

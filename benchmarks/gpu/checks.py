@@ -99,7 +99,7 @@ def _attended(
     from benchmarks.gpu.fixtures import step_of
     from quire.attention.reference import ReferenceAttention
     from quire.attention.triton import TritonAttention
-    from quire.forward_context import running
+    from quire.forward_context import forward_context
     from quire.layers.attention import Attention
 
     answers = []
@@ -119,7 +119,7 @@ def _attended(
                 torch.randn(batch.num_tokens, heads, 64, device=run.device).to(dtype)
                 for heads in (8, 2, 2)
             )
-            with running(batch):
+            with forward_context(batch):
                 out = layer(q, k, v)
             done = [a + n for a, n in zip(done, counts, strict=True)]
         answers.append(out)

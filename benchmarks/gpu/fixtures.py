@@ -19,8 +19,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from quire.engine.client import InlineClient
-    from quire.forward_context import Batch
-    from quire.ops.triton.attention import Step
+    from quire.forward_context import ForwardBatch
+    from quire.ops.triton.attention import PagedAttentionStep
     from quire.protocol.params import SamplingParams
     from quire.quantization.wna16 import FewBitsWeight
 
@@ -91,9 +91,9 @@ def kv_of(name: str) -> int:
 
 def step_of(
     done: Sequence[int], counts: Sequence[int], lengths: Sequence[int], device: str
-) -> Batch:
+) -> ForwardBatch:
     """Rows that compute `counts` tokens after `done`; row after row has the blocks of `lengths` tokens, of 16."""
-    from quire.forward_context import Batch
+    from quire.forward_context import ForwardBatch
 
     firsts, first = [], 1
     for n in lengths:
@@ -107,7 +107,7 @@ def step_of(
     starts = torch.tensor([0, *(counts[row] for row in rows)]).cumsum(0)
     positions_T = torch.tensor([p for _, p in places], device=device)
     slots = torch.tensor([firsts[row] * 16 + p for row, p in places], device=device)
-    return Batch(
+    return ForwardBatch(
         token_ids_T=torch.zeros_like(positions_T),
         positions_T=positions_T,
         rows_B=torch.tensor(rows, device=device),
@@ -128,16 +128,16 @@ def step_of(
 
 def filled_cache(
     lengths: Sequence[int], new: int, dtype: torch.dtype, device: str, heads: int, kv_heads: int
-) -> tuple[tuple[Tensor, Tensor], Step, Tensor]:
+) -> tuple[tuple[Tensor, Tensor], PagedAttentionStep, Tensor]:
     """A cache of random keys and values, rows whose last `new` tokens are a step's, and their queries; D = 128."""
-    from quire.ops.triton.attention import Step
+    from quire.ops.triton.attention import PagedAttentionStep
 
     batch = step_of([n - new for n in lengths], [new] * len(lengths), lengths, device)
     blocks = sum(-(-n // 16) for n in lengths) + 1
     keys, values = (
         torch.randn(blocks, kv_heads, 16, 128, device=device).to(dtype) for _ in range(2)
     )
-    step = Step(
+    step = PagedAttentionStep(
         batch.block_tables[0], batch.query_start_B1, batch.lengths_B, len(lengths), None,
         len(lengths), None, max(lengths), new,
     )  # fmt: skip

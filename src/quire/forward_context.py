@@ -24,7 +24,7 @@ def _none() -> np.ndarray:
 
 
 @dataclass(slots=True)
-class Batch:
+class ForwardBatch:
     """One step, as tensors. Row b owns tokens query_start_B1[b] : query_start_B1[b + 1]."""
 
     token_ids_T: Tensor  # int64
@@ -52,14 +52,14 @@ class Batch:
 class _Thread(threading.local):
     """Two engines of one process may run at once, each in its thread."""
 
-    batch: Batch | None = None
+    batch: ForwardBatch | None = None
 
 
 _running = _Thread()
 
 
 @contextmanager
-def running(batch: Batch) -> Iterator[None]:
+def forward_context(batch: ForwardBatch) -> Iterator[None]:
     """Make `batch` the one that layers see. Forward passes do not nest."""
     if _running.batch is not None:
         raise RuntimeError("a forward pass is already running")
@@ -71,7 +71,7 @@ def running(batch: Batch) -> Iterator[None]:
 
 
 @contextmanager
-def running_instead(batch: Batch) -> Iterator[None]:
+def running_instead(batch: ForwardBatch) -> Iterator[None]:
     """Inside a forward pass: layers see `batch`, whose tensors a recorded pass reads, in the place of the step's own."""
     outer, _running.batch = current_batch(), batch
     try:
@@ -80,7 +80,7 @@ def running_instead(batch: Batch) -> Iterator[None]:
         _running.batch = outer
 
 
-def current_batch() -> Batch:
+def current_batch() -> ForwardBatch:
     """Of this thread's forward pass."""
     batch = _running.batch
     if batch is None:

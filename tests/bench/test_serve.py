@@ -21,8 +21,8 @@ from wire import Wire, event, whole
 from quire.bench.serve import cli, datasets, metrics
 from quire.bench.serve import run as serve
 from quire.bench.serve.arrivals import Arrivals, most_at_once, run
-from quire.bench.serve.endpoints import KINDS, Done, Prompt, Stream, ask
-from quire.bench.serve.http_client import HttpFailed, Server
+from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, SseReader, ask
+from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def bench(reply: Any, *words: str) -> tuple[int, Wire]:
             given = cli.parser().parse_args(
                 cli.dashed(["--base-url", wire.url, "--disable_tqdm", *words])
             )
-            return await serve.Plan(given).run(), wire
+            return await serve.ServePlan(given).run(), wire
 
     return go(both)
 
@@ -51,13 +51,13 @@ def test_connections_are_kept_and_a_closed_one_is_replaced():
         return [*whole({"path": path}), *([b""] if path == "/last" else [])]  # hangs up after it
 
     async def work() -> None:
-        async with Wire(reply) as wire, Server(f"{wire.url}/base") as server:
+        async with Wire(reply) as wire, HttpTarget(f"{wire.url}/base") as server:
             for _ in range(3):
                 assert await server.json("GET", "/a") == {"path": "/base/a"}
             assert wire.connections == 1
             await asyncio.gather(*(server.json("POST", "/b", {}) for _ in range(4)))
             assert wire.connections == 4
-        async with Wire(reply) as wire, Server(wire.url) as server:
+        async with Wire(reply) as wire, HttpTarget(wire.url) as server:
             await server.json("GET", "/last")
             await server.json("GET", "/last")  # the first connection is gone by now, or about to be
             assert wire.connections == 2
@@ -76,7 +76,7 @@ def test_connections_are_kept_and_a_closed_one_is_replaced():
 )
 def test_half_an_answer_is_an_error(sent: list[bytes | float], said: str):
     async def work() -> None:
-        async with Wire(lambda *_: sent) as wire, Server(wire.url) as server:
+        async with Wire(lambda *_: sent) as wire, HttpTarget(wire.url) as server:
             with pytest.raises(HttpFailed, match=said):
                 await server.ask("GET", "/", timeout=0.3 if "within" in said else 30)
 
@@ -86,7 +86,7 @@ def test_half_an_answer_is_an_error(sent: list[bytes | float], said: str):
 def test_a_body_without_a_length_ends_with_the_connection():
     async def work() -> None:
         sent = [b"HTTP/1.1 200 OK\r\n\r\nall", b" of it", b""]
-        async with Wire(lambda *_: sent) as wire, Server(wire.url) as server:
+        async with Wire(lambda *_: sent) as wire, HttpTarget(wire.url) as server:
             assert (await server.ask("GET", "/")).body == b"all of it"
 
     go(work)
@@ -94,10 +94,10 @@ def test_a_body_without_a_length_ends_with_the_connection():
 
 def test_errors_name_the_server():
     with pytest.raises(ConfigError, match="an address such as"):
-        Server("localhost:8000")
+        HttpTarget("localhost:8000")
 
     async def work() -> None:
-        async with Server("http://127.0.0.1:1") as server:
+        async with HttpTarget("http://127.0.0.1:1") as server:
             with pytest.raises(HttpFailed, match=r"127\.0\.0\.1:1: "):
                 await server.ask("GET", "/")
 
@@ -114,9 +114,9 @@ def test_tls_checks_the_certificate_unless_told_otherwise(tmp_path: Path):
 
     async def work() -> None:
         async with Wire(lambda *_: whole({"a": 1}), tls=context) as wire:
-            async with Server(wire.url, insecure=True) as server:
+            async with HttpTarget(wire.url, insecure=True) as server:
                 assert await server.json("GET", "/") == {"a": 1}
-            async with Server(wire.url) as server:
+            async with HttpTarget(wire.url) as server:
                 with pytest.raises(HttpFailed, match="certificate"):
                     await server.ask("GET", "/")
 
@@ -126,10 +126,10 @@ def test_tls_checks_the_certificate_unless_told_otherwise(tmp_path: Path):
 # One request
 
 
-def heard(kind: str, *events: Any, cuts: int = 0) -> Done:
+def heard(kind: str, *events: Any, cuts: int = 0) -> RequestRecord:
     """What a stream of events says, one event a second, each cut at random places."""
-    done = Done(5, start=100.0)
-    stream = Stream(KINDS[kind], done)
+    done = RequestRecord(5, start=100.0)
+    stream = SseReader(KINDS[kind], done)
     draw = random.Random(cuts)
     for second, one in enumerate(events):
         data = b": comment\r\n\r\n" + event(one).replace(b"\n", b"\r\n" if cuts % 2 else b"\n")
@@ -183,11 +183,11 @@ def test_tokens_without_text_are_counted_and_timed():
 
 
 def test_refusals_say_why():
-    async def work() -> Done:
+    async def work() -> RequestRecord:
         refusal = whole({"error": {"message": "too long"}}, "400 Bad Request")
-        async with Wire(lambda *_: refusal) as wire, Server(wire.url) as server:
+        async with Wire(lambda *_: refusal) as wire, HttpTarget(wire.url) as server:
             kind = KINDS["openai"]
-            return await ask(server, kind, kind.path, Prompt("a", 1, 1), {}, ignore_eos=False, clock=time.perf_counter)  # fmt: skip
+            return await ask(server, kind, kind.path, BenchPrompt("a", 1, 1), {}, ignore_eos=False, clock=time.perf_counter)  # fmt: skip
 
     assert go(work).error == "400: too long"
 
@@ -254,12 +254,12 @@ def test_no_more_at_once_than_allowed_and_their_time_does_not_run():
 
 def test_figures_of_a_case_worked_by_hand():
     done = [
-        Done(10, start=0.0, latency=1.0, ttft=0.2, itls=[0.4, 0.4], output_tokens=3),
-        Done(20, start=0.5, latency=2.0, ttft=0.4, itls=[1.6], output_tokens=2),
-        Done(30, start=0.5, latency=0.1, ttft=0.1, itls=[], output_tokens=1),
-        Done(99, error="refused"),
+        RequestRecord(10, start=0.0, latency=1.0, ttft=0.2, itls=[0.4, 0.4], output_tokens=3),
+        RequestRecord(20, start=0.5, latency=2.0, ttft=0.4, itls=[1.6], output_tokens=2),
+        RequestRecord(30, start=0.5, latency=0.1, ttft=0.1, itls=[], output_tokens=1),
+        RequestRecord(99, error="refused"),
     ]
-    told = metrics.Told(("ttft",), (50, 99), {"ttft": 200, "e2el": 1000})
+    told = metrics.MetricOptions(("ttft",), (50, 99), {"ttft": 200, "e2el": 1000})
     found = metrics.figures(done, 2.5, told)
     assert (found["completed"], found["failed"]) == (3, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (60, 6)
@@ -285,17 +285,17 @@ def test_figures_of_a_case_worked_by_hand():
 
 
 def test_nothing_answered_is_no_figure_and_not_zero():
-    found = metrics.figures([Done(1, error="x")], 1.0, metrics.Told())
+    found = metrics.figures([RequestRecord(1, error="x")], 1.0, metrics.MetricOptions())
     assert found["mean_ttft_ms"] is None
-    assert "Mean TTFT (ms):                          - " in metrics.printout(found, metrics.Told(), None, math.inf)  # fmt: skip
+    assert "Mean TTFT (ms):                          - " in metrics.printout(found, metrics.MetricOptions(), None, math.inf)  # fmt: skip
 
 
 # Prompts
 
 
-def prompts(**wanted: Any) -> list[Prompt]:
+def prompts(**wanted: Any) -> list[BenchPrompt]:
     return asyncio.run(
-        datasets.make(datasets.Wanted(**wanted), datasets.LocalCutter.load("quire-tiny"))
+        datasets.make(datasets.DatasetOptions(**wanted), datasets.LocalCutter.load("quire-tiny"))
     )
 
 

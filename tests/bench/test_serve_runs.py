@@ -11,7 +11,7 @@ from test_serve import bench
 from wire import END, STREAM, chunk, event, model, whole
 
 from quire.bench.serve import run, timeline
-from quire.bench.serve.endpoints import Done
+from quire.bench.serve.endpoints import RequestRecord
 from quire.bench.serve.http_client import HttpFailed
 
 
@@ -67,9 +67,9 @@ def test_a_timeline_has_a_bar_a_request(tmp_path, capsys):
     assert status == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.timeline.html"]
     done = [
-        Done(1, start=10.0, latency=0.1, ttft=0.06, itls=[0.01, 0.02, 0.01]),
-        Done(1, start=10.1, latency=0.4, ttft=0.1, itls=[0.06, 0.04, 0.2]),
-        Done(1, start=10.2, error="<no>"),
+        RequestRecord(1, start=10.0, latency=0.1, ttft=0.06, itls=[0.01, 0.02, 0.01]),
+        RequestRecord(1, start=10.1, latency=0.4, ttft=0.1, itls=[0.06, 0.04, 0.2]),
+        RequestRecord(1, start=10.2, error="<no>"),
     ]
     drawn = timeline.page(done, "a & b", (25.0, 50.0))
     found = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" .*?<title>(\w+):', drawn)

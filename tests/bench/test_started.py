@@ -17,7 +17,7 @@ from benchmarks import serving_cost
 from quire.bench import __main__ as bench
 from quire.bench import latency, startup, throughput
 from quire.bench.__main__ import main
-from quire.bench.serve.endpoints import Done
+from quire.bench.serve.endpoints import RequestRecord
 from quire.errors import ConfigError, QuireError
 
 ENGINE = ["--dtype", "float32", "--kv-cache-memory-bytes", "4M", "--max-num-seqs", "4"]
@@ -108,9 +108,9 @@ def test_every_word_has_its_module_and_help(capsys: pytest.CaptureFixture[str]):
 
 def test_costs_of_a_case_worked_by_hand():
     short = serving_cost.Loaded(
-        [Done(5, latency=1, ttft=1, output_tokens=1)] * 4, 1.0, 0.02, 0.5, 0.1
+        [RequestRecord(5, latency=1, ttft=1, output_tokens=1)] * 4, 1.0, 0.02, 0.5, 0.1
     )
-    long = serving_cost.Loaded([Done(5, latency=1, ttft=0.5, itls=[0.1, 0.4], output_tokens=11)] * 2, 2.0, 0.03, 1.5, 0.2)  # fmt: skip
+    long = serving_cost.Loaded([RequestRecord(5, latency=1, ttft=0.5, itls=[0.1, 0.4], output_tokens=11)] * 2, 2.0, 0.03, 1.5, 0.2)  # fmt: skip
     found = serving_cost.costs(short, long)
     assert found["api_cpu_ms_per_request"] == pytest.approx(5)
     assert found["api_cpu_us_per_token"] == pytest.approx(

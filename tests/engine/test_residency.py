@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from quire.kvcache.block_metrics import Counted, WatchedPool
+from quire.kvcache.block_metrics import BlockHistogram, ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
 from quire.observe.metrics import Metrics
 from quire.protocol.output import EngineStats
@@ -20,8 +20,8 @@ class Clock:
         return self.now
 
 
-def pool_of(num_blocks: int, clock: Clock, share: float = 1.0) -> WatchedPool:
-    return WatchedPool(num_blocks, 1, BOUNDS, share, clock)
+def pool_of(num_blocks: int, clock: Clock, share: float = 1.0) -> ObservedBlockPool:
+    return ObservedBlockPool(num_blocks, 1, BOUNDS, share, clock)
 
 
 def test_one_block_from_taken_to_taken_again():
@@ -38,7 +38,7 @@ def test_one_block_from_taken_to_taken_again():
     pool.release([block, block])
     clock.now = 250
     assert pool.take() == block  # lived 250, of nobody's for the last 230
-    assert pool.told() == {
+    assert pool.stats() == {
         "lifetime": [0, 0, 0, 1, 250],
         "idle": [0, 0, 0, 1, 230],
         "gap": [0, 1, 0, 0, 3],
@@ -49,8 +49,8 @@ def test_content_that_nobody_could_find_is_not_counted():
     pool = pool_of(2, Clock())
     pool.release([pool.take()])
     pool.take()
-    assert all(not any(told) for told in pool.told().values())
-    assert BlockPool(2).told() == {}
+    assert all(not any(told) for told in pool.stats().values())
+    assert BlockPool(2).stats() == {}
 
 
 def test_a_watched_pool_does_what_a_pool_does():
@@ -80,17 +80,17 @@ def test_a_watched_pool_does_what_a_pool_does():
         assert pools[0].free == pools[1].free
     for pool in pools:
         pool.check()
-    counted = sum(pools[1].told()["lifetime"][:-1])
+    counted = sum(pools[1].stats()["lifetime"][:-1])
     assert 0.15 * taken < counted < 0.35 * taken
-    assert counted == sum(pools[1].told()["idle"][:-1])
+    assert counted == sum(pools[1].stats()["idle"][:-1])
 
 
 def test_told_as_histograms():
-    counted = Counted(BOUNDS)
+    counted = BlockHistogram(BOUNDS)
     for value in (0.5, 1.0, 50.0, 1000.0):
         counted.add(value)
     metrics = Metrics("toy", custom={"kv_cache_residency": list(BOUNDS)})
-    metrics.attach(lambda: EngineStats(residency={"lifetime": counted.told}), 10, {})
+    metrics.attach(lambda: EngineStats(residency={"lifetime": counted.stats}), 10, {})
     text = metrics.render().decode()
     name, labels = "vllm:kv_block_lifetime_seconds", 'engine="0"'
     for bound, count in (("1.0", 2), ("10.0", 2), ("100.0", 3), ("+Inf", 4)):

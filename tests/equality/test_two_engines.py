@@ -12,7 +12,7 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire.ops.cpu import bindings, build, isa
 from quire.quantization.base import Weight
-from quire.quantization.bf16_packed import Packed
+from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 
@@ -23,7 +23,7 @@ ROWS = [1, 40, 100]  # ways that the kernels take; more is the same as with one 
 def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> Weight:
     outs_OI = torch.randn(96, 1024, generator=rng).bfloat16()
     if scheme == "bfloat16":
-        return Packed(kernels, outs_OI)
+        return PackedBf16Weight(kernels, outs_OI)
     return {"int8": Int8Weight, "int4": Int4Weight}[scheme].of(outs_OI, False, kernels)
 
 

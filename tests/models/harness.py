@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionBackend
 from quire.attention.kv_quantization import Part
 from quire.attention.reference import ReferenceAttention
-from quire.forward_context import Batch, running
+from quire.forward_context import ForwardBatch, forward_context
 
 
 def make_batch(
@@ -25,7 +25,7 @@ def make_batch(
     tables: Sequence[Sequence[int]],
     block_size: int,
     num_groups: int = 1,
-) -> Batch:
+) -> ForwardBatch:
     """One step of rows (row, first position, tokens); tables: the blocks of each of these rows."""
     queries = [len(tokens) for _, _, tokens in chunks]
     lengths = [first + len(tokens) for _, first, tokens in chunks]
@@ -38,7 +38,7 @@ def make_batch(
     wide = max(-(-length // block_size) for length in lengths)
     rows = [list(table[:wide]) + [0] * (wide - len(table)) for table in tables]
     ends = torch.tensor([0, *queries]).cumsum(0)
-    return Batch(
+    return ForwardBatch(
         token_ids_T=torch.tensor([t for _, _, tokens in chunks for t in tokens]),
         positions_T=torch.tensor(positions),
         rows_B=torch.tensor([row for row, _, _ in chunks]),
@@ -124,7 +124,7 @@ class Runner:
             chunks.append((row, first, tokens))
             self.computed[row] += n
         batch = make_batch(chunks, [self.tables[row] for row, _ in work], self.block_size)
-        with running(batch):
+        with forward_context(batch):
             hidden_TD = self.model(batch.token_ids_T, batch.positions_T)
             logits_TV = self.model.logits(hidden_TD).float()
         return list(logits_TV.split([n for _, n in work]))

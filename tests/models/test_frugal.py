@@ -43,7 +43,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
     path, tensor = mapped
     whole = float(tensor.double().sum())
     assert resident(path) == PAGES * 4096
-    assert load_memory.let_go([path], [tensor]) == PAGES * 4096
+    assert load_memory.release_file_pages([path], [tensor]) == PAGES * 4096
     assert resident(path) == 0
     assert float(tensor.double().sum()) == whole
 
@@ -51,7 +51,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
 def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
     path, tensor = mapped
     tensor[5] = -1.0
-    assert load_memory.let_go([path], [tensor]) == 0
+    assert load_memory.release_file_pages([path], [tensor]) == 0
     assert float(tensor[5]) == -1.0
 
 
@@ -60,7 +60,7 @@ def test_other_files_are_left_alone(mapped, tmp_path):
     assert float(tensor[0]) == 0.0
     held = resident(path)
     assert held > 0
-    assert load_memory.let_go([tmp_path / "another"], [tensor]) == 0
+    assert load_memory.release_file_pages([tmp_path / "another"], [tensor]) == 0
     assert resident(path) == held
 
 
@@ -80,7 +80,7 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     if libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != place:
         pytest.skip("another thread was quicker")
     ctypes.memset(place, 7, size)
-    load_memory.let_go([path], [])
+    load_memory.release_file_pages([path], [])
     assert ctypes.string_at(place, size) == b"\7" * size
     libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
 

@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.weight_slots import set_parameter
 from quire.models import offload
 from quire.models.offload import Offload, Pair, Ring, parts_of
-from quire.quantization.base import settle
+from quire.quantization.base import install_weight
 from quire.quantization.fp8 import Float8Weight
 
 SEEDS = range(24)
@@ -95,7 +95,7 @@ class Looks(nn.Module):
             for name, weight in list(module.named_parameters()):
                 set_parameter(module, name, torch.randn(weight.shape))
         if rng.random() < 0.5:
-            settle(self.down, Float8Weight.of(self.down.weight, False))
+            install_weight(self.down, Float8Weight.of(self.down.weight, False))
         self.want = [part.tensor.clone() for part in parts_of(self)]
 
     def forward(self) -> None:

@@ -11,7 +11,7 @@ from models.harness import make_batch, spoiled
 
 from quire.attention import torch_sdpa
 from quire.attention.reference import ReferenceAttention
-from quire.forward_context import Batch, running
+from quire.forward_context import ForwardBatch, forward_context
 from quire.layers.attention import Attention
 
 torch.set_num_threads(1)
@@ -89,7 +89,7 @@ class Rows:
 
     def step(self, work: list[tuple[int, int]]) -> list[torch.Tensor]:
         spans = [(row, self.done[row], self.done[row] + n) for row, n in work]
-        batch: Batch = make_batch(
+        batch: ForwardBatch = make_batch(
             [(row, a, [0] * (b - a)) for row, a, b in spans],
             [self.tables[row] for row, _ in work],
             self.block_size,
@@ -97,7 +97,7 @@ class Rows:
         q, k, v = (
             torch.cat([t[row][a:b] for row, a, b in spans]) for t in (self.q, self.k, self.v)
         )
-        with running(batch):
+        with forward_context(batch):
             out = self.layer(q, k, v)
         for row, _, b in spans:
             self.done[row] = b

@@ -10,7 +10,7 @@ from ops.test_attention import Rows, formula, layer_of
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.kv_quantization import DTYPES, TOP, encode, encode_key, query, turned
+from quire.attention.kv_quantization import DTYPES, MAX_CODE, encode, encode_key, hadamard, query
 
 FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2"]
 KINDS = ["plain", "one for all", "long window", "all"]
@@ -30,7 +30,7 @@ def test_a_code_is_the_nearest(kept: str) -> None:
     back = decoded(encode(x, DTYPES[kept]))
     most = x.abs().amax(-1, keepdim=True)
     step = {"int8": most / 127, "fp8_e4m3": x.abs() / 8, "fp8_e5m2": x.abs() / 4}[kept]
-    least = most / TOP[DTYPES[kept]] * {"int8": 1, "fp8_e4m3": 2**-9, "fp8_e5m2": 2**-16}[kept]
+    least = most / MAX_CODE[DTYPES[kept]] * {"int8": 1, "fp8_e4m3": 2**-9, "fp8_e5m2": 2**-16}[kept]
     assert ((back - x).abs() <= 0.501 * torch.maximum(step, least)).all()
     torch.testing.assert_close(back.abs().amax(-1, keepdim=True), most)  # the largest is exact
 
@@ -46,9 +46,9 @@ def test_any_magnitude_has_codes(kept: str, much: float) -> None:
 @pytest.mark.parametrize("size", [8, 24, 80, 128])
 def test_turning_keeps_products_but_for_a_factor(size: int) -> None:
     a, b = drawn(7, size), drawn(7, size, seed=1)
-    span = kv_quantization.span(size)
-    torch.testing.assert_close((turned(a) * turned(b)).sum(-1) / span, (a * b).sum(-1))
-    torch.testing.assert_close(turned(turned(a)) / span, a)
+    span = kv_quantization.hadamard_size(size)
+    torch.testing.assert_close((hadamard(a) * hadamard(b)).sum(-1) / span, (a * b).sum(-1))
+    torch.testing.assert_close(hadamard(hadamard(a)) / span, a)
     assert size % span == 0
     assert size // span % 2 == 1
 
@@ -107,6 +107,6 @@ def test_models_of_16_bits_keep_codes_too(dtype: torch.dtype) -> None:
     short = Rows(layer_of("plain"), [40], 8, 16, dtype=dtype, kept="int8")
     got = short.step([(0, 40)])[0]
     k, v = decoded(encode_key(short.k[0], torch.int8)), decoded(encode(short.v[0], torch.int8))
-    want = formula(short.layer, turned(short.q[0][39]), k, v)
+    want = formula(short.layer, hadamard(short.q[0][39]), k, v)
     assert got.dtype == dtype
     torch.testing.assert_close(got[39].double(), want, atol=4e-3, rtol=8e-3)

@@ -52,7 +52,7 @@ def test_codes_and_scales_are_the_definitions(
             FORMATS.index(dtype), key,
         )  # fmt: skip
         made, scales = encode(x, dtype)
-        want[0][slots // block, :, slots % block] = kv_quantization.plain(made)
+        want[0][slots // block, :, slots % block] = kv_quantization.as_bytes(made)
         want[1][slots // block, :, slots % block] = scales
         assert torch.equal(got[1], want[1])
         # A zero of fp8 has a sign, which nothing sees.
@@ -142,7 +142,7 @@ def test_every_code_is_read_as_what_it_is(kernels: bindings.Kernels, dtype: torc
     paged = Quantized(dtype, [(1, 1)], 1, 1, 32, 256, 16)
     block = int(paged.table[0, 0])
     _, values, _, value_scales = paged.parts
-    kv_quantization.plain(values)[block, 0, 0] = every
+    kv_quantization.as_bytes(values)[block, 0, 0] = every
     value_scales[block, 0, 0] = 1
     got = paged.run(kernels, [(0, 0, 1)], 0, 0.0, False)
     assert torch.equal(got[0, 0].float(), every.view(dtype).float())

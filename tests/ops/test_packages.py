@@ -21,7 +21,7 @@ from quire.attention import base, kv_quantization
 from quire.attention.base import Needs, load
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
-from quire.forward_context import running
+from quire.forward_context import forward_context
 from quire.layers.attention import Attention
 
 
@@ -139,7 +139,7 @@ def test_they_are_asked_for_what_the_reference_gives(package, kind, monkeypatch)
                 torch.randn(batch.num_tokens, heads, 64, generator=made)
                 for heads in (layer.num_heads, 2, 2)
             )
-            with running(batch), np.errstate(all="ignore"):
+            with forward_context(batch), np.errstate(all="ignore"):
                 outs.append(layer(q, k, v))
                 before = Wrapper.plans
                 layer(q, k, v)  # a second layer of the group needs no second plan

@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
-from quire.layers.linear import PLAIN
+from quire.layers.linear import UNQUANTIZED
 from quire.quantization import apply, checkpoint_scheme
 from quire.quantization.apply import bytes_held, made_weights, move
 from quire.quantization.int4 import quantize_groups
@@ -55,11 +55,11 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path) 
     kept = 0
     for path, layer, names in quantized_linears(ours):
         want = torch.cat([means[name] for name in names])
-        if layer.scheme is PLAIN:  # its groups do not agree
+        if layer.quant_method is UNQUANTIZED:  # its groups do not agree
             torch.testing.assert_close(layer.weight.float(), want)
             continue
         kept += len(names)
-        weight = layer.scheme.weight
+        weight = layer.quant_method.weight
         assert isinstance(weight, FewBitsWeight)
         assert torch.equal(weight.floats(), want), path
         assert weight.data.nbytes == want.numel() * weight.bits // 8
@@ -86,7 +86,7 @@ def test_a_scale_a_row_is_multiplied_as_codes(
     kept = 0
     for path, layer, names in quantized_linears(ours):
         kept += len(names)
-        assert isinstance(layer.scheme.weight, Int8Codes)
+        assert isinstance(layer.quant_method.weight, Int8Codes)
         assert torch.equal(floats_of(layer), torch.cat([means[name] for name in names])), path
     assert kept == len(means)
     text = [token % 131 for token in texts()[1]]
@@ -107,7 +107,7 @@ def test_made_while_loading(scheme: str, plain: Path, monkeypatch: pytest.Monkey
             floats = q.float() * scale[:, None]
         else:
             floats = quantize_groups(want.weight, 32).dequantized()
-        weight = layer.scheme.weight
+        weight = layer.quant_method.weight
         mine = floats_of(layer) if scheme == "int8" else weight.floats()
         assert torch.equal(mine, floats), path
         want.weight.data.copy_(floats)

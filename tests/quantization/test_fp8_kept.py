@@ -47,7 +47,7 @@ def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any
     seen = 0
     for path, layer, names in quantized_linears(ours):
         seen += len(names)
-        weight = layer.scheme.weight
+        weight = layer.quant_method.weight
         assert isinstance(weight, Float8Weight)
         assert weight.q_OI.dtype == E4M3
         assert torch.equal(weight.floats(), torch.cat([means[name] for name in names])), path
@@ -64,7 +64,7 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path, 
     """The scales of q, k and v, which are one matrix, are each their own."""
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     ours = check(checkpoint, dense, means, caplog)
-    qkv = ours.get_submodule("model.layers.0.self_attn.qkv").scheme.weight
+    qkv = ours.get_submodule("model.layers.0.self_attn.qkv").quant_method.weight
     assert len(qkv.scale.flatten().unique()) >= 3
 
 
@@ -74,8 +74,8 @@ def test_parts_that_end_inside_a_block(tmp_path: Path, caplog) -> None:
     write(Case("qwen3", "qwen3", {**sizes, "num_key_value_heads": 1}), tmp_path / "plain")
     form = Form("", {**FP8, "weight_block_size": [32, 32]}, float8, WIDE)
     ours = check(*quantized(tmp_path / "plain", tmp_path, form), caplog)
-    assert ours.get_submodule("model.layers.0.self_attn.qkv").scheme.weight.high == 1
-    assert ours.get_submodule("model.layers.0.mlp.gate_up").scheme.weight.high == 32
+    assert ours.get_submodule("model.layers.0.self_attn.qkv").quant_method.weight.high == 1
+    assert ours.get_submodule("model.layers.0.mlp.gate_up").quant_method.weight.high == 32
 
 
 def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> None:
@@ -84,7 +84,7 @@ def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> Non
     layer = build(stored).get_submodule("model.layers.0.self_attn.o_proj")
     assert "blocks of 24 inputs are made anew" in caplog.text
     q, scale = quantize(means["model.layers.0.self_attn.o_proj"])
-    assert torch.equal(layer.scheme.weight.floats(), q.float() * scale[:, None])
+    assert torch.equal(layer.quant_method.weight.floats(), q.float() * scale[:, None])
 
 
 def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ours.lm_head.plain
     for (path, layer), (_, want) in zip(linears(ours), linears(dense), strict=True):
         q, scale = quantize(want.weight)
-        assert torch.equal(layer.scheme.weight.floats(), q.float() * scale[:, None]), path
+        assert torch.equal(layer.quant_method.weight.floats(), q.float() * scale[:, None]), path
     weights = sum(layer.num_in * layer.num_out for _, layer in linears(ours))
     rows = sum(layer.num_out for _, layer in linears(ours))
     assert bytes_held(dense) - bytes_held(ours) == 3 * weights - 4 * rows
@@ -154,4 +154,6 @@ def test_each_weight_is_made_small_when_it_is_whole(
     monkeypatch.setattr(apply, "settle", noted)
     model = build(plain, quantization="fp8")
     assert waiting == [False] * len(linears(model))
-    assert [type(layer.scheme).__name__ for _, layer in linears(model)] == ["Made"] * len(waiting)
+    assert [type(layer.quant_method).__name__ for _, layer in linears(model)] == [
+        "PreparedLinearMethod"
+    ] * len(waiting)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
 from quire.ops.cpu.bindings import best
-from quire.quantization.base import Made
+from quire.quantization.base import PreparedLinearMethod
 from quire.quantization.fused import FusedLayer
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -178,9 +178,11 @@ def test_an_fp8_checkpoint_may_be_made_smaller(
         f"7 layers are quantized: fp8, 8-bit floats with a scale a tensor, made {scheme}\n"
         in caplog.text
     )
-    schemes: list[Any] = [m.scheme for m in model.modules() if isinstance(m, Linear)]
+    schemes: list[Any] = [m.quant_method for m in model.modules() if isinstance(m, Linear)]
     assert len(schemes) == 8
-    assert all(isinstance(one, Made) and isinstance(one.weight, kind) for one in schemes)
+    assert all(
+        isinstance(one, PreparedLinearMethod) and isinstance(one.weight, kind) for one in schemes
+    )
 
 
 def test_dummy_weights_of_a_quantized_checkpoint(made: Callable[[str], Path]) -> None:

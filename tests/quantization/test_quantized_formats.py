@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.layers.linear import Linear, Plain
-from quire.quantization.base import Made
+from quire.layers.linear import Linear, UnquantizedLinearMethod
+from quire.quantization.base import PreparedLinearMethod
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight, quantize
 from tests.models.cases import edit_config
@@ -51,8 +51,8 @@ def parts_of(path: str, layer: Linear) -> list[str]:
 
 def floats_of(layer: Linear) -> Tensor:
     """What a layer multiplies by."""
-    scheme: Any = layer.scheme
-    if not isinstance(scheme, Made):
+    scheme: Any = layer.quant_method
+    if not isinstance(scheme, PreparedLinearMethod):
         return layer.weight.data
     weight = scheme.weight
     if isinstance(weight, Int4Weight):
@@ -70,7 +70,7 @@ def quantized_linears(model: nn.Module) -> Iterator[tuple[str, Linear, list[str]
     for path, layer in linears(model):
         names = parts_of(path, layer)
         if PLAIN in names:
-            assert type(layer.scheme) is Plain
+            assert type(layer.quant_method) is UnquantizedLinearMethod
         else:
             yield path, layer, names
 
@@ -90,7 +90,8 @@ def test_every_format_is_the_weights_it_stands_for(form: Form, plain: Path, tmp_
         kind = {"int4": Int4Weight, "plain": type(None)}.get(form.becomes, Int8Weight)
         if form.becomes != "plain" or not path.endswith("qkv"):
             assert (
-                isinstance(getattr(layer.scheme, "weight", None), kind) or form.becomes == "plain"
+                isinstance(getattr(layer.quant_method, "weight", None), kind)
+                or form.becomes == "plain"
             )
     assert seen == len(means) == 13
     text = texts()[0]

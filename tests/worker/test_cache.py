@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.attention.kv_quantization import plain
+from quire.attention.kv_quantization import as_bytes
 from quire.attention.reference import ReferenceAttention
 from quire.errors import Unsupported
 from quire.kvcache.layout import layout
@@ -54,11 +54,11 @@ def test_layers_of_a_group_share_nothing_and_the_bytes_are_as_planned(specs):
     assert len(cut.groups) <= BLOCKS
     for number, layer in enumerate(layers):
         for part in layer.cache:
-            plain(part)[blocks[layer.group]] = number + 1
+            as_bytes(part)[blocks[layer.group]] = number + 1
     for number, layer in enumerate(layers):
         assert number in cut.groups[layer.group].layers
         for part in layer.cache:
-            assert (plain(part)[blocks[layer.group]] == number + 1).all()
+            assert (as_bytes(part)[blocks[layer.group]] == number + 1).all()
 
 
 def test_a_backend_that_cannot_share_blocks_is_refused():

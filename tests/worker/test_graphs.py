@@ -13,7 +13,7 @@ import torch
 from models.harness import make_batch
 from torch import Tensor
 
-from quire.forward_context import Batch, current_batch, running
+from quire.forward_context import ForwardBatch, current_batch, forward_context
 from quire.worker.graphs import GraphSource, Pace, default_sizes
 
 BLOCKS, LENGTH = 6, 96
@@ -25,7 +25,7 @@ class Sum:
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         seen = current_batch()
         assert seen is batch
         self.rows.append(seen.num_rows)
@@ -67,7 +67,7 @@ class Clock:
         return self.now
 
 
-def a_batch(rng: random.Random, counts: list[int]) -> Batch:
+def a_batch(rng: random.Random, counts: list[int]) -> ForwardBatch:
     chunks = [(rng.randrange(50), rng.randint(0, 40), [rng.randrange(999)] * n) for n in counts]
     tables = [[rng.randint(1, 99) for _ in range(BLOCKS)] for _ in counts]
     return make_batch(chunks, tables, 16, num_groups=2)
@@ -79,8 +79,8 @@ def source(
     return GraphSource(Sum(), recorder, sizes, BLOCKS, LENGTH, tokens, pace or Pace(share=1.0))
 
 
-def run(source: GraphSource, batch: Batch) -> Tensor:
-    with running(batch):
+def run(source: GraphSource, batch: ForwardBatch) -> Tensor:
+    with forward_context(batch):
         return source.forward(batch).clone()
 
 
@@ -95,8 +95,8 @@ def test_replayed_steps_equal_those_that_run_as_they_are(tokens: int) -> None:
     assert sorted(recorder.sizes) == [tokens, 2 * tokens, 4 * tokens]
 
 
-def run_plain(batch: Batch) -> Tensor:
-    with running(batch):
+def run_plain(batch: ForwardBatch) -> Tensor:
+    with forward_context(batch):
         return Sum().forward(batch)
 
 

@@ -7,7 +7,7 @@ import torch
 from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import StepFailed, ValidationError
-from quire.forward_context import Batch, current_batch
+from quire.forward_context import ForwardBatch, current_batch
 from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, Work
 from quire.worker.hooks import Hook
@@ -49,7 +49,7 @@ class Watch(Hook):
         return b"seen %d" % len(self.steps)
 
 
-def batches_of(worker) -> list[tuple[Batch, bool]]:
+def batches_of(worker) -> list[tuple[ForwardBatch, bool]]:
     """The batches that its source will see, and whether layers would see the same."""
     seen, forward = [], worker.source.forward
     worker.source.forward = lambda batch: (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.attention.kv_quantization import Part
 from quire.errors import ConfigError
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.logging import get_logger
 
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 BACKENDS: dict[str, str] = {
     "TORCH_SDPA": "quire.attention.reference:ReferenceAttention",
-    "CPU_ATTN": "quire.attention.cpu:NativeAttention",
+    "CPU_ATTN": "quire.attention.cpu:CpuAttention",
     "TRITON_ATTN": "quire.attention.triton:TritonAttention",
     "FLASH_ATTN": "quire.attention.flash:FlashAttention",
     "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
@@ -117,7 +117,7 @@ class AttentionBackend(Protocol):
         """The tensors that a layer's cache consists of: keys, then values, then what stands beside them."""
         ...
 
-    def plan(self, batch: Batch, group: int) -> Any:
+    def plan(self, batch: ForwardBatch, group: int) -> Any:
         """Once a step and cache group: what all layers of the group share."""
         ...
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.cpu.bindings import best
 
@@ -29,7 +29,7 @@ KINDS = (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # 
 
 
 @dataclass(slots=True)
-class Plan:
+class CpuStepMetadata:
     """What the layers of a group share in one step; the tensors keep their memory alive."""
 
     table_BN: Tensor  # int32
@@ -40,7 +40,7 @@ class Plan:
     step: Any = None  # the same as the kernel of a whole layer wants it (quantization/fused.py)
 
 
-class NativeAttention:
+class CpuAttention:
     """Cache: as `codes.parts` says."""
 
     can = Capabilities(
@@ -66,8 +66,8 @@ class NativeAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: Batch, group: int) -> Plan:
-        return Plan(
+    def plan(self, batch: ForwardBatch, group: int) -> CpuStepMetadata:
+        return CpuStepMetadata(
             _as(torch.int32, batch.block_tables[group]),
             _as(torch.int32, batch.query_start_B1),
             _as(torch.int32, batch.lengths_B),
@@ -76,7 +76,7 @@ class NativeAttention:
         )
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: CpuStepMetadata
     ) -> Tensor:
         told, block_size = cache_addresses(layer.cache), layer.cache[0].shape[2]
         keys, values, key_scales, value_scales, kind = told

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FlashAttention:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         return (kv_quantization.Part(shape, kv_quantization.DTYPES[spec.dtype]),) * 2
 
-    def plan(self, batch: Batch, group: int) -> dict[str, Any]:
+    def plan(self, batch: ForwardBatch, group: int) -> dict[str, Any]:
         """The arguments that all layers share."""
         lengths_B, starts_B1 = batch.lengths_B.int(), batch.query_start_B1.int()
         table_BN = batch.block_tables[group].int().contiguous()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.kv_write import write
 
@@ -32,7 +32,7 @@ Kind = tuple[int, int, int, int, float, float]
 
 
 @dataclass(slots=True)
-class Plan:
+class FlashInferStepMetadata:
     """What the layers of a group share in one step; `ready` has the kinds of layers that are planned for."""
 
     slots_T: Tensor
@@ -69,13 +69,20 @@ class FlashInfer:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: Batch, group: int) -> Plan:
+    def plan(self, batch: ForwardBatch, group: int) -> FlashInferStepMetadata:
         lengths = batch.lengths or batch.lengths_B.tolist()
         tables = batch.block_tables[group]
-        return Plan(batch.slots[group], batch.query_start_B1.int(), tables, lengths)
+        return FlashInferStepMetadata(
+            batch.slots[group], batch.query_start_B1.int(), tables, lengths
+        )
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: Plan
+        self,
+        layer: Attention,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        meta: FlashInferStepMetadata,
     ) -> Tensor:
         keys, values = layer.cache
         write(layer.cache, k_TKD, v_TKD, meta.slots_T)
@@ -83,7 +90,9 @@ class FlashInfer:
         o_THD: Tensor = wrapper.run(q_THD.contiguous(), (keys, values))
         return o_THD
 
-    def _wrapper(self, layer: Attention, q_THD: Tensor, keys: Tensor, meta: Plan) -> Any:
+    def _wrapper(
+        self, layer: Attention, q_THD: Tensor, keys: Tensor, meta: FlashInferStepMetadata
+    ) -> Any:
         """Planned for this step and layers like this one."""
         window = -1 if layer.window is None else layer.window - 1
         kind = (layer.num_heads, layer.num_kv_heads, layer.head_dim, window, layer.softcap or 0.0, layer.scale)  # fmt: skip

@@ -3,10 +3,10 @@
 Knows one vector at a time, so nothing depends on the batch, on chunks, or on what came before. Does not know blocks'
 owners, or how scores are summed.
 
-    code = x * (TOP / most)             scale = most / TOP          most: the vector's largest magnitude
+    code = x * (MAX_CODE / most)             scale = most / MAX_CODE          most: the vector's largest magnitude
 
 A key's channels differ: a few are many times larger than the rest, and with steps of one size for all the rest is lost.
-So for int8 keys and queries are `turned` first: multiplied by a Hadamard matrix, which mixes channels evenly and leaves
+So for int8 keys and queries are `hadamard` first: multiplied by a Hadamard matrix, which mixes channels evenly and leaves
 the product of a query and a key as it is, but for a factor that the key's scale takes in. The steps of fp8 grow with the
 number, and turning did not help there. The kernels give the same codes and scales, to the bit.
 
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from quire.kvcache.specs import CacheSpec
 
-TOP: dict[torch.dtype, float] = {
+MAX_CODE: dict[torch.dtype, float] = {
     torch.int8: 127.0,
     torch.float8_e4m3fn: 448.0,
     torch.float8_e5m2: 57344.0,
 }
 """The largest code of each format."""
-NOTHING = 1e-30
+MIN_ABS_MAX = 1e-30
 """A vector without anything larger has zeros for codes."""
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -52,31 +52,31 @@ def parts(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]
     """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; of codes, then the scales of both."""
     dtype, shape = DTYPES[spec.dtype], (num_blocks, spec.num_kv_heads, block_size)
     found = (Part((*shape, spec.head_dim), dtype), Part((*shape, spec.v_head_dim), dtype))
-    return (*found, *(Part(shape, torch.float32),) * 2) if dtype in TOP else found
+    return (*found, *(Part(shape, torch.float32),) * 2) if dtype in MAX_CODE else found
 
 
-def held(cache: tuple[Tensor, ...]) -> bool:
+def is_quantized(cache: tuple[Tensor, ...]) -> bool:
     """Whether a layer's cache holds codes."""
-    return cache[0].dtype in TOP
+    return cache[0].dtype in MAX_CODE
 
 
-def plain(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """The same bytes in a format that can be indexed, as fp8 cannot."""
-    return x.view(torch.uint8) if x.dtype in TOP else x
+    return x.view(torch.uint8) if x.dtype in MAX_CODE else x
 
 
-def span(size: int) -> int:
+def hadamard_size(size: int) -> int:
     """How many channels are mixed: the largest power of two that divides the head's size."""
     return size & -size
 
 
-def turned(x_XD: Tensor) -> Tensor:
+def hadamard(x_XD: Tensor) -> Tensor:
     """In float32, each run of span(D) channels times the Hadamard matrix of +1 and -1.
 
     Sums and differences of pairs, 1 apart, then 2, then 4 ...: no product whose order a library may choose.
     """
     x, step = x_XD.float(), 1
-    while step < span(x.shape[-1]):
+    while step < hadamard_size(x.shape[-1]):
         low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((low + high, low - high), -2).flatten(-3)
         step *= 2
@@ -85,23 +85,23 @@ def turned(x_XD: Tensor) -> Tensor:
 
 def encode(x_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales [X] of vectors."""
-    x, top = x_XD.float(), TOP[dtype]
+    x, top = x_XD.float(), MAX_CODE[dtype]
     most_X1 = x.abs().amax(-1, keepdim=True)
     factor_X1 = torch.full_like(most_X1, top) / most_X1  # `top / most_X1` would round twice
-    x = x * torch.where(most_X1 > NOTHING, factor_X1, 0.0)
+    x = x * torch.where(most_X1 > MIN_ABS_MAX, factor_X1, 0.0)
     return (x.round() if dtype == torch.int8 else x).to(dtype), most_X1[..., 0] / top
 
 
 def encode_key(k_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype != torch.int8:
         return encode(k_XD, dtype)
-    codes, scale_X = encode(turned(k_XD), dtype)
-    return codes, scale_X / span(k_XD.shape[-1])
+    codes, scale_X = encode(hadamard(k_XD), dtype)
+    return codes, scale_X / hadamard_size(k_XD.shape[-1])
 
 
 def query(q_THD: Tensor, dtype: torch.dtype) -> Tensor:
     """What meets keys of this format."""
-    return turned(q_THD) if dtype == torch.int8 else q_THD
+    return hadamard(q_THD) if dtype == torch.int8 else q_THD
 
 
 def write(cache: tuple[Tensor, ...], k_TKD: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
@@ -116,5 +116,5 @@ def write(cache: tuple[Tensor, ...], k_TKD: Tensor, v_TKE: Tensor, slots_T: Tens
         (encode_key(k_TKD, keys.dtype), encode(v_TKE, values.dtype)),
         strict=True,
     ):
-        plain(into)[at] = plain(codes)
+        as_bytes(into)[at] = as_bytes(codes)
         scale[at] = scale_TK

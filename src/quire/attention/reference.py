@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from quire.attention import kv_quantization, torch_sdpa
 from quire.attention.base import Capabilities
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Plan:
+class ReferenceStepMetadata:
     """What the layers of a group share in one step."""
 
     units: list[Unit]
@@ -95,7 +95,7 @@ class ReferenceAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: Batch, group: int) -> Plan:
+    def plan(self, batch: ForwardBatch, group: int) -> ReferenceStepMetadata:
         """Cut the step into units."""
         table_BM, slots_T = batch.block_tables[group], batch.slots[group]
         starts = batch.query_start_B1.tolist()
@@ -114,15 +114,20 @@ class ReferenceAttention:
             tokens = slice(at[0], at[-1] + 1) if in_order else torch.tensor(at).to(slots_T.device)
             table = table_BM[torch.tensor(rows).to(table_BM.device)].long()
             units.append(Unit(num_queries, [lengths[row] for row in rows], tokens, table))
-        return Plan(units, slots_T)
+        return ReferenceStepMetadata(units, slots_T)
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+        self,
+        layer: Attention,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        meta: ReferenceStepMetadata,
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype; padding tokens come out as zeros."""
         o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
         attend = self._attend_fused if torch_sdpa.serves(layer, q_THD) else self._attend_tiles
-        if kv_quantization.held(layer.cache):
+        if kv_quantization.is_quantized(layer.cache):
             kv_quantization.write(layer.cache, k_TKD, v_TKE, meta.slots_T)
             q_THD = kv_quantization.query(q_THD, layer.cache[0].dtype)
         else:
@@ -132,7 +137,9 @@ class ReferenceAttention:
             o_THE[unit.tokens] = attend(layer, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
         return o_THE
 
-    def _attend_tiles(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
+    def _attend_tiles(
+        self, layer: Attention, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
+    ) -> Tensor:
         spans = unit.spans.get(layer.window)
         if spans is None:
             num_kv_heads, block_size = layer.cache[0].shape[1:3]
@@ -140,7 +147,9 @@ class ReferenceAttention:
             unit.spans[layer.window] = spans
         return _attend_unit(layer, unit, spans, q)
 
-    def _attend_fused(self, layer: Attention, unit: Unit, q: Tensor, meta: Plan) -> Tensor:
+    def _attend_fused(
+        self, layer: Attention, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
+    ) -> Tensor:
         found = unit.pieces.get(layer.window)
         if found is None:
             long = unit.num_queries > ALONE
@@ -232,7 +241,7 @@ def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
     """
     shape = (span.rows.stop - span.rows.start, cache[0].shape[1], -1)
     numbers, *scales = (
-        kv_quantization.plain(part)
+        kv_quantization.as_bytes(part)
         .flatten(0, 1)
         .flatten(1)
         .index_select(0, span.lines)

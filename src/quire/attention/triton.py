@@ -16,15 +16,15 @@ from torch import Tensor
 
 from quire.attention import kv_quantization
 from quire.attention.base import Capabilities
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
-from quire.ops.triton.attention import Scores, Sizes, Step, attend, sizes_for
+from quire.ops.triton.attention import PagedAttentionStep, Scores, Sizes, attend, sizes_for
 from quire.ops.triton.kv_write import write
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 
 if TYPE_CHECKING:
-    from quire.layers.attention import Attention, Unturned
+    from quire.layers.attention import Attention, QKNormRope
 
 
 class TritonAttention:
@@ -55,26 +55,34 @@ class TritonAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: Batch, group: int) -> Plan:
-        return Plan(batch, group)
+    def plan(self, batch: ForwardBatch, group: int) -> TritonStepMetadata:
+        return TritonStepMetadata(batch, group)
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Plan
+        self,
+        layer: Attention,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        meta: TritonStepMetadata,
     ) -> Tensor:
         """Write k and v at the batch's slots, then o_THE in q's dtype."""
         dtype = layer.cache[0].dtype
-        top, less = kv_quantization.TOP.get(dtype, 0.0), 1.0
+        top, less = kv_quantization.MAX_CODE.get(dtype, 0.0), 1.0
         if dtype == torch.int8:
-            k_TKD, less = kv_quantization.turned(k_TKD), 1 / kv_quantization.span(layer.head_dim)
+            k_TKD, less = (
+                kv_quantization.hadamard(k_TKD),
+                1 / kv_quantization.hadamard_size(layer.head_dim),
+            )
         write(layer.cache, k_TKD, v_TKE, meta.slots_T, top, less)
         return self.read(layer, q_THD, meta)
 
-    def attend_unturned(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: Unturned,
-        angles: tuple[Tensor, Tensor], meta: Plan,
+    def attend_fused_rope(
+        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: QKNormRope,
+        angles: tuple[Tensor, Tensor], meta: TritonStepMetadata,
     ) -> Tensor | None:  # fmt: skip
         """Norm, rotation and cache write in one pass; None: a cache of codes wants keys that are turned already."""
-        if kv_quantization.held(layer.cache):
+        if kv_quantization.is_quantized(layer.cache):
             return None
         norms = None
         if how.q_weight_D is not None and how.k_weight_D is not None:
@@ -83,7 +91,11 @@ class TritonAttention:
         return self.read(layer, prepare(*given, layer.cache, meta.slots_T), meta)
 
     def read(
-        self, layer: Attention, q_THD: Tensor, meta: Plan, lse_TH: Tensor | None = None
+        self,
+        layer: Attention,
+        q_THD: Tensor,
+        meta: TritonStepMetadata,
+        lse_TH: Tensor | None = None,
     ) -> Tensor:
         """o_THE from what the cache has; this step's tokens are there already."""
         heads_each = layer.num_heads // layer.num_kv_heads
@@ -93,25 +105,25 @@ class TritonAttention:
         return attend(q_THD, layer.cache, meta.step(heads_each, sizes), scores, sizes, lse_TH)
 
 
-class Plan:
+class TritonStepMetadata:
     """What the layers of a group share in one step; the cut depends on how many heads a program takes."""
 
-    def __init__(self, batch: Batch, group: int):
+    def __init__(self, batch: ForwardBatch, group: int):
         self.slots_T = batch.slots[group]
         self.table_BN = batch.block_tables[group]
         self.starts_B1, self.lengths_B = batch.query_start_B1, batch.lengths_B
         self.rows, self.longest = batch.num_rows, batch.max_length
         self.alike = batch.max_query if batch.max_query * batch.num_rows == batch.num_tokens else 0
         self.query_lens = batch.query_lens
-        self.steps: dict[tuple[int, int, int], Step] = {}
+        self.steps: dict[tuple[int, int, int], PagedAttentionStep] = {}
 
-    def step(self, heads_each: int, sizes: Sizes) -> Step:
+    def step(self, heads_each: int, sizes: Sizes) -> PagedAttentionStep:
         key = (heads_each, sizes.short, sizes.long)
         if (found := self.steps.get(key)) is None:
             found = self.steps[key] = self._cut(heads_each, sizes)
         return found
 
-    def _cut(self, heads_each: int, sizes: Sizes) -> Step:
+    def _cut(self, heads_each: int, sizes: Sizes) -> PagedAttentionStep:
         few, many = sizes.short // heads_each, sizes.long // heads_each
         parts: dict[str, Any] = {
             "table_BN": self.table_BN,
@@ -122,7 +134,9 @@ class Plan:
         }
         if 0 < self.alike <= few:  # as in every step of plain decoding: nothing to make a list of
             alike = self.alike
-            return Step(**parts, short_W2=None, num_short=self.rows, long_W2=None, most=alike)
+            return PagedAttentionStep(
+                **parts, short_W2=None, num_short=self.rows, long_W2=None, most=alike
+            )
         counts = self.query_lens or self.starts_B1.diff().tolist()
         short = [(row, 0) for row in range(self.rows) if counts[row] <= few]
         # The longest first: what starts last should not be what takes longest.
@@ -132,7 +146,7 @@ class Plan:
         ]
         device = self.table_BN.device
         table = torch.tensor([*short, *long], dtype=torch.int32).to(device, non_blocking=True)
-        return Step(
+        return PagedAttentionStep(
             **parts,
             short_W2=table[: len(short)],
             num_short=len(short),

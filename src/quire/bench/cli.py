@@ -18,7 +18,7 @@ from quire.errors import ConfigError, QuireError
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class BenchOption:
     """An option of a benchmark."""
 
     default: Any
@@ -27,16 +27,16 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BenchArgs:
     own: dict[str, Any]
     engine: dict[str, Any]
     """Keywords of the engine, as they were written."""
 
 
-def read(
-    command: str, about: str, own: Mapping[str, Own], argv: Sequence[str],
+def parse_args(
+    command: str, about: str, own: Mapping[str, BenchOption], argv: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
-) -> Given:  # fmt: skip
+) -> BenchArgs:  # fmt: skip
     """Ends the program on --help (0) and on a mistake (2).
 
     Args:
@@ -62,10 +62,10 @@ def read(
         compat.engine_config(engine, "flag")  # mistakes are told before anything starts
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
-    return Given(mine, engine)
+    return BenchArgs(mine, engine)
 
 
-def _help(command: str, about: str, own: Mapping[str, Own]) -> str:
+def _help(command: str, about: str, own: Mapping[str, BenchOption]) -> str:
     lines = [f"usage: quire bench {command} [MODEL] [options]", "", about, ""]
     for name, option in own.items():
         said = f" (unset: {option.default})" if option.default not in (None, False) else ""
@@ -107,7 +107,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {str(one): float(numpy.percentile(values, one)) for one in (10, 25, 50, 75, 90, 99)}
 
 
-def told(command: str, work: Callable[[], int]) -> int:
+def run_command(command: str, work: Callable[[], int]) -> int:
     """The exit status of a benchmark; errors as one line."""
     try:
         return work()

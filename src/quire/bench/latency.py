@@ -12,29 +12,38 @@ from pathlib import Path
 
 import tqdm
 
-from quire.bench.cli import Given, Own, keep, percentiles, prompts, read, start, told
+from quire.bench.cli import (
+    BenchArgs,
+    BenchOption,
+    keep,
+    parse_args,
+    percentiles,
+    prompts,
+    run_command,
+    start,
+)
 
 OWN = {
-    "input_len": Own(32, "tokens of each prompt"),
-    "output_len": Own(128, "tokens of each answer"),
-    "batch_size": Own(8, "prompts at once"),
-    "n": Own(1, "answers of each prompt"),
-    "use_beam_search": Own(False, "search with n beams instead", bool),
-    "num_iters_warmup": Own(10, "runs before, which do not count"),
-    "num_iters": Own(30, "runs"),
-    "disable_detokenize": Own(False, "tokens only", bool),
-    "output_json": Own(None, "file for the result", Path),
+    "input_len": BenchOption(32, "tokens of each prompt"),
+    "output_len": BenchOption(128, "tokens of each answer"),
+    "batch_size": BenchOption(8, "prompts at once"),
+    "n": BenchOption(1, "answers of each prompt"),
+    "use_beam_search": BenchOption(False, "search with n beams instead", bool),
+    "num_iters_warmup": BenchOption(10, "runs before, which do not count"),
+    "num_iters": BenchOption(30, "runs"),
+    "disable_detokenize": BenchOption(False, "tokens only", bool),
+    "output_json": BenchOption(None, "file for the result", Path),
 }
 ABOUT = "The time from a batch of prompts to all of its answers."
 
 
 def main(argv: Sequence[str]) -> int:
     # The same prompts again and again: a prefix cache would answer for the model.
-    given = read("latency", ABOUT, OWN, argv, {"enable_prefix_caching": False})
-    return told("latency", lambda: measure(given))
+    given = parse_args("latency", ABOUT, OWN, argv, {"enable_prefix_caching": False})
+    return run_command("latency", lambda: measure(given))
 
 
-def measure(given: Given) -> int:
+def measure(given: BenchArgs) -> int:
     own = given.own
     with start(given.engine) as llm:
         run = _work(llm, given)
@@ -57,7 +66,7 @@ def measure(given: Given) -> int:
     return 0
 
 
-def _work(llm: object, given: Given) -> Callable[[], object]:
+def _work(llm: object, given: BenchArgs) -> Callable[[], object]:
     from quire.api.llm import LLM
     from quire.protocol.params import BeamSearchParams, SamplingParams
 

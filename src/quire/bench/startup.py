@@ -19,14 +19,23 @@ from typing import Any
 import tqdm
 
 from quire import env
-from quire.bench.cli import Given, Own, keep, percentiles, prompts, read, start, told
+from quire.bench.cli import (
+    BenchArgs,
+    BenchOption,
+    keep,
+    parse_args,
+    percentiles,
+    prompts,
+    run_command,
+    start,
+)
 from quire.errors import StartupError
 
 OWN = {
-    "num_iters_cold": Own(3, "cold starts"),
-    "num_iters_warmup": Own(1, "warm starts before, which do not count"),
-    "num_iters_warm": Own(3, "warm starts"),
-    "output_json": Own(None, "file for the result", Path),
+    "num_iters_cold": BenchOption(3, "cold starts"),
+    "num_iters_warmup": BenchOption(1, "warm starts before, which do not count"),
+    "num_iters_warm": BenchOption(3, "warm starts"),
+    "output_json": BenchOption(None, "file for the result", Path),
 }
 ABOUT = "The time that a new process needs until the model is ready and until its first token."
 READY, TOKEN = "ready", "token"
@@ -36,8 +45,8 @@ PATIENCE_S = 600
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--child"]:
         return child(json.loads(argv[1]))
-    given = read("startup", ABOUT, OWN, argv)
-    return told("startup", lambda: measure(given))
+    given = parse_args("startup", ABOUT, OWN, argv)
+    return run_command("startup", lambda: measure(given))
 
 
 def child(keywords: dict[str, Any]) -> int:
@@ -74,7 +83,7 @@ def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
     return times[READY], times[TOKEN]
 
 
-def measure(given: Given) -> int:
+def measure(given: BenchArgs) -> int:
     own, keywords = given.own, given.engine
     found: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     for _ in tqdm.trange(own["num_iters_cold"], desc="cold starts"):

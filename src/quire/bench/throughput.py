@@ -12,31 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.cli import Given, Own, keep, prompts, read, start, told
+from quire.bench.cli import BenchArgs, BenchOption, keep, parse_args, prompts, run_command, start
 from quire.bench.serve import datasets
 from quire.errors import ConfigError, QuireError
 from quire.frontend.outputs import error_of
 
 OWN = {
-    "backend": Own("quire", "quire (vllm means the same)", str),
-    "dataset_name": Own("random", "random, sharegpt or custom", str),
-    "dataset_path": Own(None, "file of prompts", Path),
-    "input_len": Own(1024, "tokens of each made-up prompt"),
-    "output_len": Own(None, "tokens of each answer (unset: 128, or what the file says)"),
-    "num_prompts": Own(1000, "prompts"),
-    "n": Own(1, "answers of each prompt"),
-    "disable_detokenize": Own(False, "tokens only", bool),
-    "output_json": Own(None, "file for the result", Path),
+    "backend": BenchOption("quire", "quire (vllm means the same)", str),
+    "dataset_name": BenchOption("random", "random, sharegpt or custom", str),
+    "dataset_path": BenchOption(None, "file of prompts", Path),
+    "input_len": BenchOption(1024, "tokens of each made-up prompt"),
+    "output_len": BenchOption(None, "tokens of each answer (unset: 128, or what the file says)"),
+    "num_prompts": BenchOption(1000, "prompts"),
+    "n": BenchOption(1, "answers of each prompt"),
+    "disable_detokenize": BenchOption(False, "tokens only", bool),
+    "output_json": BenchOption(None, "file for the result", Path),
 }
 ABOUT = "Requests and tokens a second when all prompts are there at once."
 
 
 def main(argv: Sequence[str]) -> int:
-    given = read("throughput", ABOUT, OWN, argv)
-    return told("throughput", lambda: measure(given))
+    given = parse_args("throughput", ABOUT, OWN, argv)
+    return run_command("throughput", lambda: measure(given))
 
 
-def measure(given: Given) -> int:
+def measure(given: BenchArgs) -> int:
     from quire.protocol.params import SamplingParams
 
     own = given.own
@@ -84,7 +84,7 @@ def _prompts(llm: Any, own: dict[str, Any]) -> tuple[list[Any], list[int]]:
     if own["dataset_name"] == "random":
         return prompts(llm, count, own["input_len"]), [output or 128] * count
     cutter = datasets.LocalCutter(llm.get_tokenizer(), "the model's")
-    wanted = datasets.Wanted(
+    wanted = datasets.DatasetOptions(
         own["dataset_name"], count, 0, path=own["dataset_path"], output_len=output or 128, fixed_output=output
     )  # fmt: skip
     made = asyncio.run(datasets.make(wanted, cutter))

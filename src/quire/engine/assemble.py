@@ -31,9 +31,9 @@ from quire.features.structured.compile import Compiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.block_hash import Hasher
-from quire.kvcache.block_metrics import WatchedPool
+from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
-from quire.kvcache.layout import Layout, layout
+from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
@@ -177,7 +177,7 @@ def build_compiler(resolved: Resolved) -> Compiler:
 
 
 def build_scheduler(
-    resolved: Resolved, about: WorkerFacts, cut: Layout, gates: Sequence[Gate]
+    resolved: Resolved, about: WorkerFacts, cut: CacheLayout, gates: Sequence[Gate]
 ) -> Scheduler:
     asked = resolved.asked.scheduler
     caching = resolved.prefix_caching and about.prefix_caching
@@ -210,7 +210,7 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
     if not observe.kv_cache_metrics:
         return BlockPool(num_blocks, num_groups)
     bounds = buckets("kv_cache_residency", 0, checked(observe.custom_histogram_buckets))
-    return WatchedPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
+    return ObservedBlockPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
 
 
 # -- the back room --------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class EngineCore:
             finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
             deferred=scheduler.deferred,
-            residency=kv.pool.told(),
+            residency=kv.pool.stats(),
             state=self.state,
             counts=dict(self.counts),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.config.engine import Resolved
 from quire.errors import NotEnoughMemory
-from quire.kvcache.layout import Layout, layout
+from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.models.checkpoint_files import Stored, in_memory, stored
 from quire.models.transformers.modes import check_own_cache
@@ -31,7 +31,7 @@ class MemoryPlan:
     share: float  # gpu_memory_utilization
     weights: int
     activations: int
-    layout: Layout
+    layout: CacheLayout
     num_blocks: int  # that requests can use: the null block comes on top
     max_model_len: int
     max_num_seqs: int

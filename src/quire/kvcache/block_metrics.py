@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from quire.kvcache.block_pool import BlockPool
 
 
-class Counted:
+class BlockHistogram:
     """Values by bucket."""
 
     def __init__(self, bounds: Sequence[float]):
@@ -31,7 +31,7 @@ class Counted:
         self.sum += value
 
     @property
-    def told(self) -> list[float]:
+    def stats(self) -> list[float]:
         return [*map(float, self.counts), self.sum]
 
 
@@ -43,7 +43,7 @@ class Stay:
     used: float
 
 
-class WatchedPool(BlockPool):
+class ObservedBlockPool(BlockPool):
     """Watches a `share` of all blocks that are taken. Content that nobody could have found again is not counted."""
 
     def __init__(
@@ -59,7 +59,7 @@ class WatchedPool(BlockPool):
         self.watch_share, self.clock = share, clock
         self.draw = random.Random(seed)
         self.stays: dict[int, Stay] = {}
-        self.lifetime, self.idle, self.gap = (Counted(bounds) for _ in range(3))
+        self.lifetime, self.idle, self.gap = (BlockHistogram(bounds) for _ in range(3))
 
     def take(self) -> int:
         block = super().take()
@@ -94,5 +94,5 @@ class WatchedPool(BlockPool):
         super().forget_all()
         self.stays.clear()
 
-    def told(self) -> dict[str, list[float]]:
-        return {"lifetime": self.lifetime.told, "idle": self.idle.told, "gap": self.gap.told}
+    def stats(self) -> dict[str, list[float]]:
+        return {"lifetime": self.lifetime.stats, "idle": self.idle.stats, "gap": self.gap.stats}

@@ -81,7 +81,7 @@ class BlockPool:
         for table in self.by_hash:
             table.clear()
 
-    def told(self) -> dict[str, list[float]]:
+    def stats(self) -> dict[str, list[float]]:
         """What was seen of blocks' lives, by `block_metrics.py`; nothing here."""
         return {}
 

@@ -21,7 +21,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CacheLayout:
     """How the KV cache of a model is cut."""
 
     groups: tuple[CacheGroup, ...]
@@ -52,7 +52,7 @@ def most_blocks(
     return total
 
 
-def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> Layout:
+def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> CacheLayout:
     """Group layers 0 .. len(specs) - 1. A window that no request can outgrow counts as full attention."""
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -69,7 +69,7 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> L
         alike[0].spec.bytes_per_token * max(len(group.layers) for group in alike)
         for alike in by_shape(groups).values()
     )
-    return Layout(tuple(groups), block_size, cost * block_size)
+    return CacheLayout(tuple(groups), block_size, cost * block_size)
 
 
 def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], list[CacheGroup]]:

@@ -17,7 +17,7 @@ from quire.forward_context import current_batch
 from quire.kvcache.specs import CacheSpec, WindowSpec
 
 
-class Unturned(NamedTuple):
+class QKNormRope(NamedTuple):
     """What is still to be done to queries and keys."""
 
     interleaved: bool  # pairs of neighbours turn
@@ -79,12 +79,12 @@ class Attention(nn.Module):
         meta = self._meta()
         return self.backend.attend(self, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
 
-    def unturned(
+    def fused_rope(
         self,
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKE: Tensor,
-        how: Unturned,
+        how: QKNormRope,
         angles: tuple[Tensor, Tensor],
     ) -> Tensor | None:
         """As `forward`, of queries and keys that are neither normed nor turned yet, by backends that do all in one pass.

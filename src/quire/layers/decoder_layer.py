@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.layers.attention import Attention, Unturned
+from quire.layers.attention import Attention, QKNormRope
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary
@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
         v_TKD = v.unflatten(-1, (self.kv_heads, self.size))
         if self.rope:
-            o_THD = self.attend.unturned(q_THD, k_TKD, v_TKD, self._unturned(), angles)
+            o_THD = self.attend.fused_rope(q_THD, k_TKD, v_TKD, self._unturned(), angles)
             if o_THD is not None:
                 return self.o_proj(o_THD.flatten(-2))
         if self.q_norm is not None and self.k_norm is not None:
@@ -75,11 +75,11 @@ class SelfAttention(nn.Module):
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
         return self.o_proj(self.attend(q_THD, k_TKD, v_TKD).flatten(-2))
 
-    def _unturned(self) -> Unturned:
+    def _unturned(self) -> QKNormRope:
         if self.q_norm is None or self.k_norm is None:
-            return Unturned(self.interleaved)
+            return QKNormRope(self.interleaved)
         q, k = self.q_norm, self.k_norm
-        return Unturned(self.interleaved, q.weight, k.weight, q.eps, q.plus_one)
+        return QKNormRope(self.interleaved, q.weight, k.weight, q.eps, q.plus_one)
 
 
 class GatedMLP(nn.Module):

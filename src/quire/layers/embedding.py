@@ -33,7 +33,7 @@ class Head(Layer):
     """Logits. With `tied`, the embedding's table is also the head's, and the checkpoint has it once."""
 
     weight: Tensor
-    can_wait = True
+    may_defer = True
 
     def __init__(
         self, num_words: int, size: int, *, tied: Embedding | None = None, bias: bool = False

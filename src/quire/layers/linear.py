@@ -13,41 +13,41 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.layers.weight_slots import Layer, Slot, set_parameter
+from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.reference import linear, silu_and_mul
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a scheme.
 
-    `dim` runs along the outputs, `per` of them to an element (of each part of the layer, the last may be begun only).
-    `each`: a tensor that every part has, whatever its outputs; the parameter holds them one after the other.
+    `dim` runs along the outputs, `pack_factor` of them to an element (of each part of the layer, the last may be begun only).
+    `per_part`: a tensor that every part has, whatever its outputs; the parameter holds them one after the other.
     `optional`: not every checkpoint has it; it then stays on "meta".
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int = 0
-    per: int = 1
-    each: bool = False
+    pack_factor: int = 1
+    per_part: bool = False
     optional: bool = False
 
     def lengths(self, outputs: Sequence[int]) -> list[int]:
         """Of the tensor of each part, along `dim`."""
-        return [1 if self.each else -(-part // self.per) for part in outputs]
+        return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
     def whole(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """Shape of the parameter that holds all parts."""
         total = sum(self.lengths(outputs))
-        if self.each:
+        if self.per_part:
             return (total, *self.shape)
         return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])
 
 
-class Scheme(Protocol):
+class LinearMethod(Protocol):
     """How the weights of a linear layer are stored, and how x is multiplied by them."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         """Name (of the parameter, and the last part of the checkpoint's name) -> what it is."""
         ...
 
@@ -64,11 +64,11 @@ class Scheme(Protocol):
         ...
 
 
-class Plain:
+class UnquantizedLinearMethod:
     """Weights as they are."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
-        return {"weight": Stored((num_out, num_in), dtype)}
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return {"weight": StoredTensor((num_out, num_in), dtype)}
 
     def after_load(self, layer: Linear) -> None:
         pass
@@ -80,7 +80,7 @@ class Plain:
         return silu_and_mul(self.apply(layer, x_TI))
 
 
-PLAIN = Plain()
+UNQUANTIZED = UnquantizedLinearMethod()
 
 
 class Linear(Layer):
@@ -95,7 +95,7 @@ class Linear(Layer):
 
     weight: Tensor
     bias: Tensor | None
-    can_wait = True
+    may_defer = True
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class Linear(Layer):
             self.new("bias", self.num_out)
         else:
             self.bias = None
-        self.use(PLAIN)
+        self.use(UNQUANTIZED)
 
-    def use(self, scheme: Scheme) -> None:
+    def use(self, scheme: LinearMethod) -> None:
         """Store weights another way. Only before they are loaded."""
         for name in [n for n in self._parameters if n != "bias"]:
             delattr(self, name)
-        self.scheme = scheme
+        self.quant_method = scheme
         self.layout = dict(scheme.stored(self.num_in, self.num_out, self.dtype))
         for name, stored in self.layout.items():
             shape = stored.whole(self.outputs)
@@ -134,34 +134,36 @@ class Linear(Layer):
         """Of each part; of itself, if it has none."""
         return list(self.parts.values()) or [self.num_out]
 
-    def slots(self, path: str) -> dict[str, Slot]:
+    def slots(self, path: str) -> dict[str, WeightSlot]:
         layout = dict(self.layout)
         if self.bias is not None:
-            layout["bias"] = Stored((self.num_out,), self.dtype)
+            layout["bias"] = StoredTensor((self.num_out,), self.dtype)
         if not self.parts:
             return {
-                f"{path}.{name}": Slot(self, name, each=stored.each, optional=stored.optional)
+                f"{path}.{name}": WeightSlot(
+                    self, name, per_part=stored.per_part, optional=stored.optional
+                )
                 for name, stored in layout.items()
             }
         parent = path.rpartition(".")[0]
         found = {}
         for name, stored in layout.items():
             if self.packed:
-                whole = Slot(self, name, each=stored.each, optional=stored.optional)
+                whole = WeightSlot(self, name, per_part=stored.per_part, optional=stored.optional)
                 found[f"{parent}.{self.packed}.{name}"] = whole
-            start, dim = 0, 0 if stored.each else stored.dim
+            start, dim = 0, 0 if stored.per_part else stored.dim
             for part, length in zip(self.parts, stored.lengths(self.outputs), strict=True):
-                slot = Slot(self, name, dim, start, length, stored.each, stored.optional)
+                slot = WeightSlot(self, name, dim, start, length, stored.per_part, stored.optional)
                 found[f"{parent}.{part}.{name}"] = slot
                 start += length
         return found
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self.scheme.apply(self, x_TI)
+        return self.quant_method.apply(self, x_TI)
 
     def silu_gated(self, x_TI: Tensor) -> Tensor:
         """silu(first half) * second half of the outputs."""
-        return self.scheme.silu_gated(self, x_TI)
+        return self.quant_method.silu_gated(self, x_TI)
 
     def extra_repr(self) -> str:
         return f"{self.num_in} -> {self.parts or self.num_out}, bias={self.bias is not None}"

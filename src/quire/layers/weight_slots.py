@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from quire.errors import ConfigError
 
 
-class Slot(NamedTuple):
+class WeightSlot(NamedTuple):
     """Where one checkpoint tensor goes: a whole parameter, or `length` of dimension `dim` from `start`.
 
-    `each`: the parameter has one entry a part of the layer. `optional`: it may stay empty.
+    `per_part`: the parameter has one entry a part of the layer. `optional`: it may stay empty.
     """
 
     layer: nn.Module
@@ -25,7 +25,7 @@ class Slot(NamedTuple):
     dim: int | None = None
     start: int = 0
     length: int = 0
-    each: bool = False
+    per_part: bool = False
     optional: bool = False
 
     def shape(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Slot(NamedTuple):
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
         """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made. A part of one, and
-        one to be converted for a layer that `can_wait`, waits in the CPU's memory, which is a mapped file's as a rule, until
+        one to be converted for a layer that `may_defer`, waits in the CPU's memory, which is a mapped file's as a rule, until
         the layer's `join`: copies of a whole model at once would cost what the model does.
 
         Raises:
@@ -51,8 +51,8 @@ class Slot(NamedTuple):
             )
         layer, is_part, converts = self.layer, self.dim is not None, tensor.dtype != into.dtype
         here = device.type == "cpu"
-        if here and isinstance(layer, Layer) and (is_part or (converts and layer.can_wait)):
-            layer.waiting = (*layer.waiting, (self, tensor))
+        if here and isinstance(layer, Layer) and (is_part or (converts and layer.may_defer)):
+            layer.deferred = (*layer.deferred, (self, tensor))
         else:
             self.put(tensor, device)
 
@@ -75,7 +75,7 @@ class Slot(NamedTuple):
         if _without_ones(tensor.shape) == _without_ones(want):
             return tensor.reshape(want)
         if (
-            self.each
+            self.per_part
             and self.dim is None
             and _without_ones(tensor.shape) == _without_ones(want[1:])
         ):
@@ -106,21 +106,22 @@ def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
 class Layer(nn.Module):
     """A module with weights of its own."""
 
-    waiting: tuple[tuple[Slot, Tensor], ...] = ()  # what came and is not in its place yet
-    can_wait = (
+    deferred: tuple[tuple[WeightSlot, Tensor], ...] = ()  # what came and is not in its place yet
+    may_defer = (
         False  # whether what has to be converted may wait: nobody asks for it before the `join`
     )
 
     def join(self) -> None:
         """Put what waits into its places, in memory of its own."""
-        waiting, self.waiting = self.waiting, ()
+        waiting, self.deferred = self.deferred, ()
         for slot, tensor in waiting:
             slot.put(tensor, torch.device("cpu"))
 
-    def slots(self, path: str) -> dict[str, Slot]:
+    def slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoint name -> slot, for a layer at `path` in the model. By default its parameters' own names."""
         return {
-            f"{path}.{name}": Slot(self, name) for name, _ in self.named_parameters(recurse=False)
+            f"{path}.{name}": WeightSlot(self, name)
+            for name, _ in self.named_parameters(recurse=False)
         }
 
     def new(self, name: str, *shape: int) -> None:
@@ -128,9 +129,9 @@ class Layer(nn.Module):
         set_parameter(self, name, torch.empty(*shape))
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
+def slots_of(model: nn.Module) -> dict[str, WeightSlot]:
     """Checkpoint name -> where it goes, of every layer of the model."""
-    found: dict[str, Slot] = {}
+    found: dict[str, WeightSlot] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Layer):
             found.update(layer.slots(path))

@@ -30,15 +30,15 @@ from quire.config.engine import Resolved
 from quire.config.quantized import APART, BYTES, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
-from quire.layers.linear import PLAIN, Linear
-from quire.layers.weight_slots import Layer, Slot, slots_of
+from quire.layers.linear import UNQUANTIZED, Linear
+from quire.layers.weight_slots import Layer, WeightSlot, slots_of
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
 from quire.models.checkpoint_files import tensors, weight_files
 from quire.models.dummy_weights import random_tensors
 from quire.models.hf import WRAPPED, TextConfig
-from quire.models.load_memory import let_go, separate_blocks
+from quire.models.load_memory import release_file_pages, separate_blocks
 from quire.models.offload import Offload
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
@@ -197,7 +197,7 @@ def _with_weights(
     if "native" in platform.kernels:
         fuse_model(model)
         # Little of them is still in use: norms, the table of embeddings.
-        let_go(files, (*model.parameters(), *model.buffers()))
+        release_file_pages(files, (*model.parameters(), *model.buffers()))
     return source
 
 
@@ -294,9 +294,9 @@ def fill(
             "%d tensors of the checkpoint are not used: %s", len(outside), _some(outside)
         )
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.scheme is not PLAIN:
+        if isinstance(layer, Linear) and layer.quant_method is not UNQUANTIZED:
             layer.join()
-            layer.scheme.after_load(layer)
+            layer.quant_method.after_load(layer)
 
 
 class _Whole:
@@ -305,17 +305,17 @@ class _Whole:
     def __init__(self) -> None:
         self.left: dict[nn.Module, int] = {}
 
-    def takes(self, slot: Slot) -> bool:
+    def takes(self, slot: WeightSlot) -> bool:
         """Whether its layer is whole with this."""
         layer = slot.layer
-        if not isinstance(layer, Linear) or layer.scheme is not PLAIN:
+        if not isinstance(layer, Linear) or layer.quant_method is not UNQUANTIZED:
             return False
         numbers = sum(math.prod(p.shape) for p in layer.parameters())
         self.left[layer] = self.left.get(layer, numbers) - math.prod(slot.shape())
         return self.left[layer] == 0
 
 
-def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
+def _own_name(called: str, slots: Mapping[str, WeightSlot]) -> str:
     """The name as a text model that stands alone has it."""
     if called in slots:
         return called
@@ -339,7 +339,7 @@ def _of_the_decoder(name: str, num_layers: int) -> bool:
 
 def _settle_head(
     model: nn.Module,
-    slots: dict[str, Slot],
+    slots: dict[str, WeightSlot],
     filled: set[str],
     aside: Mapping[str, Tensor],
     device: torch.device,
@@ -362,10 +362,10 @@ def _settle_head(
     vocab, size = own.shape
     with construction(own.dtype):
         model.lm_head = Head(vocab, size)
-    Slot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
+    WeightSlot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
 
 
-def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
+def _missing(slots: Mapping[str, WeightSlot], filled: set[str]) -> list[str]:
     """Names of what no tensor came for. A parameter is whole by one tensor, or by all of its parts."""
     by_parameter: dict[tuple[int, str], list[str]] = {}
     for name, slot in slots.items():

@@ -42,7 +42,7 @@ def separate_blocks() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def let_go(files: Iterable[str | Path], held: Iterable[Tensor]) -> int:
+def release_file_pages(files: Iterable[str | Path], held: Iterable[Tensor]) -> int:
     """Give back what was read of mapped files; how many bytes. They stay mapped, and in the system's cache.
 
     Only mappings in which one of the tensors `held` lies: another may be gone, and its place another thread's, before

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
-from quire.quantization.base import Made
+from quire.quantization.base import PreparedLinearMethod
 
 log = get_logger(__name__)
 
@@ -115,8 +115,8 @@ def parts_of(layer: nn.Module) -> list[_Part]:
     found = []
     for linear in linears(layer):
         found += [_Part(linear, name, p.data) for name, p in linear.named_parameters() if not p.is_meta]  # fmt: skip
-        if isinstance(linear.scheme, Made):
-            weight = linear.scheme.weight
+        if isinstance(linear.quant_method, PreparedLinearMethod):
+            weight = linear.quant_method.weight
             found += [_Part(weight, n, t) for n, t in vars(weight).items() if isinstance(t, Tensor)]
     return found
 

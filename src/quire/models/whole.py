@@ -14,25 +14,25 @@ import torch
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
 from quire.quantization.base import Weight
-from quire.quantization.bf16_packed import Packed
-from quire.quantization.fused import AllFused, ToldWeight
+from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.fused import CWeight, FusedDecoder
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class ToldModel(ctypes.Structure):
+class CModel(ctypes.Structure):
     """`Model` of kernels/step.h. `alive` keeps what it points to."""
 
     alive: tuple[Any, ...]
     _fields_: ClassVar[Sequence[Any]] = [
-        ("head", ToldWeight),
+        ("head", CWeight),
         *((name, _P) for name in ("layers", "groups", "cos", "sin", "norm", "table")),
         *((name, _L) for name in ("count", "num_groups", "positions", "pairs", "packed", "vocab")),
         ("eps", _F),
     ]
 
 
-def told(model: object) -> ToldModel | None:
+def native_model(model: object) -> CModel | None:
     """None if some part of it is not one that the kernels have, or its cache is not there yet."""
     if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
         return None
@@ -40,13 +40,13 @@ def told(model: object) -> ToldModel | None:
         return None
     decoder = model.model
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
-    if table is None or head is None or not isinstance(fused, AllFused):
+    if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None
     angles = decoder.rotary.table()
     if not fused.ready(angles, decoder.norm) or fused.told is None or fused.groups is None:
         return None
     cos_LP, sin_LP = (part.float().contiguous() for part in angles)
-    found = ToldModel(
+    found = CModel(
         head, ctypes.addressof(fused.told), ctypes.addressof(fused.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),
         decoder.norm.weight.data_ptr(), table[0],
         len(fused.layers), len(fused.firsts), *cos_LP.shape, table[1], model.vocab_size, decoder.norm.eps,
@@ -62,15 +62,15 @@ def _table(embedding: Embedding) -> tuple[int, bool] | None:
     weight = embedding.weight
     if embedding.rows is not None:
         packed = getattr(embedding.rows, "__self__", None)
-        return (packed.address, True) if isinstance(packed, Packed) else None
+        return (packed.address, True) if isinstance(packed, PackedBf16Weight) else None
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
     return (weight.data_ptr(), False) if fits else None
 
 
-def _head(head: Head) -> ToldWeight | None:
+def _head(head: Head) -> CWeight | None:
     weight = getattr(head.multiply, "__self__", None)
     if type(head) is not Head or head.bias is not None or not isinstance(weight, Weight):
         return None
     if weight.kernels is None or weight.gated:
         return None
-    return ToldWeight(**weight.told(), outs=weight.padded, ins=weight.ins)
+    return CWeight(**weight.told(), outs=weight.padded, ins=weight.ins)

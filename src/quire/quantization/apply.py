@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from quire.config.quantized import Quantized
 from quire.errors import Unsupported
 from quire.layers.embedding import Embedding, Head
-from quire.layers.linear import PLAIN, Linear
+from quire.layers.linear import UNQUANTIZED, Linear
 from quire.ops.cpu.bindings import best
 from quire.quantization.awq import Awq
-from quire.quantization.base import Made, Weight, let_go, settle
-from quire.quantization.bf16_packed import Packed
-from quire.quantization.checkpoint_scheme import AsStored, Make, kernels_for
+from quire.quantization.base import PreparedLinearMethod, Weight, free_weight, install_weight
+from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, Make, kernels_for
 from quire.quantization.compressed_tensors import CompressedInt8, CompressedPacked
 from quire.quantization.fp8 import Float8Weight
 from quire.quantization.fp8_checkpoint import Float8, Float8Kept
@@ -49,7 +49,7 @@ APART: dict[str, Make] = {
 HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
 """The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""
 
-FORMATS: dict[str, type[AsStored]] = {
+FORMATS: dict[str, type[CheckpointLinearMethod]] = {
     "gptq": Gptq,
     "awq": Awq,
     "ct-int": CompressedInt8,
@@ -99,9 +99,11 @@ def quantize_layer(layer: Linear, name: str, apart: bool = True) -> None:
     """Make one plain linear as `name` says."""
     layer.join()
     if apart:  # kernels of the CPU are not asked for: they may have to be compiled first
-        settle(layer, APART[name](layer.weight, layer.silu, None))
+        install_weight(layer, APART[name](layer.weight, layer.silu, None))
     else:
-        settle(layer, ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype)))
+        install_weight(
+            layer, ONLINE[name](layer.weight, layer.silu, kernels_for(layer.weight.dtype))
+        )
 
 
 def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
@@ -111,7 +113,7 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
     """
     count = 0
     for layer in largest_first(model):
-        if isinstance(layer, Linear) and layer.scheme is PLAIN:
+        if isinstance(layer, Linear) and layer.quant_method is UNQUANTIZED:
             quantize_layer(layer, name, apart)
             count += 1
         elif isinstance(layer, Head) and layer.plain and not apart:
@@ -120,7 +122,7 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
             weight = HEADS[name](layer.table_VD, False, kernels)  # no name for the table: it goes
             layer.multiply = weight.multiply
             if layer.table is layer:
-                let_go(layer, weight.outs, weight.ins)
+                free_weight(layer, weight.outs, weight.ins)
             count += 1
     return count
 
@@ -131,19 +133,19 @@ def pack_model(model: nn.Module) -> int:
     if kernels is None:
         return 0
     count = 0
-    tables: dict[int, Packed] = {}
+    tables: dict[int, PackedBf16Weight] = {}
     for layer in largest_first(model):
-        if isinstance(layer, Linear) and layer.scheme is PLAIN:
+        if isinstance(layer, Linear) and layer.quant_method is UNQUANTIZED:
             layer.join()
-            if Packed.takes(layer.weight, layer.silu):
-                settle(layer, Packed(kernels, layer.weight, layer.silu))
+            if PackedBf16Weight.takes(layer.weight, layer.silu):
+                install_weight(layer, PackedBf16Weight(kernels, layer.weight, layer.silu))
                 count += 1
         elif isinstance(layer, Head) and layer.plain:
             layer.join()
-            if Packed.takes(layer.table_VD):
-                tables[id(layer.table)] = packed = Packed(kernels, layer.table_VD)
+            if PackedBf16Weight.takes(layer.table_VD):
+                tables[id(layer.table)] = packed = PackedBf16Weight(kernels, layer.table_VD)
                 layer.multiply = packed.multiply
-                let_go(layer.table, packed.outs, packed.ins)
+                free_weight(layer.table, packed.outs, packed.ins)
                 count += 1
     for layer in model.modules():
         if isinstance(layer, Embedding) and id(layer) in tables:
@@ -154,9 +156,9 @@ def pack_model(model: nn.Module) -> int:
 def made_weights(model: nn.Module) -> list[Weight]:
     """Of linears and heads that are multiplied in a form of their own."""
     weights = [
-        m.scheme.weight
+        m.quant_method.weight
         for m in model.modules()
-        if isinstance(m, Linear) and isinstance(m.scheme, Made)
+        if isinstance(m, Linear) and isinstance(m.quant_method, PreparedLinearMethod)
     ]
     return weights + [
         w

@@ -8,26 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, Stored
-from quire.quantization.checkpoint_scheme import AsStored, become_grouped
+from quire.layers.linear import Linear, StoredTensor
+from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, become_grouped
 from quire.quantization.group_quant import fields
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of eight lies in field PLACES[i] of their word."""
 
 
-class Awq(AsStored):
+class Awq(CheckpointLinearMethod):
     """qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         groups = num_in // (self.layout.group if self.layout.group > 0 else num_in)
         return {
-            "qweight": Stored((num_in, num_out // 8), torch.int32, dim=1, per=8),
-            "qzeros": Stored((groups, num_out // 8), torch.int32, dim=1, per=8),
-            "scales": Stored((groups, num_out), torch.float32, dim=1),
+            "qweight": StoredTensor((num_in, num_out // 8), torch.int32, dim=1, pack_factor=8),
+            "qzeros": StoredTensor((groups, num_out // 8), torch.int32, dim=1, pack_factor=8),
+            "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
         }
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         q_OI, zero_OG = (_outputs(layer.get_parameter(name)) for name in ("qweight", "qzeros"))
         scale_OG = layer.get_parameter("scales").data.T
         become_grouped(layer, q_OI, scale_OG, zero_OG, 4, apart=self.apart)

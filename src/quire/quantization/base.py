@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.layers.linear import Linear, Plain
+from quire.layers.linear import Linear, UnquantizedLinearMethod
 from quire.layers.weight_slots import set_parameter
 from quire.ops.cpu.bindings import Kernels
 
@@ -77,7 +77,7 @@ class Weight:
         raise NotImplementedError
 
 
-def by_triton(x: Tensor) -> bool:
+def runs_triton(x: Tensor) -> bool:
     """Do Triton's kernels run where x is?"""
     try:
         from quire.ops.triton.launch import runs_on
@@ -86,7 +86,7 @@ def by_triton(x: Tensor) -> bool:
     return runs_on(x)
 
 
-class Made(Plain):
+class PreparedLinearMethod(UnquantizedLinearMethod):
     """The scheme of a linear that has a `Weight`."""
 
     def __init__(self, weight: Weight):
@@ -98,18 +98,18 @@ class Made(Plain):
     silu_gated = apply
 
 
-def settle(layer: Linear, weight: Weight) -> None:
+def install_weight(layer: Linear, weight: Weight) -> None:
     """From now on the linear multiplies by `weight`; what it held before is let go."""
-    layer.scheme = Made(weight)
+    layer.quant_method = PreparedLinearMethod(weight)
     bias = weight.whole(layer.bias)
     if bias is not None and bias is not layer.bias:
         set_parameter(layer, "bias", bias)
     for name in [n for n in layer._parameters if n not in ("bias", "weight")]:
         delattr(layer, name)
-    let_go(layer, weight.outs, weight.ins)
+    free_weight(layer, weight.outs, weight.ins)
 
 
-def let_go(layer: nn.Module, outs: int, ins: int) -> None:
+def free_weight(layer: nn.Module, outs: int, ins: int) -> None:
     """The layer's own weight becomes a shape without memory."""
     dtype = getattr(layer, "dtype", None) or layer.get_parameter("weight").dtype
     set_parameter(layer, "weight", torch.empty(outs, ins, dtype=dtype, device="meta"))

@@ -15,7 +15,7 @@ from quire.ops.cpu.bindings import Kernels
 from quire.quantization.base import PANEL, Weight
 
 
-class Packed(Weight):
+class PackedBf16Weight(Weight):
     """O is filled up to whole panels."""
 
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):

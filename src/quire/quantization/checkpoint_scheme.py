@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.config.quantized import Layout
-from quire.layers.linear import PLAIN, Linear, Plain, Stored
+from quire.layers.linear import UNQUANTIZED, Linear, StoredTensor, UnquantizedLinearMethod
 from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels, best
-from quire.quantization.base import Weight, settle
+from quire.quantization.base import Weight, install_weight
 from quire.quantization.group_quant import in_order, scattered
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -28,8 +28,8 @@ log = get_logger(__name__)
 Make = Callable[[Tensor, bool, Kernels | None], Weight]
 
 
-class AsStored(Plain):
-    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`become`).
+class CheckpointLinearMethod(UnquantizedLinearMethod):
+    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`convert`).
 
     `apart`: for a device of its own.
     """
@@ -41,15 +41,15 @@ class AsStored(Plain):
         """Of the CPU. Elsewhere they are not asked for: they may have to be compiled first."""
         return None if self.apart else kernels_for(layer.dtype)
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         raise NotImplementedError
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         """Give the layer its lasting scheme."""
         raise NotImplementedError
 
     def after_load(self, layer: Linear) -> None:
-        self.become(layer)
+        self.convert(layer)
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
@@ -78,14 +78,16 @@ def become_grouped(
     if found is None or (apart and not FewBitsWeight.takes(found.group)):
         _become_plain(layer, q_OI, scale_OG, zero_OG, groups_PI)
     elif apart:
-        settle(layer, FewBitsWeight(found, 4 if bits <= 4 else 8, layer.silu))
+        install_weight(layer, FewBitsWeight(found, 4 if bits <= 4 else 8, layer.silu))
     elif bits <= 4:
-        settle(layer, Int4Weight(found.finer(), layer.silu, kernels))
+        install_weight(layer, Int4Weight(found.finer(), layer.silu, kernels))
     elif found.scale_OG.shape[1] == 1 and bool((found.zero_OG == 128).all()):
         q_OI = (q_OI.short() - 128).to(torch.int8)
-        settle(layer, Int8Weight(q_OI, found.scale_OG[:, 0].contiguous(), layer.silu, kernels))
+        install_weight(
+            layer, Int8Weight(q_OI, found.scale_OG[:, 0].contiguous(), layer.silu, kernels)
+        )
     else:
-        settle(layer, Int8Weight.of(found.dequantized(), layer.silu, kernels))
+        install_weight(layer, Int8Weight.of(found.dequantized(), layer.silu, kernels))
 
 
 def _become_plain(
@@ -105,7 +107,7 @@ def _become_plain(
     for name in [n for n in layer._parameters if n != "bias"]:
         delattr(layer, name)
     set_parameter(layer, "weight", torch.cat(parts).to(layer.dtype))
-    layer.scheme = PLAIN
+    layer.quant_method = UNQUANTIZED
 
 
 def held(layer: Linear, name: str) -> Tensor | None:

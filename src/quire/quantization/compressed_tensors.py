@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, Stored
-from quire.quantization.base import settle
+from quire.layers.linear import Linear, StoredTensor
+from quire.quantization.base import install_weight
 from quire.quantization.checkpoint_scheme import (
-    AsStored,
+    CheckpointLinearMethod,
     become_grouped,
     by_output,
     held,
@@ -23,45 +23,45 @@ from quire.quantization.int8 import Int8Weight
 from quire.quantization.int8_codes import Int8Codes
 
 
-class CompressedInt8(AsStored):
+class CompressedInt8(CheckpointLinearMethod):
     """weight [O, I] int8, weight_scale [O, 1] or [1]."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {
-            "weight": Stored((num_out, num_in), torch.int8),
+            "weight": StoredTensor((num_out, num_in), torch.int8),
             "weight_scale": scales(self.layout.strategy, num_out),
         }
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         scale_O = scale_by_output(layer, self.layout.strategy)
         weight = layer.get_parameter("weight").data
         if self.apart:
-            settle(layer, Int8Codes(weight, scale_O, layer.silu))
+            install_weight(layer, Int8Codes(weight, scale_O, layer.silu))
         else:
-            settle(layer, Int8Weight(weight, scale_O, layer.silu, self.kernels(layer)))
+            install_weight(layer, Int8Weight(weight, scale_O, layer.silu, self.kernels(layer)))
 
 
-class CompressedPacked(AsStored):
+class CompressedPacked(CheckpointLinearMethod):
     """weight_packed [O, I / n], weight_scale [O, G], weight_zero_point [O / n, G], weight_g_idx [I]; n fields to a word.
 
     Fields and zero points are stored from 0 on: signed ones, moved up by half their range.
     """
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         per = 32 // self.layout.bits
         groups = -(-num_in // self.layout.group) if self.layout.group > 0 else 1
         grouped = self.layout.strategy == "group"
-        zeros = Stored((-(-num_out // per), groups), torch.int32, per=per)
+        zeros = StoredTensor((-(-num_out // per), groups), torch.int32, pack_factor=per)
         return {
-            "weight_packed": Stored((num_out, -(-num_in // per)), torch.int32),
-            "weight_scale": Stored((num_out, groups), torch.float32)
+            "weight_packed": StoredTensor((num_out, -(-num_in // per)), torch.int32),
+            "weight_scale": StoredTensor((num_out, groups), torch.float32)
             if grouped
             else scales(self.layout.strategy, num_out),
-            "weight_g_idx": Stored((num_in,), torch.int32, each=True, optional=True),
+            "weight_g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
             **({} if self.layout.symmetric else {"weight_zero_point": zeros}),
         }
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         bits = self.layout.bits
         q_OI = fields(layer.get_parameter("weight_packed"), bits).flatten(1)[:, : layer.num_in]
         if self.layout.strategy == "group":
@@ -87,11 +87,11 @@ class CompressedPacked(AsStored):
         return torch.cat(parts)
 
 
-def scales(strategy: str, num_out: int) -> Stored:
+def scales(strategy: str, num_out: int) -> StoredTensor:
     """Of a whole tensor, or of each row."""
     if strategy == "tensor":
-        return Stored((1,), torch.float32, each=True)
-    return Stored((num_out, 1), torch.float32)
+        return StoredTensor((1,), torch.float32, per_part=True)
+    return StoredTensor((num_out, 1), torch.float32)
 
 
 def scale_by_output(layer: Linear, strategy: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import Weight, by_triton
+from quire.quantization.base import Weight, runs_triton
 
 log = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class Float8Weight(Weight):
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
-        if not by_triton(x_TI):
+        if not runs_triton(x_TI):
             return self.plainly(x_TI, bias_O)
         from quire.ops.triton import fp8_gemm
 

@@ -10,37 +10,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, Stored
+from quire.layers.linear import Linear, StoredTensor
 from quire.logging import get_logger
-from quire.quantization.base import settle
-from quire.quantization.checkpoint_scheme import AsStored
+from quire.quantization.base import install_weight
+from quire.quantization.checkpoint_scheme import CheckpointLinearMethod
 from quire.quantization.compressed_tensors import scale_by_output, scales
 from quire.quantization.fp8 import WIDTHS, Float8Weight
 
 log = get_logger(__name__)
 
 
-class Float8(AsStored):
+class Float8(CheckpointLinearMethod):
     """weight [O, I] float8_e4m3, weight_scale [1], [O, 1] or by blocks (there it may be called weight_scale_inv)."""
 
     @property
     def scale(self) -> str:
         return "weight_scale_inv" if self.layout.inverse else "weight_scale"
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         high, wide = self.layout.block
         blocks = (-(-num_out // high), -(-num_in // wide))
-        by_block = Stored(blocks, torch.float32, per=high)
+        by_block = StoredTensor(blocks, torch.float32, pack_factor=high)
         found = (
             by_block if self.layout.strategy == "block" else scales(self.layout.strategy, num_out)
         )
         return {
-            "weight": Stored((num_out, num_in), torch.float8_e4m3fn),
+            "weight": StoredTensor((num_out, num_in), torch.float8_e4m3fn),
             self.scale: found,
         }
 
-    def become(self, layer: Linear) -> None:
-        settle(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
+    def convert(self, layer: Linear) -> None:
+        install_weight(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
 
     def floats(self, layer: Linear) -> Tensor:
         """What is stored, [O, I]."""
@@ -68,18 +68,18 @@ class Float8Kept(Float8):
     One scale for a whole part becomes one for each of its rows, so parts with different scales are one matrix.
     """
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         q_OI, strategy = layer.get_parameter("weight").data, self.layout.strategy
         high, wide = self.layout.block
         if strategy != "block":
             weight = Float8Weight(q_OI, scale_by_output(layer, strategy), layer.silu)
         elif wide not in WIDTHS:
             log.warning("blocks of %d inputs are made anew, with a scale a row", wide)
-            settle(layer, Float8Weight.of(self.floats(layer), layer.silu))
+            install_weight(layer, Float8Weight.of(self.floats(layer), layer.silu))
             return
         elif any(width % high for width in layer.outputs[:-1]):
             weight = Float8Weight(q_OI, self.by_row(layer), layer.silu, wide)
         else:
             scale_RG = layer.get_parameter(self.scale).data
             weight = Float8Weight(q_OI, scale_RG, layer.silu, wide, high)
-        settle(layer, weight)
+        install_weight(layer, weight)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.attention.cpu import NativeAttention, Plan, cache_addresses
+from quire.attention.cpu import CpuAttention, CpuStepMetadata, cache_addresses
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import GatedMLP, Layers, PreNormLayer, SelfAttention
@@ -23,12 +23,12 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary
 from quire.ops.cpu.bindings import Kernels, best
-from quire.quantization.base import PANEL, Made
+from quire.quantization.base import PANEL, PreparedLinearMethod
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class ToldWeight(ctypes.Structure):
+class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *((name, _P) for name in ("data", "scale", "sum", "zero", "order", "bias")),
         *((name, _L) for name in ("outs", "ins", "group")),
@@ -37,7 +37,7 @@ class ToldWeight(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *((name, ToldWeight) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, CWeight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
         *((name, _L) for name in ("kind", "hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
@@ -60,18 +60,20 @@ def fuse_model(model: nn.Module) -> int:
     kernels = best()
     if kernels is None:
         return 0
-    found = [layer for layer in model.modules() if isinstance(layer, PreNormLayer) and fits(layer)]
+    found = [
+        layer for layer in model.modules() if isinstance(layer, PreNormLayer) and can_fuse(layer)
+    ]
     for layer in found:
         layer.fused = FusedLayer(layer, kernels)
     for layers in model.modules():
         if isinstance(layers, Layers):
             alone = [layer.fused for layer in layers if isinstance(layer.fused, FusedLayer)]
             if alone and len(alone) == len(layers):
-                layers.fused = AllFused(alone, kernels)
+                layers.fused = FusedDecoder(alone, kernels)
     return len(found)
 
 
-def part_model(model: nn.Module) -> int:
+def unfuse_model(model: nn.Module) -> int:
     """Take it back, so that each module is called; how many layers had one."""
     count = 0
     for part in model.modules():
@@ -81,7 +83,7 @@ def part_model(model: nn.Module) -> int:
     return count
 
 
-def fits(layer: PreNormLayer) -> bool:
+def can_fuse(layer: PreNormLayer) -> bool:
     """Whether all of its parts are of the kinds that the kernel has."""
     attention, mlp = layer.self_attn, layer.mlp
     if type(layer) is not PreNormLayer or type(attention) is not SelfAttention:
@@ -105,13 +107,17 @@ def _norm_fits(norm: RMSNorm) -> bool:
     return not norm.plus_one and weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
 
 
-def _weight(linear: Linear) -> ToldWeight | None:
+def _weight(linear: Linear) -> CWeight | None:
     """Where its weight lies; None if the kernels do not multiply it, or it has a panel that is not full."""
-    scheme, outs, ins = linear.scheme, linear.num_out, linear.num_in
-    if outs % PANEL or not isinstance(scheme, Made) or scheme.weight.kernels is None:
+    scheme, outs, ins = linear.quant_method, linear.num_out, linear.num_in
+    if (
+        outs % PANEL
+        or not isinstance(scheme, PreparedLinearMethod)
+        or scheme.weight.kernels is None
+    ):
         return None
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return ToldWeight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
+    return CWeight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
 
 
 class FusedLayer:
@@ -130,7 +136,7 @@ class FusedLayer:
         if self.told is None:
             attention: Any = self.layer.self_attn
             attend = attention.attend
-            if not isinstance(attend.backend, NativeAttention) or attend.cache is None:
+            if not isinstance(attend.backend, CpuAttention) or attend.cache is None:
                 return False
             self._tell()
         return True
@@ -147,7 +153,7 @@ class FusedLayer:
         return x_TD, residual_TD
 
     def _tell(self) -> None:
-        attention: Any = self.layer.self_attn  # of the kinds that `fits` let through
+        attention: Any = self.layer.self_attn  # of the kinds that `can_fuse` let through
         mlp: Any = self.layer.mlp
         attend = attention.attend
         told, block_size = cache_addresses(attend.cache), attend.cache[0].shape[2]
@@ -170,7 +176,7 @@ class FusedLayer:
         self.address = ctypes.addressof(self.told)
 
 
-class AllFused:
+class FusedDecoder:
     """The one call, for layers that each have theirs."""
 
     def __init__(self, layers: Sequence[FusedLayer], kernels: Kernels):
@@ -225,7 +231,7 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
     angles: of each token; or, with `positions_T`, of each position.
     """
     batch = current_batch()
-    plan: Plan | None = batch.meta.get(attend.group)
+    plan: CpuStepMetadata | None = batch.meta.get(attend.group)
     if plan is None:
         if attend.backend is None:
             raise RuntimeError("attention has no backend yet")

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.linear import Linear, Stored
-from quire.quantization.checkpoint_scheme import AsStored, become_grouped, held
+from quire.layers.linear import Linear, StoredTensor
+from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, become_grouped, held
 from quire.quantization.group_quant import fields
 
 
-class Gptq(AsStored):
+class Gptq(CheckpointLinearMethod):
     """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` to a word."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, Stored]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         per = 32 // self.layout.bits
         group = self.layout.group if self.layout.group > 0 else num_in
         groups = -(-num_in // group)
         return {
-            "qweight": Stored((num_in // per, num_out), torch.int32, dim=1),
-            "qzeros": Stored((groups, num_out // per), torch.int32, dim=1, per=per),
-            "scales": Stored((groups, num_out), torch.float32, dim=1),
-            "g_idx": Stored((num_in,), torch.int32, each=True, optional=True),
+            "qweight": StoredTensor((num_in // per, num_out), torch.int32, dim=1),
+            "qzeros": StoredTensor((groups, num_out // per), torch.int32, dim=1, pack_factor=per),
+            "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
+            "g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
         }
 
-    def become(self, layer: Linear) -> None:
+    def convert(self, layer: Linear) -> None:
         bits = self.layout.bits
         q_OI = fields(layer.get_parameter("qweight"), bits).permute(1, 0, 2).flatten(1)
         zero_GO = fields(layer.get_parameter("qzeros"), bits).flatten(1)

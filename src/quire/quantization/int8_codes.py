@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import by_triton
+from quire.quantization.base import runs_triton
 from quire.quantization.int8 import Int8Weight
 
 
@@ -24,7 +24,7 @@ class Int8Codes(Int8Weight):
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
-        if not by_triton(x_TI):
+        if not runs_triton(x_TI):
             return self.plainly(x_TI, bias_O)
         from quire.ops.triton import int8_gemm
 

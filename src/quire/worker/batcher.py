@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.protocol.plan import StepPlan
 from quire.worker.rows import Rows
 
@@ -45,9 +45,9 @@ class Counts:
         found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1
         return found
 
-    def batch(self, **tensors: Any) -> Batch:
+    def batch(self, **tensors: Any) -> ForwardBatch:
         """The batch that these and the tensors make."""
-        return Batch(
+        return ForwardBatch(
             max_query=max(self.query_lens),
             max_length=self.longest,
             num_tokens=self.num_tokens,
@@ -67,7 +67,7 @@ class Batcher:
     def __init__(self, rows: Rows):
         self.rows = rows
 
-    def build(self, plan: StepPlan) -> Batch:
+    def build(self, plan: StepPlan) -> ForwardBatch:
         """The batch of `plan.work`, row b being work item b. `rows.computed` is advanced.
 
         Raises:

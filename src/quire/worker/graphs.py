@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.forward_context import Batch, running_instead
+from quire.forward_context import ForwardBatch, running_instead
 from quire.logging import get_logger
 from quire.worker.source import Source
 
@@ -71,11 +71,13 @@ class Pace:
 class Static:
     """Tensors that recorded steps read: their memory stays; a step copies what it has into them."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: ForwardBatch):
         self.batch = batch
 
     @staticmethod
-    def room(size: int, tokens: int, like: Batch, max_blocks: int, max_length: int) -> Static:
+    def room(
+        size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int
+    ) -> Static:
         """For `size` rows of `tokens` new tokens; contexts as long as they can ever be."""
         device = like.token_ids_T.device
 
@@ -84,7 +86,7 @@ class Static:
 
         num_tokens = size * tokens
         return Static(
-            Batch(
+            ForwardBatch(
                 token_ids_T=new(num_tokens),
                 positions_T=new(num_tokens),
                 rows_B=new(size),
@@ -128,7 +130,7 @@ class Static:
             tensor.zero_()
         mine.lengths_B.fill_(mine.max_query)
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: ForwardBatch) -> None:
         """What this step has; the rows beyond it become padding."""
         mine, rows, tokens = self.batch, batch.num_rows, batch.num_tokens
         mine.token_ids_T[:tokens] = batch.token_ids_T
@@ -185,7 +187,7 @@ class GraphSource:
         self.recorded.clear()
         self.failed.clear()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens: valid until the next step is queued."""
         key = self._which(batch)
         if key is None:
@@ -197,7 +199,7 @@ class GraphSource:
         self.replays += 1
         return graph.output[: batch.num_tokens]
 
-    def _which(self, batch: Batch) -> tuple[int, int] | None:
+    def _which(self, batch: ForwardBatch) -> tuple[int, int] | None:
         """The recorded step to replay, recorded now if it is its turn; None: run this one as it is."""
         tokens = batch.max_query
         if tokens not in self.tokens or tokens * batch.num_rows != batch.num_tokens:
@@ -210,7 +212,7 @@ class GraphSource:
             self._record(best, batch)
         return next((key for key in fitting if key in self.recorded), None)
 
-    def _record(self, key: tuple[int, int], batch: Batch) -> None:
+    def _record(self, key: tuple[int, int], batch: ForwardBatch) -> None:
         size, tokens = key
         began = time.monotonic()
         if tokens not in self.rooms:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
@@ -20,7 +20,7 @@ class Source(Protocol):
 
     model: LanguageModel
 
-    def forward(self, batch: Batch) -> Tensor: ...
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
 
 
 class TokenSource:
@@ -29,7 +29,7 @@ class TokenSource:
     def __init__(self, model: LanguageModel):
         self.model = model
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""
         hidden_TD: Tensor = self.model(batch.token_ids_T, batch.positions_T)
         return hidden_TD

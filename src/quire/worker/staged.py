@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.ops.triton.gather_inputs import gather, scatter, slots
 from quire.protocol.plan import StepPlan
 from quire.worker.batcher import Batcher
@@ -121,7 +121,7 @@ class StagedBatcher(Batcher):
     def __init__(self, rows: StagedRows):
         super().__init__(rows)
 
-    def build(self, plan: StepPlan) -> Batch:
+    def build(self, plan: StepPlan) -> ForwardBatch:
         """As `Batcher.build`, with one copy to the device."""
         rows, counts = self.rows, self.count(plan)
         parts = (counts.rows_B, counts.query_start_B1, counts.start_B, counts.end_B)

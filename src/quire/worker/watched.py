@@ -18,7 +18,7 @@ from quire.errors import QuireError, Unsupported, ValidationError
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.quantization.fused import fuse_model, part_model
+from quire.quantization.fused import fuse_model, unfuse_model
 from quire.worker.source import TokenSource
 from quire.worker.worker import Worker
 
@@ -117,7 +117,7 @@ class Watched:
             return
         self.watched, worker = watched, self.worker
         if watched:
-            self.fused = part_model(model)
+            self.fused = unfuse_model(model)
             worker.source, worker.at_once = TokenSource(model), None
         else:
             if self.fused:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire.models.whole import ToldModel, told
+from quire.models.whole import CModel, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.rows import Rows
@@ -56,7 +56,7 @@ class WholeStep:
 
     def __init__(self, kernels: Kernels, rows: Rows, sink: SampleSink):
         self.kernels, self.rows, self.sink = kernels, rows, sink
-        self.model: ToldModel | None = None
+        self.model: CModel | None = None
         # None of these arrays ever moves.
         limits, tokens_RL = sink.limits, rows.token_ids_RL
         self._tables = (_P * len(rows.blocks))(*(blocks.ctypes.data for blocks in rows.blocks))
@@ -74,7 +74,7 @@ class WholeStep:
 
     def place(self, model: object) -> None:
         """Steps are of this model from now on."""
-        self.model = told(model)
+        self.model = native_model(model)
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
     def run(self, plan: StepPlan) -> Done | None:

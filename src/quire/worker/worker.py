@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from quire.errors import StepFailed, ValidationError
-from quire.forward_context import Batch, running
+from quire.forward_context import ForwardBatch, forward_context
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.worker.batcher import Batcher
 from quire.worker.hooks import Hook
@@ -46,7 +46,7 @@ class Sink(Protocol):
 
     def enter(self, new: Entered) -> None: ...
     def leave(self, row: int) -> None: ...
-    def finish(self, plan: StepPlan, batch: Batch, hidden_TD: Tensor) -> Pending: ...
+    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> Pending: ...
 
 
 class AtOnce(Protocol):
@@ -154,8 +154,8 @@ class Worker:
         return at_once.run(plan)
 
     @_recoverable
-    def _compute(self, plan: StepPlan, batch: Batch) -> Pending:
-        with running(batch):
+    def _compute(self, plan: StepPlan, batch: ForwardBatch) -> Pending:
+        with forward_context(batch):
             hidden_TD = self.source.forward(batch)
         return self.sink.finish(plan, batch, hidden_TD)
 

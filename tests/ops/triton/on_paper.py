@@ -105,7 +105,7 @@ def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> 
     sizes = attention.sizes_for(4, size, dtype.itemsize)
     ints = torch.arange(5, dtype=torch.int32)
     long = torch.zeros(3, 2, dtype=torch.int32)
-    step = attention.Step(ints.repeat(4, 8), ints, ints[:4], 4, None, 4, long, 8192)
+    step = attention.PagedAttentionStep(ints.repeat(4, 8), ints, ints[:4], 4, None, 4, long, 8192)
     q = torch.zeros(4, 32, size, dtype=dtype)
     attention.attend(q, tuple(parts), step, attention.Scores(0.1), sizes)
     scores = attention.Scores(0.1, 100, 30.0, torch.zeros(32))
@@ -153,7 +153,9 @@ def launch_steps(steps: tuple[tuple[int, ...], ...], splits: tuple[int, ...]) ->
             (work[:3], 3, work[3:]),
             (work[:4], 4, work[4:]),
         ):
-            step = attention.Step(table, ints, ints[:count], count, short, few, long, longest, 1)
+            step = attention.PagedAttentionStep(
+                table, ints, ints[:count], count, short, few, long, longest, 1
+            )
             for many in (1, *splits):
                 attention.attend(q, parts, step, attention.Scores(0.1), sizes, splits=many)
 

@@ -18,7 +18,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
 from quire.kvcache.specs import CacheSpec
 from quire.layers.attention import Attention
-from quire.ops.triton.attention import Scores, Sizes, Step, attend
+from quire.ops.triton.attention import PagedAttentionStep, Scores, Sizes, attend
 from quire.ops.triton.kv_write import write
 
 torch.set_num_threads(1)
@@ -87,7 +87,9 @@ def test_same_bits_alone_batched_and_chunked(kind: str) -> None:
                 assert torch.equal(out, alone[row][at - n : at])
 
 
-def made_step(lengths: list[int], new: int, block_size: int) -> tuple[Step, torch.Tensor, int]:
+def made_step(
+    lengths: list[int], new: int, block_size: int
+) -> tuple[PagedAttentionStep, torch.Tensor, int]:
     """Rows whose last `new` tokens are this step's: (step, slots of all tokens, blocks)."""
     wide = -(-max(lengths) // block_size)
     table = torch.arange(1, 1 + wide * len(lengths), dtype=torch.int32).view(len(lengths), wide)
@@ -97,7 +99,7 @@ def made_step(lengths: list[int], new: int, block_size: int) -> tuple[Step, torc
         for p in range(n)
     ]
     starts = torch.arange(0, new * len(lengths) + 1, new, dtype=torch.int32)
-    step = Step(
+    step = PagedAttentionStep(
         table.to(DEVICE), starts.to(DEVICE), torch.tensor(lengths, dtype=torch.int32).to(DEVICE),
         len(lengths), None, len(lengths), None, max(lengths),
     )  # fmt: skip
@@ -165,11 +167,18 @@ def test_a_cache_of_codes_has_the_bits_of_its_definition(name: str) -> None:
     slots = torch.randperm(48, device=DEVICE)[:20]
     kv_quantization.write(theirs, k, v, slots)
     if name == "int8":
-        write(mine, kv_quantization.turned(k), v, slots, 127.0, 1 / kv_quantization.span(24))
+        write(
+            mine,
+            kv_quantization.hadamard(k),
+            v,
+            slots,
+            127.0,
+            1 / kv_quantization.hadamard_size(24),
+        )
     else:
-        write(mine, k, v, slots, kv_quantization.TOP[kv_quantization.DTYPES[name]])
+        write(mine, k, v, slots, kv_quantization.MAX_CODE[kv_quantization.DTYPES[name]])
     for got, want in zip(mine, theirs, strict=True):
-        assert torch.equal(kv_quantization.plain(got), kv_quantization.plain(want))
+        assert torch.equal(kv_quantization.as_bytes(got), kv_quantization.as_bytes(want))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -212,7 +212,7 @@ def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def wanted(given: argparse.Namespace) -> datasets.Wanted:
+def wanted(given: argparse.Namespace) -> datasets.DatasetOptions:
     """The options of the chosen dataset, under one set of names."""
     if given.random_input_len < 1 or given.random_output_len < 1:
         raise ConfigError("--random-input-len and --random-output-len: at least 1")
@@ -223,7 +223,7 @@ def wanted(given: argparse.Namespace) -> datasets.Wanted:
         "prefix_repetition": given.prefix_repetition_output_len,
         "custom": given.custom_output_len,
     }
-    return datasets.Wanted(
+    return datasets.DatasetOptions(
         given.dataset_name, given.num_prompts, given.seed,
         path=given.dataset_path,
         input_len=given.random_input_len,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.bench.serve.endpoints import Prompt
-from quire.bench.serve.http_client import HttpFailed, Server
+from quire.bench.serve.endpoints import BenchPrompt
+from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ class LocalCutter:
 class ServerCutter:
     """The server's /tokenize and /detokenize, which vLLM's servers and ours have."""
 
-    def __init__(self, server: Server, model: str):
+    def __init__(self, server: HttpTarget, model: str):
         self.server, self.model, self.name = server, model, "the server's"
 
     async def encode(self, text: str, special: bool = False) -> list[Any]:
@@ -80,7 +80,7 @@ class WordCutter:
         return " ".join(tokens)
 
 
-async def cutter(server: Server, model: str, tokenizer: str | None, trust: bool) -> Cutter:
+async def cutter(server: HttpTarget, model: str, tokenizer: str | None, trust: bool) -> Cutter:
     """`tokenizer` if one is named, else the server's if it has one, else words."""
     if tokenizer:
         return LocalCutter.load(tokenizer, trust)
@@ -94,7 +94,7 @@ async def cutter(server: Server, model: str, tokenizer: str | None, trust: bool)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DatasetOptions:
     """What the prompts shall be like. Lengths in tokens."""
 
     dataset: str
@@ -111,7 +111,7 @@ class Wanted:
     shuffle: bool = True
 
 
-async def make(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+async def make(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """`wanted.count` prompts.
 
     Raises:
@@ -128,15 +128,15 @@ async def make(wanted: Wanted, cut: Cutter) -> list[Prompt]:
     return await maker(wanted, cut)
 
 
-async def _random(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+async def _random(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     draw = random.Random(wanted.seed)
     special = len(await cut.encode("", True)) if not isinstance(cut, ServerCutter) else 0
     prefix = await _text(draw, wanted.prefix_len, cut)
     between = " " if prefix else ""
 
-    async def one(seed: int, length: int, output: int) -> Prompt:
+    async def one(seed: int, length: int, output: int) -> BenchPrompt:
         text = await _text(random.Random(seed), length, cut)
-        return Prompt(prefix + between + text, wanted.prefix_len + length + special, output)
+        return BenchPrompt(prefix + between + text, wanted.prefix_len + length + special, output)
 
     sizes = [
         (
@@ -149,14 +149,16 @@ async def _random(wanted: Wanted, cut: Cutter) -> list[Prompt]:
     return await _several([lambda size=size: one(*size) for size in sizes])  # type: ignore[misc]
 
 
-async def _prefixes(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+async def _prefixes(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """A few long beginnings, each with many ends: what a prefix cache is for."""
     draw = random.Random(wanted.seed)
     heads = [await _text(draw, wanted.prefix_len, cut) for _ in range(max(1, wanted.prefixes))]
 
-    async def one(seed: int, head: str) -> Prompt:
+    async def one(seed: int, head: str) -> BenchPrompt:
         tail = await _text(random.Random(seed), wanted.suffix_len, cut)
-        return Prompt(f"{head} {tail}", wanted.prefix_len + wanted.suffix_len, wanted.output_len)
+        return BenchPrompt(
+            f"{head} {tail}", wanted.prefix_len + wanted.suffix_len, wanted.output_len
+        )
 
     pairs = [(draw.getrandbits(62), heads[at % len(heads)]) for at in range(wanted.count)]
     if wanted.shuffle:
@@ -187,18 +189,18 @@ def _word(draw: random.Random) -> str:
     )
 
 
-async def _several(makers: list[Callable[[], Awaitable[Prompt]]]) -> list[Prompt]:
+async def _several(makers: list[Callable[[], Awaitable[BenchPrompt]]]) -> list[BenchPrompt]:
     """In order, and few at once: they may be questions to the server."""
     lock = asyncio.Semaphore(16)
 
-    async def one(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
+    async def one(make: Callable[[], Awaitable[BenchPrompt]]) -> BenchPrompt:
         async with lock:
             return await make()
 
     return list(await asyncio.gather(*map(one, makers)))
 
 
-async def _custom(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """JSON lines with `prompt`, and `output_tokens` if the length of the answer matters."""
     rows: list[tuple[str, int | None]] = []
     for number, line in enumerate(_read(wanted).splitlines(), 1):
@@ -214,7 +216,7 @@ async def _custom(wanted: Wanted, cut: Cutter) -> list[Prompt]:
     return await _from_file(wanted, cut, rows)
 
 
-async def _sharegpt(wanted: Wanted, cut: Cutter) -> list[Prompt]:
+async def _sharegpt(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """ShareGPT's file: the first two turns of each conversation are a prompt and its answer."""
     rows: list[tuple[str, int | None]] = []
     try:
@@ -227,7 +229,7 @@ async def _sharegpt(wanted: Wanted, cut: Cutter) -> list[Prompt]:
     return await _from_file(wanted, cut, rows)
 
 
-def _read(wanted: Wanted) -> str:
+def _read(wanted: DatasetOptions) -> str:
     if wanted.path is None:
         raise ConfigError(f"--dataset-name {wanted.dataset}: its file is needed, as --dataset-path")
     try:
@@ -237,8 +239,8 @@ def _read(wanted: Wanted) -> str:
 
 
 async def _from_file(
-    wanted: Wanted, cut: Cutter, rows: list[tuple[str, int | None]]
-) -> list[Prompt]:
+    wanted: DatasetOptions, cut: Cutter, rows: list[tuple[str, int | None]]
+) -> list[BenchPrompt]:
     if not rows:
         raise ConfigError(f"--dataset-path {wanted.path}: no prompt in it")
     if wanted.shuffle:
@@ -246,12 +248,12 @@ async def _from_file(
     rows = [rows[at % len(rows)] for at in range(wanted.count)]
     default = wanted.output_len
     return [
-        Prompt(text, len(await cut.encode(text, True)), wanted.fixed_output or said or default)
+        BenchPrompt(text, len(await cut.encode(text, True)), wanted.fixed_output or said or default)
         for text, said in rows
     ]
 
 
-DATASETS: dict[str, Callable[[Wanted, Cutter], Awaitable[list[Prompt]]]] = {
+DATASETS: dict[str, Callable[[DatasetOptions, Cutter], Awaitable[list[BenchPrompt]]]] = {
     "random": _random,
     "prefix_repetition": _prefixes,
     "custom": _custom,

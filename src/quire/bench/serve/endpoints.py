@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from quire.bench.serve.http_client import HttpFailed, Server, reason
+from quire.bench.serve.http_client import HttpFailed, HttpTarget, reason
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     text: str
     length: int  # tokens, as far as is known before it is sent
     output: int  # tokens asked for
 
 
 @dataclass(slots=True)
-class Done:
+class RequestRecord:
     """What came of one request. Times in seconds; of a failed one only `error` and `start` mean something."""
 
     prompt_tokens: int
@@ -48,7 +48,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StreamEvent:
     """What one event says."""
 
     text: str = ""
@@ -62,21 +62,21 @@ class Kind:
     """A kind of endpoint."""
 
     path: str
-    body: Callable[[Prompt, bool], dict[str, Any]]
-    read: Callable[[dict[str, Any]], Said]
+    body: Callable[[BenchPrompt, bool], dict[str, Any]]
+    read: Callable[[dict[str, Any]], StreamEvent]
     asks_usage: bool = True
 
 
-def _completion(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+def _completion(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
     return {"prompt": prompt.text, "max_tokens": prompt.output} | _endless(ignore_eos)
 
 
-def _chat(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+def _chat(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
     message = {"role": "user", "content": prompt.text}
     return {"messages": [message], "max_completion_tokens": prompt.output} | _endless(ignore_eos)
 
 
-def _response(prompt: Prompt, ignore_eos: bool) -> dict[str, Any]:
+def _response(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
     return {"input": prompt.text, "max_output_tokens": prompt.output} | _endless(ignore_eos)
 
 
@@ -84,31 +84,33 @@ def _endless(ignore_eos: bool) -> dict[str, Any]:
     return {"ignore_eos": True} if ignore_eos else {}  # not OpenAI's own: only when asked for
 
 
-def _read_completion(event: dict[str, Any]) -> Said:
+def _read_completion(event: dict[str, Any]) -> StreamEvent:
     choices = event.get("choices") or []
     text = "".join(choice.get("text") or "" for choice in choices)
-    return Said(text, bool(choices), event.get("usage"), _error(event))
+    return StreamEvent(text, bool(choices), event.get("usage"), _error(event))
 
 
-def _read_chat(event: dict[str, Any]) -> Said:
+def _read_chat(event: dict[str, Any]) -> StreamEvent:
     deltas = [choice.get("delta") or {} for choice in event.get("choices") or []]
     names = ("reasoning", "reasoning_content", "content")
     text = "".join(next((d[name] for name in names if d.get(name)), "") for d in deltas)
     begun = any("role" not in delta for delta in deltas)  # the first one only says who speaks
-    return Said(text, begun, event.get("usage"), _error(event))
+    return StreamEvent(text, begun, event.get("usage"), _error(event))
 
 
-def _read_response(event: dict[str, Any]) -> Said:
+def _read_response(event: dict[str, Any]) -> StreamEvent:
     match event.get("type"):
         case "response.output_text.delta" | "response.reasoning_text.delta":
-            return Said(event.get("delta") or "", True)
+            return StreamEvent(event.get("delta") or "", True)
         case "response.completed" | "response.incomplete":
             used = (event.get("response") or {}).get("usage") or {}
             names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
-            return Said("", True, {ours: used.get(theirs) for ours, theirs in names.items()})
+            return StreamEvent("", True, {ours: used.get(theirs) for ours, theirs in names.items()})
         case "response.failed" | "error":
-            return Said(error=_error(event.get("response") or event) or "the response failed")
-    return Said()
+            return StreamEvent(
+                error=_error(event.get("response") or event) or "the response failed"
+            )
+    return StreamEvent()
 
 
 def _error(event: dict[str, Any]) -> str:
@@ -124,10 +126,10 @@ KINDS = {
 KINDS["vllm"] = KINDS["quire"] = KINDS["openai"]
 
 
-class Stream:
+class SseReader:
     """Reads server-sent events as their bytes come, and notes when each piece of text did."""
 
-    def __init__(self, kind: Kind, done: Done):
+    def __init__(self, kind: Kind, done: RequestRecord):
         self.read, self.done = kind.read, done
         self.rest, self.pieces = b"", list[str]()
         self.last = self.begun = 0.0
@@ -144,9 +146,9 @@ class Stream:
     def _event(self, data: bytes, when: float) -> None:
         try:
             event = msgspec.json.decode(data)
-            said = self.read(event) if isinstance(event, dict) else Said()
+            said = self.read(event) if isinstance(event, dict) else StreamEvent()
         except (msgspec.DecodeError, AttributeError, TypeError):
-            said = Said(error=f"an event that is none: {data[:200]!r}")
+            said = StreamEvent(error=f"an event that is none: {data[:200]!r}")
         if said.error:
             self.done.error = said.error
         if said.begun:
@@ -175,16 +177,16 @@ class Stream:
 
 
 async def ask(
-    server: Server,
+    server: HttpTarget,
     kind: Kind,
     path: str,
-    prompt: Prompt,
+    prompt: BenchPrompt,
     more: dict[str, Any],
     *,
     ignore_eos: bool,
     clock: Callable[[], float],
     headers: dict[str, str] | None = None,
-) -> Done:
+) -> RequestRecord:
     """Send one prompt and read its stream to the end. Never raises for what the server does.
 
     Args:
@@ -194,8 +196,8 @@ async def ask(
     if kind.asks_usage:
         body["stream_options"] = {"include_usage": True}
     data = msgspec.json.encode(body | more)
-    done = Done(prompt.length, start=clock())
-    stream = Stream(kind, done)
+    done = RequestRecord(prompt.length, start=clock())
+    stream = SseReader(kind, done)
     try:
         answer = await server.ask("POST", path, data, heard=stream.heard, headers=headers)
     except HttpFailed as why:

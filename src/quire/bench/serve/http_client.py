@@ -29,20 +29,20 @@ class HttpFailed(QuireError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: bytes  # empty where the pieces were heard
 
 
-class Link(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection, with one exchange at a time."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.done: asyncio.Future[Answer] | None = None
+        self.done: asyncio.Future[HttpAnswer] | None = None
         self.open = False
 
-    def ask(self, request: bytes, heard: Heard | None) -> asyncio.Future[Answer]:
+    def ask(self, request: bytes, heard: Heard | None) -> asyncio.Future[HttpAnswer]:
         self.parser = httptools.HttpResponseParser(self)
         self.heard, self.parts, self.status = heard, list[bytes](), 0
         self.begun = self.bounded = False
@@ -78,7 +78,7 @@ class Link(asyncio.Protocol):
         self.open = False
         if self.status and not self.bounded and error is None:
             self._end(
-                Answer(self.status, b"".join(self.parts))
+                HttpAnswer(self.status, b"".join(self.parts))
             )  # such a body ends with the connection
         elif self.done is not None:
             self._end(HttpFailed(f"the connection was closed{f': {error}' if error else ''}"))
@@ -102,18 +102,18 @@ class Link(asyncio.Protocol):
             return
         if not self.parser.should_keep_alive():
             self.open = False
-        self._end(Answer(self.status, b"".join(self.parts)))
+        self._end(HttpAnswer(self.status, b"".join(self.parts)))
 
-    def _end(self, how: Answer | HttpFailed) -> None:
+    def _end(self, how: HttpAnswer | HttpFailed) -> None:
         if self.done is None or self.done.done():
             return
-        if isinstance(how, Answer):
+        if isinstance(how, HttpAnswer):
             self.done.set_result(how)
         else:
             self.done.set_exception(how)
 
 
-class Server:
+class HttpTarget:
     """An address, and the open connections to it. `async with`: they are closed at the end."""
 
     def __init__(
@@ -135,10 +135,10 @@ class Server:
             **(headers or {}),
         }
         self.fields = "".join(f"{name}: {_line(value)}\r\n" for name, value in fields.items())
-        self.idle: list[Link] = []
-        self.links: set[Link] = set()
+        self.idle: list[HttpConnection] = []
+        self.links: set[HttpConnection] = set()
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> HttpTarget:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -157,7 +157,7 @@ class Server:
         heard: Heard | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = 6 * 3600.0,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """One exchange. With `heard`, the pieces of a 200's body go there as they come.
 
         Raises:
@@ -198,7 +198,7 @@ class Server:
         except msgspec.DecodeError as why:
             raise HttpFailed(f"{path}: not JSON: {why}") from None
 
-    async def _link(self) -> tuple[Link, bool]:
+    async def _link(self) -> tuple[HttpConnection, bool]:
         while self.idle:
             link = self.idle.pop()
             if link.open:
@@ -206,19 +206,21 @@ class Server:
             self.links.discard(link)
         loop = asyncio.get_running_loop()
         try:
-            _, link = await loop.create_connection(Link, self.host, self.port, ssl=self.secure)
+            _, link = await loop.create_connection(
+                HttpConnection, self.host, self.port, ssl=self.secure
+            )
         except OSError as why:
             raise HttpFailed(f"{self.host}:{self.port}: {why}") from why
         self.links.add(link)
         return link, False
 
-    def _keep(self, link: Link) -> None:
+    def _keep(self, link: HttpConnection) -> None:
         if link.open:
             self.idle.append(link)
         else:
             self._drop(link)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: HttpConnection) -> None:
         link.close()
         self.links.discard(link)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from quire.bench.serve.arrivals import most_at_once
-from quire.bench.serve.endpoints import Done
+from quire.bench.serve.endpoints import RequestRecord
 from quire.errors import ConfigError
 
 METRICS = {
@@ -31,7 +31,7 @@ WIDTH = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MetricOptions:
     """What of the figures is wanted."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
@@ -39,7 +39,7 @@ class Told:
     goodput: dict[str, float] | None = None  # metric -> milliseconds
 
     @staticmethod
-    def read(metrics: str, percentiles: str, goodput: Sequence[str] | None) -> Told:
+    def read(metrics: str, percentiles: str, goodput: Sequence[str] | None) -> MetricOptions:
         """From the command line. Raises ConfigError: an unknown metric, or a number that is none."""
         names = tuple(name.strip() for name in metrics.split(",") if name.strip())
         for name in names:
@@ -63,10 +63,10 @@ class Told:
                     f"--goodput {word}: NAME:MILLISECONDS, NAME one of {', '.join(PROMISES)}"
                 )
             promises[name] = limit
-        return Told(names, wanted, promises or None)
+        return MetricOptions(names, wanted, promises or None)
 
 
-def figures(done: Sequence[Done], seconds: float, told: Told) -> dict[str, Any]:
+def figures(done: Sequence[RequestRecord], seconds: float, told: MetricOptions) -> dict[str, Any]:
     """The keys of the result file that are measured. Times in milliseconds, rates a second."""
     good = [one for one in done if one.ok]
     tokens_in = sum(one.prompt_tokens for one in good)
@@ -94,7 +94,7 @@ def figures(done: Sequence[Done], seconds: float, told: Told) -> dict[str, Any]:
     return result
 
 
-def _values(name: str, done: Sequence[Done]) -> list[float]:
+def _values(name: str, done: Sequence[RequestRecord]) -> list[float]:
     match name:
         case "ttft":
             return [one.ttft for one in done]
@@ -124,12 +124,12 @@ def _short(percentile: float) -> str:
     return f"{percentile:g}"
 
 
-def _keeps(done: Done, promises: dict[str, float]) -> bool:
+def _keeps(done: RequestRecord, promises: dict[str, float]) -> bool:
     found = {"ttft": done.ttft, "tpot": done.tpot or 0.0, "e2el": done.latency}
     return all(1e3 * found[name] <= limit for name, limit in promises.items())
 
 
-def busiest_second(done: Sequence[Done]) -> float:
+def busiest_second(done: Sequence[RequestRecord]) -> float:
     """The most tokens that came within one second of the clock. A request's tokens are spread over its pieces."""
     if not done:
         return 0.0
@@ -145,7 +145,7 @@ def busiest_second(done: Sequence[Done]) -> float:
     return max(weights.values())
 
 
-def printout(result: dict[str, Any], told: Told, most: int | None, rate: float) -> str:
+def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate: float) -> str:
     """The table that is printed at the end."""
     lines = [_title("Serving Benchmark Result", "=")]
     lines += [
@@ -194,13 +194,13 @@ def _line(words: str, value: float | None) -> str:
     return f"{words:<40} {text:<10}"
 
 
-def failures(done: Sequence[Done]) -> str:
+def failures(done: Sequence[RequestRecord]) -> str:
     """Each reason once, with how often: what went wrong is not to be searched for."""
     counts = Counter(one.error for one in done if not one.ok)
     return "\n".join(f"failed {count} times: {why}" for why, count in counts.most_common(5))
 
 
-def details(done: Sequence[Done], prompts: Sequence[int]) -> dict[str, Any]:
+def details(done: Sequence[RequestRecord], prompts: Sequence[int]) -> dict[str, Any]:
     """What --save-detailed adds: by request, times in seconds."""
     return {
         "input_lens": [

@@ -20,8 +20,8 @@ from quire import env
 from quire.bench.serve import datasets, metrics, timeline
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.cli import SAMPLING, dashed, pairs, parser, wanted
-from quire.bench.serve.endpoints import KINDS, Done, Kind, Prompt, ask
-from quire.bench.serve.http_client import HttpFailed, Server
+from quire.bench.serve.endpoints import KINDS, BenchPrompt, Kind, RequestRecord, ask
+from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError
 from quire.server.accept import allow_files
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser()
     given = options.parse_args(dashed(argv))
     try:
-        plan = Plan(given)
+        plan = ServePlan(given)
     except ConfigError as why:
         options.error(str(why))
     allow_files()
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return 2 if isinstance(why, ConfigError) else 1
 
 
-class Plan:
+class ServePlan:
     """One run, from options that make sense."""
 
     def __init__(self, given: argparse.Namespace):
@@ -54,7 +54,7 @@ class Plan:
         self.url = given.base_url or f"http://{_host(given.host)}:{given.port}"
         if self.path.startswith("/v1/"):  # both ways to write an address are in use
             self.url = self.url.rstrip("/").removesuffix("/v1")
-        self.told = metrics.Told.read(
+        self.told = metrics.MetricOptions.read(
             given.percentile_metrics, given.metric_percentiles, given.goodput
         )
         self.arrivals = Arrivals(
@@ -71,7 +71,7 @@ class Plan:
 
     async def run(self) -> int:
         given = self.given
-        async with Server(self.url, self.headers, given.insecure) as server:
+        async with HttpTarget(self.url, self.headers, given.insecure) as server:
             model = await self._ready(server)
             tokenizer = await datasets.cutter(
                 server, model, given.tokenizer, given.trust_remote_code
@@ -97,7 +97,7 @@ class Plan:
             self._save(result, done, prompts, model, tokenizer.name)
         return 0 if result["completed"] else 1
 
-    async def _ready(self, server: Server) -> str:
+    async def _ready(self, server: HttpTarget) -> str:
         """Wait until the server answers; the model's name there.
 
         Raises:
@@ -147,16 +147,18 @@ class Plan:
             )
         return body | given.extra_body
 
-    async def _send(self, server: Server, prompt: Prompt, body: dict[str, Any], name: str) -> Done:
+    async def _send(
+        self, server: HttpTarget, prompt: BenchPrompt, body: dict[str, Any], name: str
+    ) -> RequestRecord:
         return await ask(
             server, self.kind, self.path, prompt, body,
             ignore_eos=self.given.ignore_eos, clock=time.perf_counter, headers={"X-Request-Id": name},
         )  # fmt: skip
 
-    async def _warm(self, server: Server, prompt: Prompt, model: str) -> None:
+    async def _warm(self, server: HttpTarget, prompt: BenchPrompt, model: str) -> None:
         body, prefix = self._body(model), self.given.request_id_prefix
 
-        async def one(number: int) -> Done:
+        async def one(number: int) -> RequestRecord:
             return await self._send(server, prompt, body, f"{prefix}warm-{number}")
 
         done, _ = await run(one, self.given.num_warmups, self.arrivals, 0)
@@ -164,8 +166,8 @@ class Plan:
             raise HttpFailed(f"the first request failed: {done[0].error}")
 
     async def _load(
-        self, server: Server, prompts: list[Prompt], model: str
-    ) -> tuple[list[Done], float]:
+        self, server: HttpTarget, prompts: list[BenchPrompt], model: str
+    ) -> tuple[list[RequestRecord], float]:
         import random
 
         import tqdm
@@ -176,13 +178,13 @@ class Plan:
         with tqdm.tqdm(total=len(prompts), disable=given.disable_tqdm, unit="req") as bar:
             tokens = 0
 
-            def ended(done: Done) -> None:
+            def ended(done: RequestRecord) -> None:
                 nonlocal tokens
                 tokens += done.output_tokens
                 bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                 bar.update()
 
-            async def one(number: int) -> Done:
+            async def one(number: int) -> RequestRecord:
                 mine = body | {"model": names[number]}
                 name = f"{given.request_id_prefix}{number}"
                 return await self._send(server, prompts[number], mine, name)
@@ -192,8 +194,8 @@ class Plan:
     def _save(
         self,
         result: dict[str, Any],
-        done: list[Done],
-        prompts: list[Prompt],
+        done: list[RequestRecord],
+        prompts: list[BenchPrompt],
         model: str,
         tokenizer: str,
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from quire.bench.serve.endpoints import Done
+from quire.bench.serve.endpoints import RequestRecord
 
 WIDTH, ROW, LEFT, TOP = 1000, 8, 60, 24  # pixels
 GAPS_MS = (25.0, 50.0)
@@ -17,7 +17,7 @@ COLOURS = {"first": "#9ab", "fine": "#4a8", "slow": "#eb3", "late": "#c44", "fai
 STYLE = "body{font:14px/1.5 sans-serif;margin:2em}b{padding:0 .6em;margin-right:.3em}"
 
 
-def page(done: Sequence[Done], title: str, gaps_ms: tuple[float, float] = GAPS_MS) -> str:
+def page(done: Sequence[RequestRecord], title: str, gaps_ms: tuple[float, float] = GAPS_MS) -> str:
     """Requests from top to bottom in the order in which they were sent."""
     rows = sorted(done, key=lambda one: one.start)
     begin = rows[0].start if rows else 0.0
@@ -54,7 +54,9 @@ def ticks(whole: float, count: int) -> str:
     return "".join(found)
 
 
-def bars(one: Done, y: int, begin: float, scale: float, gaps_ms: tuple[float, float]) -> list[str]:
+def bars(
+    one: RequestRecord, y: int, begin: float, scale: float, gaps_ms: tuple[float, float]
+) -> list[str]:
     """One request's; neighbours of one colour are one bar."""
     pieces = [("failed", max(one.latency, 2 / scale))] if not one.ok else [("first", one.ttft)]
     for gap in one.itls if one.ok else ():

@@ -42,7 +42,7 @@ class MaskRule:
 
 
 @dataclass
-class Call:
+class AttentionCall:
     """What one layer passed to the attention interface."""
 
     module: nn.Module
@@ -77,7 +77,7 @@ def attend(
     return out_THE.reshape(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def attach(calls: list[Call], max_model_len: int) -> list[Attention]:
+def attach(calls: list[AttentionCall], max_model_len: int) -> list[Attention]:
     """Make our attention layer for each call and hang it on the module that made the call.
 
     Raises:
@@ -90,20 +90,20 @@ def attach(calls: list[Call], max_model_len: int) -> list[Attention]:
     return layers
 
 
-def detach(calls: list[Call]) -> None:
+def detach(calls: list[AttentionCall]) -> None:
     for call in calls:
         call.module.__dict__.pop(HANDLE, None)
 
 
 # ------------------------------------------------------------------------------------------- probing
 
-_calls: list[Call] | None = None
+_calls: list[AttentionCall] | None = None
 _masks: list[tuple[Tensor, MaskRule]] = []
 _probing = threading.Lock()  # who loads a second model meanwhile waits
 
 
 @contextmanager
-def _recording() -> Iterator[list[Call]]:
+def _recording() -> Iterator[list[AttentionCall]]:
     global _calls
     with _probing:
         _calls = []
@@ -114,7 +114,7 @@ def _recording() -> Iterator[list[Call]]:
             _masks.clear()
 
 
-def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> list[Call]:
+def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> list[AttentionCall]:
     """One forward pass over a few tokens in which each layer says what it wants.
 
     Args:
@@ -161,7 +161,7 @@ def use(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(name)
 
 
-def _check_calls(calls: list[Call], config: Any) -> None:
+def _check_calls(calls: list[AttentionCall], config: Any) -> None:
     num_layers = int(config.num_hidden_layers)
     if len({id(call.module) for call in calls}) != len(calls):
         raise NotPackable("a layer calls attention more than once in a pass")
@@ -185,7 +185,7 @@ def _record(
     if query.shape[0] != 1 or query.ndim != 4 or query.shape[1] % key.shape[1]:
         raise NotPackable(f"a layer passes queries of shape {tuple(query.shape)}")
     _calls.append(
-        Call(
+        AttentionCall(
             module=module,
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -277,7 +277,7 @@ _HARMLESS = frozenset(
 )
 
 
-def _layer(call: Call, index: int, max_model_len: int) -> Attention:
+def _layer(call: AttentionCall, index: int, max_model_len: int) -> Attention:
     options = call.options
     if call.num_keys != call.num_queries or options.get("is_causal") is False:
         raise NotPackable("a layer attends to something other than the tokens before it")
@@ -301,12 +301,12 @@ def _layer(call: Call, index: int, max_model_len: int) -> Attention:
     )
 
 
-def _scale(call: Call) -> float:
+def _scale(call: AttentionCall) -> float:
     scale = call.options.get("scaling")
     return float(call.head_dim**-0.5 if scale is None else scale)
 
 
-def _window(call: Call, max_model_len: int) -> int | None:
+def _window(call: AttentionCall, max_model_len: int) -> int | None:
     """Tokens a query sees, itself counted; None: all. The mask is what counts, not the keyword beside it."""
     rule = call.mask
     if rule is None:

@@ -277,7 +277,7 @@ def merge_kernel(
 
 
 @dataclass(slots=True)
-class Step:
+class PagedAttentionStep:
     """What the layers of a cache group share in one step. Rows have at least one new token each."""
 
     table_BN: Tensor  # int32
@@ -303,7 +303,7 @@ class Scores(NamedTuple):
 def attend(
     q_THD: Tensor,
     cache: tuple[Tensor, ...],
-    step: Step,
+    step: PagedAttentionStep,
     scores: Scores,
     sizes: Sizes,
     lse_TH: Tensor | None = None,
@@ -332,7 +332,7 @@ class _Call:
     """The arguments of a launch, which both sizes share."""
 
     def __init__(
-        self, q: Tensor, cache: tuple[Tensor, ...], out: Tensor, step: Step, scores: Scores,
+        self, q: Tensor, cache: tuple[Tensor, ...], out: Tensor, step: PagedAttentionStep, scores: Scores,
         sizes: Sizes, lse: Tensor | None,
     ):  # fmt: skip
         self.q = q if q.stride(2) == 1 else q.contiguous()

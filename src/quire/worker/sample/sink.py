@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.forward_context import Batch
+from quire.forward_context import ForwardBatch
 from quire.ops import masked_argmax
 from quire.protocol.plan import Entered, StepPlan, Work
 from quire.worker.rows import Rows
@@ -153,7 +153,7 @@ class SampleSink:
         return None
 
     # -- a step ---------------------------------------------------------------------------------
-    def finish(self, plan: StepPlan, batch: Batch, hidden_TD: Tensor) -> Outcome:
+    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> Outcome:
         """Draw for the rows of `batch.sample_at_S`; score prompts that asked for it."""
         outcome = Outcome(plan.step, len(plan.work))
         if self.prompts:
@@ -287,7 +287,7 @@ class SampleSink:
         return scaled_SV
 
     def _score_prompts(
-        self, plan: StepPlan, batch: Batch, hidden_TD: Tensor, outcome: Outcome
+        self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, outcome: Outcome
     ) -> None:
         """The score of prompt token p stands in the hidden state of token p - 1."""
         offset = 0
