@@ -144,14 +144,14 @@ def test_each_weight_is_made_small_when_it_is_whole(
         ending.append(True)
 
     ending: list[bool] = []
-    settled = apply.settle
+    settled = apply.install_weight
 
     def noted(layer: Any, weight: Any) -> None:
         waiting.append(bool(ending))
         settled(layer, weight)
 
     monkeypatch.setattr(load, "tensors", watched)
-    monkeypatch.setattr(apply, "settle", noted)
+    monkeypatch.setattr(apply, "install_weight", noted)
     model = build(plain, quantization="fp8")
     assert waiting == [False] * len(linears(model))
     assert [type(layer.quant_method).__name__ for _, layer in linears(model)] == [
