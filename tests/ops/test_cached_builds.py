@@ -202,7 +202,7 @@ def test_a_library_without_our_functions_is_passed_over(monkeypatch: pytest.Monk
         raise AttributeError("undefined symbol: quire_init")
 
     monkeypatch.setenv("QUIRE_CPU_ISA", "auto")
-    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(bindings, "load", load)
     bindings.best.cache_clear()
     try:
         assert bindings.best() is None
