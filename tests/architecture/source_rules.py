@@ -64,7 +64,7 @@ IMPORTS_BY_NAME = {  # file: where the names come from
     "quire/bench/__main__.py": "a table of ours",
     "quire/compat/as_vllm.py": "a table of ours",
     "quire/config/options.py": "the section's own module",
-    "quire/registry.py": "a constant",
+    "quire/plugins.py": "a constant",
     "quire/attention/base.py": "a table of ours, and plug-ins that are installed",
     "quire/platforms/base.py": "a table of ours",
     "quire/ops/dispatch.py": "a table of ours",

@@ -10,7 +10,7 @@ from equality.engines import Engine, engine
 from tokenizers import Tokenizer
 
 import quire
-from quire.ops.cpu.library import best
+from quire.ops.cpu.bindings import best
 from quire.protocol.params import SamplingParams
 
 FOLDER = Path(quire.__file__).parent / "embedded" / "quire-tiny"
