@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from quire.models.formats import header, weight_files
+from quire.models.checkpoint_files import header, weight_files
 from tiny_llama import make_checkpoint
 
 from quire.cli.doctor import main
