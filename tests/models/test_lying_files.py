@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from quire.models.checkpoint_files import header, weight_files
 from tiny_llama import make_checkpoint
 
 from quire.cli.doctor import main
 from quire.errors import ConfigError
+from quire.models.checkpoint_files import header, weight_files
 from quire.models.hf import read_config
 
 
