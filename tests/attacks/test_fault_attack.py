@@ -115,8 +115,8 @@ def test_deaths_of_the_engine_do_not_end_the_service(started: Start):
     for number in range(6):
         found: list[str] = []
 
-        def ask(_: int, found: list[str] = found) -> None:
-            body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+        def ask(_: int, found: list[str] = found, prompt: str = f"tale {number}") -> None:
+            body = {"prompt": prompt, "max_tokens": 1900, "ignore_eos": True}
             found.append(server.ask(TEXT, body, 60).text)
 
         asked = [lambda _: ask(0), lambda _: kill(server)]
@@ -172,4 +172,7 @@ def test_a_closed_terminal_ends_the_server(started: Start):
     pids = family(server.process.pid)
     server.process.send_signal(signal.SIGHUP)
     server.wait()
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.1)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
