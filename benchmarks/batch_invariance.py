@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import roofline
 from benchmarks.result_files import free_name
 from quire import env
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 TOKENS = 128
 BEGINNINGS = ("Once upon a time, there was a {}", "The {} said that", "One day a {} and a dog")

@@ -8,7 +8,7 @@ are timed; what is left over of a step is "other".
     model      the forward pass and the head      commit     what came is taken in
                                                   publish    encoded, and sent to the front room's socket
 
-Where a step is one call of the kernels (`worker/whole.py`), that call is "model": it also gathers the step's input and
+Where a step is one call of the kernels (`worker/native_step.py`), that call is "model": it also gathers the step's input and
 draws the tokens, so batch and sample are then part of it.
 """
 
@@ -141,8 +141,8 @@ def measure(client: Any, watch: Stopwatch, link: Any, vocab: int, rows: int, ste
     Raises:
         RuntimeError: a step had not all rows in it, or a request failed.
     """
-    from quire.protocol.params import SamplingParams
     from quire.protocol.request import EngineRequest
+    from quire.protocol.sampling_params import SamplingParams
 
     core = client.core
     prompts = shapes.Workload(rows, PROMPT, 1).prompts(vocab)
@@ -184,7 +184,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
     import zmq
 
     from benchmarks.offline.runners import Quire
-    from quire.engine.process import Link
+    from quire.engine.engine_process import Link
 
     path = shapes.checkpoint(shape, "bfloat16", cache)
     most = max(rows)

@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks import rtn_checkpoints
 from quire.config.cache import KV_DTYPES
-from quire.config.quantized import online_schemes
+from quire.config.quantization import online_schemes
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.specs import ELEMENTS
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 BASE = "bfloat16"
 ANSWER = 260  # tokens at the most: see tools/tiny_model/evaluate.py
@@ -128,7 +128,7 @@ def _written(model: str, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _folder(model: str) -> Path:
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
-    from quire.models.hf import locate
+    from quire.models.hf_config import locate
 
     return Path(locate(ModelConfig(model=model), LoadConfig()))
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.limits import Limits
 from quire.scheduler.scheduler import Scheduler
 

@@ -34,8 +34,8 @@ from quire.bench.serve import datasets, metrics
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
-from quire.engine.resident import family, resident_bytes
 from quire.errors import ConfigError, QuireError, StartupError
+from quire.observe.process_memory import family, resident_bytes
 
 START_S = 900.0
 STOP_S = 40.0
@@ -104,7 +104,7 @@ def _folder(model: str) -> str:
     """What another server can open: it knows no model of our package. Raises ModelNotFound."""
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
-    from quire.models.hf import locate
+    from quire.models.hf_config import locate
 
     return locate(ModelConfig(model=model), LoadConfig())
 

@@ -26,8 +26,8 @@ from benchmarks import roofline
 from benchmarks.peers.run import in_environment, last_words
 from benchmarks.result_files import commit, free_name
 from benchmarks.shapes import SHAPES, Workload, checkpoint
-from quire.protocol.constraint import StructuredOutputsParams
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 GOAL_SPEED, GOAL_MS = 0.97, 50.0
 END = "<|end|>"
@@ -127,7 +127,7 @@ class Bench:
     def __init__(self, shape: str, dtype: str, rows: int, folder: Path):
         from quire.config.engine import EngineConfig
         from quire.engine.assemble import make_client
-        from quire.frontend.front import FrontRoom
+        from quire.frontend.request_manager import FrontRoom
 
         self.shape, self.rows = SHAPES[shape], rows
         words = folder / f"vocabulary-{self.shape.vocab}"

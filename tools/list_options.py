@@ -17,8 +17,8 @@ from pathlib import Path
 
 from quire import env
 from quire.config.help import sections
-from quire.config.old_names import OLD, SHORT
 from quire.config.options import Option, options, section_help
+from quire.config.vllm_flags import OLD, SHORT
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 KINDS = {"flag": "", "int": "N", "float": "X", "text": "TEXT", "json": "JSON", "list": "TEXT ...", "maybe": "[TEXT]"}  # fmt: skip

@@ -249,8 +249,8 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     import numpy as np
 
     from quire.ops.triton import sampling as kernel
-    from quire.worker.sample import compiled, limits, logprobs
-    from quire.worker.sample.draw import draw, keys, seed_words
+    from quire.worker.sampling import logprobs, top_k_top_p, triton_ops
+    from quire.worker.sampling.gumbel import draw, keys, seed_words
 
     rows, vocab = (6, 3000) if run.small else (64, 151_936)
     made = torch.Generator().manual_seed(1)
@@ -259,14 +259,14 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     here, keys_2S = x.to(run.device), drawn.to(run.device)
     same = int((kernel.draw(here, keys_2S).cpu() == draw(x, drawn)).sum())
     found["bits"]["tokens drawn as on the CPU"] = f"{same} of {rows}"
-    lots = limits.Limits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
-    got, want = compiled.cutoff(here, lots), limits.cutoff(x, lots)
+    lots = top_k_top_p.Limits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
+    got, want = triton_ops.cutoff(here, lots), top_k_top_p.cutoff(x, lots)
     equal = int(((got.logits_S.cpu() == want.logits_S) & (got.ids_S.cpu() == want.ids_S)).sum())
     found["bits"]["cutoffs as on the CPU"] = f"{equal} of {rows}"
     if same < 0.99 * rows or equal < 0.99 * rows:
         found["wrong"].append("sampling: too few tokens or cutoffs as on the CPU")
     chosen = torch.arange(rows)
-    a = compiled.score(here, chosen.to(run.device), 5, None, True)
+    a = triton_ops.score(here, chosen.to(run.device), 5, None, True)
     b = logprobs.score(x, chosen, 5, None, True)
     _note(found, "log-probabilities", a.values_NK.cpu(), b.values_NK, 1e-5)
     if not torch.equal(a.ranks_N.cpu(), b.ranks_N):
@@ -278,7 +278,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
 
 def engine(run: Run, found: Found) -> None:
     """Greedy tokens in float32 of a tiny model with random weights, in every way to run it."""
-    from quire.protocol.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     prompts = [[7 + i, *range(3, 3 + 11 * i % 90)] for i in range(6)]
     shared: dict[str, Any] = {"top_p": 0.9, "max_tokens": 24, "ignore_eos": True}

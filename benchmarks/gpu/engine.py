@@ -124,8 +124,8 @@ def _source(client: Any) -> Any:
 
 def many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float, list[float]]:
     """(seconds in all, seconds between outputs once every prompt is computed) of greedy requests side by side."""
-    from quire.protocol.params import SamplingParams
     from quire.protocol.request import EngineRequest
+    from quire.protocol.sampling_params import SamplingParams
 
     rng = random.Random(name)
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
@@ -198,8 +198,8 @@ def serving(run: Run, found: Found) -> None:
 
 def all_at_once(client: Any, inputs: list[int], outputs: list[int]) -> float:
     """Seconds."""
-    from quire.protocol.params import SamplingParams
     from quire.protocol.request import EngineRequest
+    from quire.protocol.sampling_params import SamplingParams
 
     rng = random.Random(0)
     began = time.perf_counter()
@@ -251,8 +251,8 @@ def floors_of_load(run: Run, cost: Cost, rate: float, prompt: int, count: int) -
 
 def _at_a_rate(run: Run, client: Any, cost: Cost) -> dict[str, Any]:
     """Requests of 1,024 tokens in and 256 out that come evenly; seconds to the first token and between tokens."""
-    from quire.protocol.params import SamplingParams
     from quire.protocol.request import EngineRequest
+    from quire.protocol.sampling_params import SamplingParams
 
     rng = random.Random(1)
     requests, prompt, count, rate = (3, 10, 4, 50.0) if run.small else (200, 1024, 256, 10.0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.engine.client import InlineClient
     from quire.forward_context import ForwardBatch
     from quire.ops.triton.attention import PagedAttentionStep
-    from quire.protocol.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
     from quire.quantization.wna16 import FewBitsWeight
 
 LLAMA = {

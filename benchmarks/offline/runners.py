@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.shapes import Workload
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from benchmarks import result_files, roofline, shapes
 from benchmarks.offline.runners import agreement
 from benchmarks.peers.report import Turn, page
 from quire import env
-from quire.engine.resident import family, resident_bytes
 from quire.errors import ConfigError, QuireError, StartupError
+from quire.observe.process_memory import family, resident_bytes
 
 PATIENCE_S = 900.0
 BF16, SHORT = "16 bits", "8 bits and fewer"

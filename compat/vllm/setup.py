@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-OURS = "quire.compat.as_vllm"
+OURS = "quire.compat.vllm_shim"
 """Stands in our `vllm/__init__.py`, and in no other."""
 
 

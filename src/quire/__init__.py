@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.llm import LLM as LLM
     from quire.api.llm_engine import LLMEngine as LLMEngine
-    from quire.compat.as_vllm import install_as_vllm as install_as_vllm
-    from quire.config.arguments import AsyncEngineArgs as AsyncEngineArgs
-    from quire.config.arguments import EngineArgs as EngineArgs
+    from quire.compat.vllm_shim import install_as_vllm as install_as_vllm
+    from quire.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from quire.config.engine_args import EngineArgs as EngineArgs
     from quire.frontend.logprobs import Logprob as Logprob
     from quire.frontend.outputs import CompletionOutput as CompletionOutput
     from quire.frontend.outputs import RequestOutput as RequestOutput
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
     from quire.plugins import ModelRegistry as ModelRegistry
-    from quire.protocol.params import BeamSearchParams as BeamSearchParams
-    from quire.protocol.params import RequestOutputKind as RequestOutputKind
-    from quire.protocol.params import SamplingParams as SamplingParams
-    from quire.protocol.params import StructuredOutputsParams as StructuredOutputsParams
+    from quire.protocol.sampling_params import BeamSearchParams as BeamSearchParams
+    from quire.protocol.sampling_params import RequestOutputKind as RequestOutputKind
+    from quire.protocol.sampling_params import SamplingParams as SamplingParams
+    from quire.protocol.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
-LATER = "quire.compat.later"
+LATER = "quire.compat.vllm_unsupported"
 """Where the names of features are that come later: importable, refused when used."""
 
 PUBLIC = {
@@ -38,19 +38,19 @@ PUBLIC = {
     "AsyncLLM": "quire.api.async_llm:AsyncLLM",
     "LLMEngine": "quire.api.llm_engine:LLMEngine",
     "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
-    "SamplingParams": "quire.protocol.params:SamplingParams",
-    "BeamSearchParams": "quire.protocol.params:BeamSearchParams",
-    "StructuredOutputsParams": "quire.protocol.params:StructuredOutputsParams",
-    "RequestOutputKind": "quire.protocol.params:RequestOutputKind",
+    "SamplingParams": "quire.protocol.sampling_params:SamplingParams",
+    "BeamSearchParams": "quire.protocol.sampling_params:BeamSearchParams",
+    "StructuredOutputsParams": "quire.protocol.sampling_params:StructuredOutputsParams",
+    "RequestOutputKind": "quire.protocol.sampling_params:RequestOutputKind",
     "RequestOutput": "quire.frontend.outputs:RequestOutput",
     "CompletionOutput": "quire.frontend.outputs:CompletionOutput",
     "BeamSearchOutput": "quire.frontend.outputs:BeamSearchOutput",
     "BeamSearchSequence": "quire.frontend.outputs:BeamSearchSequence",
     "Logprob": "quire.frontend.logprobs:Logprob",
-    "EngineArgs": "quire.config.arguments:EngineArgs",
-    "AsyncEngineArgs": "quire.config.arguments:AsyncEngineArgs",
+    "EngineArgs": "quire.config.engine_args:EngineArgs",
+    "AsyncEngineArgs": "quire.config.engine_args:AsyncEngineArgs",
     "ModelRegistry": "quire.plugins:ModelRegistry",
-    "install_as_vllm": "quire.compat.as_vllm:install_as_vllm",
+    "install_as_vllm": "quire.compat.vllm_shim:install_as_vllm",
     "TextPrompt": "quire.frontend.prompts:TextPrompt",
     "TokensPrompt": "quire.frontend.prompts:TokensPrompt",
     "EmbedsPrompt": "quire.frontend.prompts:EmbedsPrompt",

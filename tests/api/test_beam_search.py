@@ -11,7 +11,7 @@ from quire.api.llm import LLM
 from quire.api.metrics import Counter, Histogram
 from quire.errors import ValidationError
 from quire.frontend.outputs import BeamSearchOutput
-from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 
 
 def model(llm: LLM) -> pagemodel.Model:

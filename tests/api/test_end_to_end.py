@@ -14,8 +14,8 @@ import transformers
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
-from quire.config.arguments import AsyncEngineArgs
-from quire.protocol.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.config.engine_args import AsyncEngineArgs
+from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 VOCAB = spelling.byte_level().get_vocab_size()
 SETTINGS: dict[str, Any] = {

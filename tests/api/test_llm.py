@@ -12,10 +12,10 @@ import numpy as np
 import pagemodel
 import pytest
 
-from quire.api.later import LATER
 from quire.api.llm import LLM
+from quire.api.unsupported import LATER
 from quire.errors import EngineDeadError, Unsupported, ValidationError
-from quire.protocol.params import RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

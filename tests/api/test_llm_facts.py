@@ -16,7 +16,7 @@ from test_llm import GREEDY, model, plain
 
 from quire.api.llm import LLM
 from quire.api.metrics import Counter, Gauge, Histogram
-from quire.config.arguments import EngineArgs
+from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
 
 # -- about the engine -------------------------------------------------------------------------------

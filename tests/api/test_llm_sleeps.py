@@ -9,7 +9,7 @@ import pytest
 
 from quire.api.llm import LLM
 from quire.errors import QuireError, ValidationError
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -56,23 +56,23 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know that there are any
     "quire/engine/assemble.py": "it puts the rooms together",
-    "quire/frontend/inputs.py": "a request that a feature cannot serve is refused before it travels",
+    "quire/frontend/input_processor.py": "a request that a feature cannot serve is refused before it travels",
 }
 IMPORTS_BY_NAME = {  # file: where the names come from
     "quire/__init__.py": "a table of ours",
     "quire/cli/main.py": "a table of ours",
     "quire/bench/__main__.py": "a table of ours",
-    "quire/compat/as_vllm.py": "a table of ours",
+    "quire/compat/vllm_shim.py": "a table of ours",
     "quire/config/options.py": "the section's own module",
     "quire/plugins.py": "a constant",
     "quire/attention/base.py": "a table of ours, and plug-ins that are installed",
     "quire/platforms/base.py": "a table of ours",
     "quire/ops/dispatch.py": "a table of ours",
-    "quire/observe/trace.py": "a table of ours",
+    "quire/observe/tracing.py": "a table of ours",
     "quire/models/load.py": "a table of ours, and plug-ins that are installed",
-    "quire/config/wire.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
-    "quire/worker/sample/load.py": "the user's --logits-processors",
-    "quire/server/layers.py": "the user's --middleware",
+    "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
+    "quire/worker/sampling/load_processors.py": "the user's --logits-processors",
+    "quire/server/user_middleware.py": "the user's --middleware",
     "quire/executor/worker_process.py": "the parent, which wrote it as a constant",
 }
 GLOBALS = {
@@ -86,8 +86,8 @@ GLOBALS = {
 # Modules that must load without torch, and whose code never asks for it, not even in a function.
 NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
-    r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|processes)\.py"
-    r"|quire/models/(hf|registry|__init__)\.py|quire/platforms/detect\.py"
+    r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|process)\.py"
+    r"|quire/models/(hf_config|registry|__init__)\.py|quire/platforms/detect\.py"
     r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/gate\.py"
 )
 CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.py")

@@ -27,8 +27,8 @@ CASES = [
     (
         "layers",
         "quire/models/a.py",
-        "def f():\n    from quire.worker.rows import Rows",
-        "x = 'quire.worker.rows:Rows'",
+        "def f():\n    from quire.worker.request_rows import Rows",
+        "x = 'quire.worker.request_rows:Rows'",
     ),
     ("layers", "quire/newroom/a.py", "import os", None),
     (
@@ -75,8 +75,8 @@ CASES = [
     (
         "children_do_not_search_the_working_directory",
         "quire/a.py",
-        "words = [sys.executable, '-m', 'quire.engine.process']",
-        "words = [sys.executable, '-P', '-m', 'quire.engine.process']",
+        "words = [sys.executable, '-m', 'quire.engine.engine_process']",
+        "words = [sys.executable, '-P', '-m', 'quire.engine.engine_process']",
     ),
     (
         "children_do_not_search_the_working_directory",
@@ -113,7 +113,12 @@ CASES = [
     ("the_core_names_no_feature", "quire/worker/worker.py", "x = 'cuda'", "x = device"),
     ("modules_say_what_they_know", "quire/a.py", "x = 1", DOC + "x = 1"),
     ("modules_say_what_they_know", "quire/worker/__init__.py", "", DOC),
-    ("packages_import_nothing", "quire/worker/__init__.py", "import quire.worker.rows", DOC),
+    (
+        "packages_import_nothing",
+        "quire/worker/__init__.py",
+        "import quire.worker.request_rows",
+        DOC,
+    ),
     (
         "the_environment_is_read_in_one_file",
         "quire/a.py",

@@ -106,7 +106,7 @@ def role(pid: int, first: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         words = ""
-    if pid == first or "quire.server.front" in words:
+    if pid == first or "quire.server.process.http_worker" in words:
         return "http"
     return "engine" if "quire.engine" in words or "quire.executor" in words else "helper"
 
@@ -114,7 +114,9 @@ def role(pid: int, first: int) -> str:
 def follows_grammar(pid: int) -> bool:
     """Whether this is one of the processes that compile and follow grammars. The engine keeps a bounded number of them."""
     try:
-        return "quire.features.structured.forker" in Path(f"/proc/{pid}/cmdline").read_text()
+        return (
+            "quire.features.structured.grammar_server" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
     except OSError:
         return False
 

@@ -29,7 +29,7 @@ import httpx
 import odd
 from attacked import INNOCENT, TEXT, AttackedServer, only_this_machine
 
-from quire.server.docs import BODIES
+from quire.server.openapi import BODIES
 
 CLIENTS = 8
 ANSWERED_S = 60.0  # a whole answer of the longest; one that hangs takes longer

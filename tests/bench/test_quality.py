@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from benchmarks import quality, rtn_checkpoints
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES, checkpoint
-from quire.config.quantized import online_schemes
+from quire.config.quantization import online_schemes
 from tests.models.test_native import build
 from tests.quantization.test_quantized_formats import floats_of
 

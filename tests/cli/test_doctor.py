@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.cli import doctor, findings
+from quire.cli import doctor, doctor_checks
 from quire.platforms.detect import PlatformFacts
 
 GIB = 1 << 30
@@ -281,11 +281,11 @@ def test_a_model_that_cannot_run_is_known_beforehand(ask):
 
 
 def test_which_models_transformers_knows():
-    assert findings.known_to_transformers("gpt2")
-    assert findings.known_to_transformers("gemma3_text")  # in a folder of another name
-    assert findings.known_to_transformers("xlm-roberta")
-    assert not findings.known_to_transformers("brand_new")
-    assert not findings.known_to_transformers("")
+    assert doctor_checks.known_to_transformers("gpt2")
+    assert doctor_checks.known_to_transformers("gemma3_text")  # in a folder of another name
+    assert doctor_checks.known_to_transformers("xlm-roberta")
+    assert not doctor_checks.known_to_transformers("brand_new")
+    assert not doctor_checks.known_to_transformers("")
 
 
 # A hub id whose weights are not here
@@ -319,7 +319,7 @@ def hub(monkeypatch, checkpoint):
 
 def test_weights_are_not_fetched_to_look_at_them(ask, hub, monkeypatch):
     usage = SimpleNamespace(free=5 * GIB)
-    monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: usage)
     status, text = ask("--max-model-len", "8K", model="some/model")
     assert status == 0
     assert "weights         1.86 GiB, on the hub, not here yet" in text

@@ -16,12 +16,12 @@ from quire.cli.replay import main
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.recording import asked_of, for_recording, from_recording
-from quire.config.wire import to_wire
+from quire.config.serialize import to_wire
 from quire.engine.assemble import build_core, resolve_config
-from quire.engine.flight import Recorded, Recorder, read
-from quire.engine.host import CONFIG
-from quire.protocol.params import SamplingParams
+from quire.engine.flight_recorder import Recorded, Recorder, read
+from quire.engine.supervisor import CONFIG
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from tests.tiny_llama import make_checkpoint
 
 

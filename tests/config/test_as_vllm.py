@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.compat.as_vllm import NAMES, RUN
+from quire.compat.vllm_shim import NAMES, RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = ROOT / "compat" / "vllm"
@@ -99,7 +99,7 @@ def test_modules_that_people_run(before):
 def test_every_name_of_the_table_is_here():
     """In one process: each module is imported by its name, and each of its names is found."""
     code = (
-        "import importlib; from quire.compat.as_vllm import *; install_as_vllm()\n"
+        "import importlib; from quire.compat.vllm_shim import *; install_as_vllm()\n"
         "for module, names in NAMES.items():\n"
         "    found = importlib.import_module(module)\n"
         "    for name in names: getattr(found, name)\n"

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from quire.config import wire
+from quire.config import serialize
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import options
 from quire.errors import ConfigError
@@ -39,7 +39,7 @@ def sent(settle):
 
     def send(**keywords) -> Resolved:
         asked = EngineConfig.from_keywords(**keywords)
-        return wire.from_wire(wire.to_wire(replace(resolved, asked=asked)))
+        return serialize.from_wire(serialize.to_wire(replace(resolved, asked=asked)))
 
     return send
 
@@ -52,7 +52,7 @@ def test_every_field_survives(sent):
 
 def test_a_resolved_configuration_survives(settle):
     resolved = settle(max_num_seqs=3, hf_overrides={"a": {"b": 1}}, max_model_len="auto")
-    back = wire.from_wire(wire.to_wire(resolved))
+    back = serialize.from_wire(serialize.to_wire(resolved))
     assert back == resolved
     assert {f.name: type(getattr(back, f.name)) for f in fields(back)} == {
         f.name: type(getattr(resolved, f.name)) for f in fields(resolved)
@@ -89,7 +89,7 @@ def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monk
     if names == "hf_config":
         resolved = settle()
         resolved = replace(resolved, hf_config={**resolved.hf_config, **data})
-        assert wire.from_wire(wire.to_wire(resolved)) == resolved
+        assert serialize.from_wire(serialize.to_wire(resolved)) == resolved
     else:
         for field in ("hf_overrides", "override_generation_config", "default_chat_template_kwargs"):
             back = sent(**{field: data}).asked
@@ -100,16 +100,16 @@ def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monk
 @pytest.mark.parametrize("name", ["nowhere.at.all:X", "json:nothing", "json"])
 def test_a_name_that_is_not_here(name):
     with pytest.raises(ConfigError, match="cannot be imported"):
-        wire.by_name(name)
+        serialize.by_name(name)
 
 
 def path_in(monkeypatch, main: ModuleType, safe: bool = False, path: str = "") -> list[str]:
     """What a child may search, of a program whose __main__ is `main` and whose sys.path holds its working directory."""
     monkeypatch.setattr(sys, "path", ["", os.getcwd(), "/elsewhere"])
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(wire.sys, "flags", SimpleNamespace(safe_path=safe))
+    monkeypatch.setattr(serialize.sys, "flags", SimpleNamespace(safe_path=safe))
     monkeypatch.setenv("PYTHONPATH", path)
-    return wire.import_path()
+    return serialize.import_path()
 
 
 def test_a_child_does_not_search_the_working_directory(monkeypatch):
@@ -130,7 +130,7 @@ def test_a_child_does_not_search_the_working_directory(monkeypatch):
 
 
 def test_a_path_travels_only_with_something_to_import(settle, monkeypatch):
-    monkeypatch.setattr(wire, "import_path", lambda: ["/mine"])
+    monkeypatch.setattr(serialize, "import_path", lambda: ["/mine"])
     for keywords, path in (({}, []), ({"logits_processors": ["a:B"]}, ["/mine"])):
-        data = msgspec.msgpack.decode(wire.to_wire(settle(**keywords)))
+        data = msgspec.msgpack.decode(serialize.to_wire(settle(**keywords)))
         assert data["path"] == path

@@ -8,8 +8,8 @@ import pytest
 
 from quire import env
 from quire.cli.main import main
-from quire.config.compat import engine_config
 from quire.config.flags import parse
+from quire.config.from_keywords import engine_config
 from quire.config.options import options
 from quire.errors import ConfigError
 

@@ -15,8 +15,8 @@ import pytest
 from quire.cli import main as cli
 from quire.config import help
 from quire.config.flags import parse
-from quire.config.old_names import OLD
 from quire.config.options import options
+from quire.config.vllm_flags import OLD
 
 GOLDEN = Path(__file__).parent / "golden"
 

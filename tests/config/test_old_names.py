@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from quire.config.arguments import AsyncEngineArgs, EngineArgs, ProgramParser
-from quire.config.compat import UnknownName, engine_config, translate
+from quire.config.engine_args import AsyncEngineArgs, EngineArgs, ProgramParser
 from quire.config.flags import parse
-from quire.config.old_names import OLD, SHORT, Old
+from quire.config.from_keywords import UnknownName, engine_config, translate
+from quire.config.vllm_flags import OLD, SHORT, Old
 from quire.errors import ConfigError, Unsupported
 
 ROWS = [row for row in OLD.values() if row.name != "model_tag"]  # that one is the positional word

@@ -12,10 +12,10 @@ import pytest
 from small_llama import CPU, LLAMA
 
 import quire
-from quire.config.lengths import model_length
+from quire.config.checkpoint_dtype import stored_dtype
+from quire.config.context_length import model_length
 from quire.config.options import options
 from quire.config.resolve import overridden
-from quire.config.stored import stored_dtype
 from quire.errors import ConfigError, Unsupported
 
 # Lengths

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config.compat import engine_config
 from quire.config.flags import parse
-from quire.config.old_names import OLD
+from quire.config.from_keywords import engine_config
 from quire.config.options import options
+from quire.config.vllm_flags import OLD
 from quire.errors import Unsupported
 
 # field=value: the flag sets the field

@@ -19,9 +19,9 @@ HERE = pathlib.Path(__file__).parent
 SOURCE = HERE.parents[1] / "src" / "quire"
 TRIALS = 4000
 
-SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/building.py"
+SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
-QUEUES, FAIR = "scheduler/queues.py", "scheduler/fair.py"
+QUEUES, FAIR = "scheduler/waiting_queue.py", "scheduler/fair_queue.py"
 
 # name -> (file, function or method, what its tree holds, what is put there). Both are Python, so that formatting does not
 # matter. `ANY` matches any expression; no statement: those that stand there go.

@@ -11,7 +11,7 @@ from toy import ToyDevice, next_token
 from workload import reference
 
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine import admin
+from quire.engine import rpc
 from quire.engine.client import InlineClient, interrupts_deferred
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, QuireError
@@ -19,8 +19,8 @@ from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Ready
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
 from quire.scheduler.request import Request
@@ -37,7 +37,7 @@ def make(device: type[ToyDevice] = Device) -> InlineClient:
     toy = device(groups, 101, 4, 0, random.Random(1))
     limits = Limits(max_rows=4, max_step_tokens=16, max_length=60)
     core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)
-    core.functions.update(admin.functions(core))
+    core.functions.update(rpc.functions(core))
     resolved = Resolved(
         asked=EngineConfig(), path="", hf_config={}, architecture="Toy", dtype="float32",
         device="cpu", max_model_len=60, auto_max_model_len=False, block_size=4, max_num_seqs=4,

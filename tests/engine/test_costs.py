@@ -12,10 +12,10 @@ import pytest
 from tiny_llama import make_checkpoint
 
 from quire.api.llm import LLM
-from quire.engine.costs import FLOPS, READ, WRITTEN, Costs
+from quire.engine.mfu import FLOPS, READ, WRITTEN, Costs
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Work
+from quire.protocol.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

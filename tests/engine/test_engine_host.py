@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from quire.engine import host as module
-from quire.engine.host import EngineHost, Patience, own_folder, own_stacks
+from quire.engine import supervisor as module
+from quire.engine.supervisor import EngineHost, Patience, own_folder, own_stacks
 from quire.errors import StartupError
 
 CHILD = """
 import sys, time
-from quire.engine.lifeline import Speaker
+from quire.engine.status_pipe import Speaker
 from quire.protocol.output import Beat, Died, Ready
 speaker, how = Speaker(int(sys.argv[1])), sys.argv[2]
 if how == "fails":

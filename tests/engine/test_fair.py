@@ -11,12 +11,12 @@ from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
-from quire.scheduler.fair import FairQueue
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.limits import Limits
-from quire.scheduler.queues import WaitingQueue
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.waiting_queue import WaitingQueue
 
 
 class House:

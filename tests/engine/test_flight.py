@@ -9,19 +9,19 @@ import pytest
 from test_client import Device, ask, collect, make
 from toy import StepFailed
 
-from quire.engine import flight
+from quire.engine import flight_recorder
 from quire.engine.client import InlineClient
 from quire.engine.replay import replay
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 
 
 def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
     client = make(device)
-    recorder = flight.Recorder(folder)
+    recorder = flight_recorder.Recorder(folder)
     client.core.executor.kin = Kin()
-    wrapped = flight.Recorded(client.core.executor, recorder)
+    wrapped = flight_recorder.Recorded(client.core.executor, recorder)
     wrapped.kin = client.core.executor.kin
     client.core.executor = wrapped
     return client
@@ -52,7 +52,7 @@ def run(client: InlineClient, rng: random.Random, requests: int) -> None:
 @pytest.mark.parametrize("requests", [6, 60])
 def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
     run(recorded(tmp_path), random.Random(requests), requests)
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     steps = list(replay(recording, fresh(), budget=16))
     assert len(steps) > 30
@@ -66,7 +66,7 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     device = client.core.executor._executor
     device.foretells = 0.6
     run(client, random.Random(6), 6)
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     again = fresh()
     again.foretells = 0.6  # and it draws when to foretell from the same seed
@@ -78,9 +78,11 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
 
 def test_a_difference_is_seen(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
-    result = next(f for f in recording.frames if isinstance(f, flight.StepResult) and f.tokens[0])
+    result = next(
+        f for f in recording.frames if isinstance(f, flight_recorder.StepResult) and f.tokens[0]
+    )
     result.tokens[0][0] += 1
     assert sum(step.differs for step in replay(recording, fresh(), budget=16)) == 1
 
@@ -101,7 +103,7 @@ def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="MemoryError"):
         collect(client, {"short", "long"})
     client.core.executor.close()
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     assert recording.unfinished() == {"long"}
     assert recording.seen() == {"short", "long"}
@@ -109,10 +111,10 @@ def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
 
 def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    whole = flight.read(tmp_path)
+    whole = flight_recorder.read(tmp_path)
     for path in tmp_path.glob("flight-*"):
         path.write_bytes(path.read_bytes()[:-3])
-    cut = flight.read(tmp_path)
+    cut = flight_recorder.read(tmp_path)
     assert whole is not None
     assert cut is not None
     assert cut.frames == whole.frames[:-1]
@@ -120,49 +122,49 @@ def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
 
 def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
     """Larger than its first room; written anew, it has nothing of what it held."""
-    segment, path = flight.Segment(tmp_path / "flight-0"), tmp_path / "flight-0"
-    encode = flight.msgspec.msgpack.encode
-    long = [flight.StepPlan(n, [], [], list(range(60_000))) for n in range(3)]
-    assert list(flight.frames(path)) == []
+    segment, path = flight_recorder.Segment(tmp_path / "flight-0"), tmp_path / "flight-0"
+    encode = flight_recorder.msgspec.msgpack.encode
+    long = [flight_recorder.StepPlan(n, [], [], list(range(60_000))) for n in range(3)]
+    assert list(flight_recorder.frames(path)) == []
     for plan in long:
         segment.append(encode(plan))
-    assert list(flight.frames(path)) == long
+    assert list(flight_recorder.frames(path)) == long
     segment.restart()
-    assert list(flight.frames(path)) == []
-    short = flight.StepPlan(9, [], [], [1])
+    assert list(flight_recorder.frames(path)) == []
+    short = flight_recorder.StepPlan(9, [], [], [1])
     segment.append(encode(short))
-    assert list(flight.frames(path)) == [short]
+    assert list(flight_recorder.frames(path)) == [short]
     segment.close()
-    assert list(flight.frames(path)) == [short]
+    assert list(flight_recorder.frames(path)) == [short]
     assert path.stat().st_size == 4 + len(encode(short))
 
 
-@pytest.mark.skipif(not hasattr(flight.os, "posix_fallocate"), reason="no such call here")
+@pytest.mark.skipif(not hasattr(flight_recorder.os, "posix_fallocate"), reason="no such call here")
 def test_a_full_disk_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment = flight.Segment(tmp_path / "flight-0")
+    segment = flight_recorder.Segment(tmp_path / "flight-0")
 
     def full(file: int, start: int, room: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flight.os, "posix_fallocate", full)
+    monkeypatch.setattr(flight_recorder.os, "posix_fallocate", full)
     segment.append(b"a" * 1000)
     with pytest.raises(OSError, match="No space left"):
-        segment.append(b"a" * flight.ROOM)
+        segment.append(b"a" * flight_recorder.ROOM)
     segment.close()
 
 
 def test_a_segment_that_was_just_begun_is_passed_over(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    whole = flight.read(tmp_path)
+    whole = flight_recorder.read(tmp_path)
     (tmp_path / "flight-1").write_bytes(bytes(100))
-    assert flight.read(tmp_path) == whole
+    assert flight_recorder.read(tmp_path) == whole
 
 
 def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
 
     class Failing(Device):
@@ -177,10 +179,10 @@ def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_is_no_recording(tmp_path: Path) -> None:
-    assert flight.read(tmp_path) is None
+    assert flight_recorder.read(tmp_path) is None
     (tmp_path / "flight-0").write_bytes(b"\x03\x00\x00\x00abc")
     with pytest.raises(ValueError, match="not a flight recording"):
-        flight.read(tmp_path)
+        flight_recorder.read(tmp_path)
 
 
 # -- a recording that cannot be written -------------------------------------------------------------
@@ -201,8 +203,8 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
     """(The engine died of it, and so did the one after it.)"""
     folder = tmp_path / "gone" if when == "the folder is missing" else tmp_path
     client, stops = make(), []
-    wrapped = flight.Recorded(
-        client.core.executor, flight.Recorder(folder), lambda: stops.append(1)
+    wrapped = flight_recorder.Recorded(
+        client.core.executor, flight_recorder.Recorder(folder), lambda: stops.append(1)
     )
     wrapped.kin = client.core.executor.kin = Kin()
     client.core.executor = wrapped
@@ -210,18 +212,18 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
         ask(client, "before", 3)
         collect(client, {"before"})
         assert not stops
-        assert flight.read(folder) is not None
+        assert flight_recorder.read(folder) is not None
     if when == "a fault":
-        monkeypatch.setattr(flight.Recorder, "result", lambda self, result: 1 / 0)
+        monkeypatch.setattr(flight_recorder.Recorder, "result", lambda self, result: 1 / 0)
     else:
-        monkeypatch.setattr(flight.Segment, "_grow", no_space)
-        monkeypatch.setattr(flight.Segment, "append", no_space)
+        monkeypatch.setattr(flight_recorder.Segment, "_grow", no_space)
+        monkeypatch.setattr(flight_recorder.Segment, "append", no_space)
     ids = {f"r{number}" for number in range(4)}
     for id in sorted(ids):
         ask(client, id, 30)
     got = tokens_of(client, ids)
     assert stops == [1]
-    assert flight.read(folder) is None
+    assert flight_recorder.read(folder) is None
     assert not list(folder.glob("flight-*"))
     plain = make()
     for id in sorted(ids):
@@ -241,25 +243,25 @@ def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path)
     collect(client, ids)
     client.core.executor.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("flight-*")) < 100_000
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     assert recording.seen() == ids
     [left_out] = {tuple(row.params.extra_args["left_out"]) for row in recording.seated.rows or first(recording)}  # fmt: skip
     assert left_out == ("allowed_token_ids",)
 
 
-def first(recording: flight.Recording) -> list[Entered]:
-    return next(f.entered for f in recording.frames if isinstance(f, flight.StepPlan))
+def first(recording: flight_recorder.Recording) -> list[Entered]:
+    return next(f.entered for f in recording.frames if isinstance(f, flight_recorder.StepPlan))
 
 
 def test_a_file_has_a_limit_and_what_it_holds_can_be_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight, "ROOM", 1 << 9)
-    monkeypatch.setattr(flight, "MOST_ROOM", 1 << 10)
+    monkeypatch.setattr(flight_recorder, "ROOM", 1 << 9)
+    monkeypatch.setattr(flight_recorder, "MOST_ROOM", 1 << 10)
     run(recorded(tmp_path), random.Random(60), 60)
     assert all(path.stat().st_size <= 1 << 10 for path in tmp_path.glob("flight-*"))
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     steps = list(replay(recording, fresh(), budget=16))
     assert len(steps) > 5
@@ -274,7 +276,7 @@ def test_what_runs_at_the_end_is_known(tmp_path: Path) -> None:
     while "short" in client.core.scheduler.requests:
         client.outputs()
     client.outputs()
-    recording = flight.read(tmp_path)
+    recording = flight_recorder.read(tmp_path)
     assert recording is not None
     assert [row.id for row in recording.running()] == ["long"]
     assert recording.seen() == {"short", "long"}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.folder import LOCK, hold, own_folder, remove_stale
+from quire.engine.run_folder import LOCK, hold, own_folder, remove_stale
 
 HOLDS = """
 import sys
-from quire.engine.folder import hold, own_folder
+from quire.engine.run_folder import hold, own_folder
 folder = own_folder()
 (folder / "flight-0").write_bytes(b"tokens of prompts")
 lock = hold(folder)

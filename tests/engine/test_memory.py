@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine.memory import activation_bytes, forecast_weights, make_plan, size, specs_of
+from quire.engine.memory_plan import activation_bytes, forecast_weights, make_plan, size, specs_of
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.pulse import FACTOR, FLOOR_S, Pulse
+from quire.engine.watchdog import FACTOR, FLOOR_S, Pulse
 
 
 class Clock:

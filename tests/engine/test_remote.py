@@ -12,16 +12,23 @@ import pytest
 import zmq
 from test_client import make
 
-from quire.engine.board import ROOM, Condition, State, StateBoard
 from quire.engine.core import EngineCore
-from quire.engine.poison import FORGET_S, MOST, Suspects, digest_of, digest_of_entered, short_form
-from quire.engine.process import Link, Stop, stop
-from quire.engine.remote import ProcessClient
+from quire.engine.engine_process import Link, Stop, stop
+from quire.engine.process_client import ProcessClient
+from quire.engine.quarantine import (
+    FORGET_S,
+    MOST,
+    Suspects,
+    digest_of,
+    digest_of_entered,
+    short_form,
+)
+from quire.engine.shared_state import ROOM, Condition, State, StateBoard
 from quire.errors import EngineDelayed, QuireError, ValidationError
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
+from quire.protocol.sampling_params import SamplingParams
 
 
 class Place:

@@ -6,7 +6,7 @@ import random
 
 from quire.kvcache.block_metrics import BlockHistogram, ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
-from quire.observe.metrics import Metrics
+from quire.observe.prometheus import Metrics
 from quire.protocol.output import EngineStats
 
 BOUNDS = (1.0, 10.0, 100.0)

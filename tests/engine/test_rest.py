@@ -11,15 +11,15 @@ import pytest
 from test_client import Device
 from workload import reference
 
-from quire.engine import admin, asked, held, rest
+from quire.engine import rpc, sleep, sleep_client, sleep_state
 from quire.engine.core import EngineCore
 from quire.errors import Conflict
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Reply
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import Call, EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.limits import Limits
 from quire.scheduler.scheduler import Scheduler
 
@@ -36,7 +36,7 @@ class Engine:
         scheduler = Scheduler(KVManager(BlockPool(101), groups, 4), limits)
         self.core = core = EngineCore(scheduler, self.device, 2)
         core.check_each_step = True
-        core.functions |= admin.functions(core) | rest.functions(core)
+        core.functions |= rpc.functions(core) | sleep.functions(core)
         self.told: list[tuple[object, ...]] = []
         self.asked: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -170,11 +170,11 @@ def asked_of(engine: Engine) -> Callable[..., Awaitable[object]]:
 
 
 def pausing(engine: Engine) -> Coroutine[object, object, None]:
-    return held.pause(asked_of(engine), "wait")
+    return sleep_client.pause(asked_of(engine), "wait")
 
 
 def sleeping(engine: Engine) -> Coroutine[object, object, None]:
-    return held.sleep(asked_of(engine), 1, "wait")
+    return sleep_client.sleep(asked_of(engine), 1, "wait")
 
 
 async def begin(engine: Engine, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
@@ -226,7 +226,7 @@ def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Re
 
 def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
     for number, name in ((1, "one"), (2, "two")):
-        engine.core.inbox.put(Call(1, "hold", ["wait", rest.PAUSE, name], number))
+        engine.core.inbox.put(Call(1, "hold", ["wait", sleep.PAUSE, name], number))
         engine.core.receive(block=False)
     engine.call("let_go_client", 1)
     assert engine.call("left", "one") is None
@@ -243,7 +243,7 @@ def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
 def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
     engine.call("hold", "keep")
     engine.call("pause")
-    engine.call("hold", "wait", rest.PAUSE, "another")
+    engine.call("hold", "wait", sleep.PAUSE, "another")
     engine.call("let_go", "another")
     engine.run()
     assert engine.call("is_paused") is True
@@ -279,8 +279,8 @@ def test_the_next_process_rests_as_deep(
     def process() -> Engine:
         made = Engine()
         made.device.call = lambda *words: made.told.append(words) or [None]  # type: ignore[method-assign]
-        asked.obey(made.core.functions, tmp_path / "asked")
-        made.core.functions = asked.kept(made.core.functions, tmp_path / "asked")
+        sleep_state.obey(made.core.functions, tmp_path / "asked")
+        made.core.functions = sleep_state.kept(made.core.functions, tmp_path / "asked")
         return made
 
     before = process()
@@ -308,11 +308,11 @@ def test_the_next_process_rests_as_deep(
 
 
 def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
-    engine.core.functions = asked.kept(engine.core.functions, tmp_path / "asked")
+    engine.core.functions = sleep_state.kept(engine.core.functions, tmp_path / "asked")
     engine.call("hold", "wait")
-    engine.call("resume", rest.SLEEP)  # writes
+    engine.call("resume", sleep.SLEEP)  # writes
     after = Engine()
-    asked.obey(after.core.functions, tmp_path / "asked")
+    sleep_state.obey(after.core.functions, tmp_path / "asked")
     assert after.call("is_paused") is False
 
 
@@ -360,7 +360,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
 
 def test_who_releases_the_cache_of_an_engine_at_work_is_told(engine: Engine) -> None:
     with pytest.raises(Conflict, match="paused first"):
-        asyncio.run(held.release(asked_of(engine)))
+        asyncio.run(sleep_client.release(asked_of(engine)))
 
 
 def test_some_are_ended_by_id(engine: Engine) -> None:

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from toy import VOCAB, ToyDevice, next_token
 
 from quire.engine.core import EngineCore
-from quire.engine.rest import Rest
+from quire.engine.sleep import Rest
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import Abort, EngineRequest
-from quire.scheduler.building import CANCELLED
-from quire.scheduler.fair import FairQueue
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
+from quire.scheduler.plan_builder import CANCELLED
 from quire.scheduler.request import NO_ROW
 from quire.scheduler.scheduler import Scheduler
 

@@ -19,8 +19,8 @@ from quire.config.engine import EngineConfig
 from quire.engine import assemble
 from quire.engine.client import InlineClient
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 
 VOCAB = 211
 BASE: dict[str, Any] = {

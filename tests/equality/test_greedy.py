@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 import quire
 from quire.ops.cpu.bindings import best
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 FOLDER = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 PROMPT = "Once upon a time there was a"  # greedy decoding meets equal logits in bf16 here

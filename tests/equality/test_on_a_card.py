@@ -22,9 +22,9 @@ from quire.engine.client import InlineClient
 from quire.errors import NotEnoughMemory
 from quire.ops.dispatch import OPS
 from quire.platforms import cuda
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
-from quire.worker import cache
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker import kv_cache
 
 COUNT = 3
 ASKED = [
@@ -120,12 +120,12 @@ def test_the_cache_takes_its_share_of_what_the_card_has_left(folder: str, monkey
         with client_of(folder, **options) as client:
             layer = client.core.executor.worker.model.attention_layers()[0]
             assert 0.6 * room < sum(part.nbytes for part in layer.cache) <= 0.8 * room
-        allocate = cache.allocate_cache
+        allocate = kv_cache.allocate_cache
 
         def meanwhile(*args: Any) -> Any:
             free.append(1 << 10)
             return allocate(*args)
 
-        monkeypatch.setattr(cache, "allocate_cache", meanwhile)
+        monkeypatch.setattr(kv_cache, "allocate_cache", meanwhile)
         with pytest.raises(NotEnoughMemory, match="another program may have taken memory"):
             source_with(folder)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engines import KINDS, engine, greedy, plain, prompts
 
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 
 Checkpoint = Callable[[str], str]
 COUNT = 64

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
-from quire.engine.resident import resident_bytes
 from quire.errors import QuireError
+from quire.observe.process_memory import resident_bytes
 from quire.ops.cpu.bindings import best
 from quire.quantization.fused import FusedLayer
 

@@ -17,7 +17,7 @@ from worker.test_graphs import Recorder
 
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 COUNT = 4
 

@@ -11,8 +11,8 @@ import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire.ops.cpu.bindings import best
-from quire.protocol.params import SamplingParams
-from quire.worker import whole
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker import native_step
 from quire.worker.worker import PlanMismatch
 
 pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
@@ -155,7 +155,7 @@ def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
-        assert isinstance(worker.at_once, whole.WholeStep)
+        assert isinstance(worker.at_once, native_step.WholeStep)
         with pytest.raises(PlanMismatch, match="lacks the tokens"):
             worker.run(StepPlan(1, [], [Work(0, 1)], []))
 

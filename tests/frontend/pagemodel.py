@@ -16,17 +16,17 @@ from typing import Any
 
 from spelling import byte_level, save_byte_level
 
-from quire.config.compat import engine_config
 from quire.config.engine import Resolved
-from quire.engine import admin, rest
+from quire.config.from_keywords import engine_config
+from quire.engine import rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import Logprobs, Ready
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.limits import Limits
 from quire.scheduler.scheduler import Scheduler
 
@@ -173,7 +173,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         max_waiting=asked.scheduler.max_num_queued_reqs or 0,
     )  # fmt: skip
     core = EngineCore(Scheduler(KVManager(BlockPool(301), groups, 4), limits), Executor(Model()), 1)
-    core.functions |= admin.functions(core) | rest.functions(core)
+    core.functions |= rpc.functions(core) | sleep.functions(core)
     resolved = Resolved(
         asked=asked, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
         dtype="float32", device="cpu", max_model_len=length, auto_max_model_len=False, block_size=4,

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from quire.frontend.beams import Search
+from quire.frontend.beam_search import Search
 from quire.frontend.logprobs import Logprob, Position
-from quire.protocol.params import BeamSearchParams
+from quire.protocol.sampling_params import BeamSearchParams
 
 WIDTH, PROMPT, STEPS = 16, 4000, 6
 

@@ -10,13 +10,13 @@ import pytest
 import spelling
 
 from quire.errors import QueueFull, ValidationError
-from quire.frontend.collect import Collector
-from quire.frontend.inputs import Inputs
+from quire.frontend.input_processor import Inputs
 from quire.frontend.logprobs import FlatLogprobs
+from quire.frontend.output_processor import Collector
 from quire.frontend.outputs import RequestOutput, error_of
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.output import EngineOutput, Logprobs
-from quire.protocol.params import RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
 NOW = 1e10  # later than any request of a test

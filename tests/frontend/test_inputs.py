@@ -13,13 +13,13 @@ import spelling
 
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, Unsupported, ValidationError
-from quire.frontend.fanout import best, fan_out, mix
 from quire.frontend.generation_config import GenerationDefaults, generation_defaults
-from quire.frontend.inputs import Accepted, Inputs
+from quire.frontend.input_processor import Accepted, Inputs
+from quire.frontend.parallel_sampling import best, fan_out, mix
 from quire.frontend.prompts import read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import ToEngine
+from quire.protocol.sampling_params import SamplingParams
 
 MAX_LEN = 40
 

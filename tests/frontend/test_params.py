@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.errors import Unsupported, ValidationError
-from quire.protocol.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 TAKEN: dict[str, list[Any]] = {

@@ -12,11 +12,11 @@ import pytest
 from growth import seconds
 
 from quire.errors import ConfigError, ValidationError
-from quire.frontend import sandbox, strangers
+from quire.frontend import jinja_sandbox, untrusted_templates
 from quire.frontend.chat import ChatOptions
-from quire.frontend.sandbox import TooSlow
-from quire.frontend.strangers import Strangers
-from quire.frontend.template import ChatTemplate
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.jinja_sandbox import TooSlow
+from quire.frontend.untrusted_templates import Strangers
 
 CHAT = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
@@ -93,7 +93,7 @@ def test_a_template_that_makes_too_much_is_stopped(trick: str):
 @pytest.fixture(scope="module")
 def others() -> Iterator[Strangers]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strangers, "GRACE_S", 0.4)
+        patch.setattr(untrusted_templates, "GRACE_S", 0.4)
         made = Strangers(SECONDS)
         yield made
         made.close()
@@ -162,20 +162,20 @@ def test_what_is_watched_renders_the_same():
         "{% for a in [[1], []] recursive %}<{{ loop(a) if a is iterable else a }}>{% endfor %}"
     )  # fmt: skip
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render()
-    assert sandbox.run(source, {}) == plain
+    assert jinja_sandbox.run(source, {}) == plain
 
 
 def test_what_is_nested_too_deeply_does_not_parse():
     with pytest.raises(ConfigError, match="nested too deeply"):
-        sandbox.run(WITHIN_PYTHON["brackets"], {})
+        jinja_sandbox.run(WITHIN_PYTHON["brackets"], {})
 
 
 def test_a_process_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch):
     for name in ("QUIRE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "ANOTHER_SECRET"):
         monkeypatch.setenv(name, "a secret of the operator")
-    process = strangers.start()
+    process = untrusted_templates.start()
     try:
         given = Path(f"/proc/{process.pid}/environ").read_bytes()
     finally:
-        strangers.end(process)
+        untrusted_templates.end(process)
     assert b"a secret of the operator" not in given

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend import chat
 from quire.frontend.chat import ChatOptions
-from quire.frontend.template import ChatTemplate
+from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.tokenizer import Tokenizer, load
 
 TINY = Path(__file__).parents[2] / "tools/tiny_model/chat_template.jinja"

@@ -17,7 +17,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.engine.assemble import resolve_config
 from quire.errors import ConfigError, ModelNotFound
-from quire.models import hf, registry
+from quire.models import hf_config, registry
 from quire.models.load import build_model
 from quire.models.qwen3 import Qwen3
 from quire.models.transformers.model import TransformersModel
@@ -110,7 +110,7 @@ class Mine(Qwen3):
 
 def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound) as caught:
-        hf.locate(ModelConfig(model="some/where"), LoadConfig(download_dir=str(tmp_path)))
+        hf_config.locate(ModelConfig(model="some/where"), LoadConfig(download_dir=str(tmp_path)))
     said = str(caught.value)
     assert "\n" not in said
     assert "'some/where'" in said
@@ -130,7 +130,7 @@ def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
 def test_a_directory_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelNotFound, match=said):
-        hf.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
+        hf_config.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
 
 
 def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -
     (root / "refs" / "main").write_text("abc")
     shutil.copytree(original[0], root / "snapshots" / "abc")
     load = LoadConfig(download_dir=str(tmp_path))
-    found = hf.locate(ModelConfig(model="some/where"), load)
+    found = hf_config.locate(ModelConfig(model="some/where"), load)
     assert Path(found) == root / "snapshots" / "abc"
-    assert hf.read_config(found)["model_type"] == "qwen3"
+    assert hf_config.read_config(found)["model_type"] == "qwen3"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -
 def test_a_config_that_is_none_is_named(copy: Path, text: str, said: str) -> None:
     (copy / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        hf.read_config(str(copy))
+        hf_config.read_config(str(copy))
 
 
 def test_a_field_that_is_needed_is_named(copy: Path) -> None:

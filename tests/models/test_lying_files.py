@@ -13,7 +13,7 @@ from tiny_llama import make_checkpoint
 from quire.cli.doctor import main
 from quire.errors import ConfigError
 from quire.models.checkpoint_files import header, weight_files
-from quire.models.hf import read_config
+from quire.models.hf_config import read_config
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.layers.rotary import KEPT, RECIPES, Rotary
-from quire.models.hf import TextConfig, rope_parameters
+from quire.models.hf_config import TextConfig, rope_parameters
 from quire.ops.reference import rotate
 from tests.models.cases import Case, write
 from tests.models.harness import Runner

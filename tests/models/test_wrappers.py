@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models.hf import read_config
+from quire.models.hf_config import read_config
 from tests.models.archs import randomise
 from tests.models.cases import BASE, save
 from tests.models.harness import Runner

@@ -9,9 +9,9 @@ from worker.survivors import all_survivors, tied_logits
 
 from quire.ops import masked_argmax
 from quire.ops.cpu import bindings, build, isa
-from quire.worker.sample.draw import draw, draw_among, keys, seed_words
-from quire.worker.sample.limits import Limits, cutoff, draw_limited
-from quire.worker.sample.native import NativeDrawing
+from quire.worker.sampling.cpu_ops import NativeDrawing
+from quire.worker.sampling.gumbel import draw, draw_among, keys, seed_words
+from quire.worker.sampling.top_k_top_p import Limits, cutoff, draw_limited
 
 SIZES = [1, 7, 16, 33, 700, 5000]
 

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from toy import ToyDevice
 
-from quire.engine import live
+from quire.engine import inspector
 from quire.engine.core import EngineCore
-from quire.engine.live import CACHED, FREE, OWNED, SHARED, Live
-from quire.engine.resident import family, resident_bytes
+from quire.engine.inspector import CACHED, FREE, OWNED, SHARED, Live
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.protocol.params import SamplingParams
+from quire.observe.process_memory import family, resident_bytes
 from quire.protocol.request import Abort, EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.limits import Limits
 from quire.scheduler.scheduler import Scheduler
 
@@ -164,7 +164,7 @@ def test_nobody_looks_and_nothing_is_kept(depth: int):
     turn(core, clock, 2)
     assert watch.steps
     assert watch.lives
-    turn(core, clock, int(live.FORGET_S) + 2)
+    turn(core, clock, int(inspector.FORGET_S) + 2)
     assert core.executor is device
     assert not watch.steps
     assert not watch.lives
@@ -201,9 +201,9 @@ def test_what_is_told_has_a_bound():
         turn(core, clock)
         watch.looked = clock.now
     seen = watch.look()
-    assert len(seen["lives"]) <= live.MOST_LIVES
-    assert len(seen["steps"]) <= live.STEPS
-    assert all(len(step["work"]) <= live.MOST_IN_STEP for step in seen["steps"])
+    assert len(seen["lives"]) <= inspector.MOST_LIVES
+    assert len(seen["steps"]) <= inspector.STEPS
+    assert all(len(step["work"]) <= inspector.MOST_IN_STEP for step in seen["steps"])
     assert len(cells(seen)) == 10_000
     assert seen["blocks"]["each"] == 3
     assert len(msgspec.json.encode(seen)) < 400_000
@@ -228,7 +228,7 @@ def test_the_aborted_and_the_long_gone():
     assert [(life(seen, id)["state"], life(seen, id)["finish"]) for id in "ab"] == [
         ("ended", "abort")
     ] * 2
-    clock.now += live.SPAN_S + 1
+    clock.now += inspector.SPAN_S + 1
     assert watch.look()["lives"] == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from asgi import ask, browser
 from scripted import ScriptedEngine, make_state
 
-from quire.config.keys import read_keys
+from quire.config.api_key_file import read_keys
 from quire.errors import ConfigError, QuireError
 from quire.server.page.feed import Feed, told
 from quire.server.state import ServerState

@@ -14,8 +14,8 @@ from scripted import make_state
 
 from quire.config.engine import EngineConfig
 from quire.engine.assemble import make_client
+from quire.server.async_engine import AsyncTextEngine
 from quire.server.state import Phase, ServerState
-from quire.server.text_engine import AsyncTextEngine
 
 
 @pytest.fixture(scope="session")

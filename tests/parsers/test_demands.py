@@ -19,21 +19,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "structured"))
 
 from grammar_reader import Reader
 
-from quire.features.structured.check import checked
-from quire.frontend.parsers.constrain import (
+from quire.features.structured.validate import checked
+from quire.frontend.parsers.format_table import compose
+from quire.frontend.parsers.literal_constraints import arguments
+from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.stream_parser import Parser
+from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
     calls_of,
     calls_only,
     forced,
 )
-from quire.frontend.parsers.engine import Parser
-from quire.frontend.parsers.formats import ANY_CALLS, TOOLS
-from quire.frontend.parsers.literals import arguments
-from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.schema import Tools
-from quire.frontend.parsers.table import compose
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.frontend.parsers.tool_formats import ANY_CALLS, TOOLS
+from quire.frontend.parsers.tool_schemas import Tools
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
 GIVEN = [

@@ -10,9 +10,9 @@ from call_writers import ALONE, THOUGHTS, TOOLS, WRITERS, calls
 from growth import LIMIT, TIMES, growth
 from parsed_text import cuts, parser, together
 
-from quire.frontend.parsers.formats import TOOLS as FORMATS
+from quire.frontend.parsers.format_table import READERS
 from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.table import READERS
+from quire.frontend.parsers.tool_formats import TOOLS as FORMATS
 
 WORDS = ("Ok.", "I look it up:", "1 < 2 & [a]", "A {b} c", "so\n\nthen", "naïve ☃", "<tool", "f(x)")
 FORMS = [(name, at) for name, writers in WRITERS.items() for at in range(len(writers))]

@@ -11,10 +11,7 @@ from call_writers import THOUGHTS, WRITERS
 
 import quire
 from quire.errors import ConfigError
-from quire.frontend.front import response_template
-from quire.frontend.parsers.formats import TOOLS
-from quire.frontend.parsers.model import ModelFormats
-from quire.frontend.parsers.names import (
+from quire.frontend.parsers.format_registry import (
     LATER,
     REASONING_NAMES,
     REASONING_ORDER,
@@ -22,8 +19,11 @@ from quire.frontend.parsers.names import (
     TOOL_ORDER,
     Registry,
 )
+from quire.frontend.parsers.format_table import Marks
+from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.table import Marks
+from quire.frontend.parsers.tool_formats import TOOLS
+from quire.frontend.request_manager import response_template
 
 # Of vLLM's versions up to 0.30; those that we refuse are in LATER.
 NAMED = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots

@@ -20,8 +20,8 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 SAID = '(((hm)))Ok. <<{"name": "f", "arguments": {"count": 1}}>>'
 PLUGIN = """
-from quire.frontend.parsers.formats import tagged
-from quire.frontend.parsers.table import Reasoning
+from quire.frontend.parsers.tool_formats import tagged
+from quire.frontend.parsers.format_table import Reasoning
 
 
 def register(registry):

@@ -12,9 +12,9 @@ import pytest
 from asgi import browser
 from growth import uncollected
 
-from quire.frontend.strangers import Strangers
-from quire.frontend.template import ChatTemplate
-from quire.server import text_engine
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.untrusted_templates import Strangers
+from quire.server import async_engine
 from quire.server.state import ServerState
 
 HI = [{"role": "user", "content": "hi"}]
@@ -36,8 +36,8 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def trusting(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
     """The server takes templates from requests, and gives none more than a third of a second."""
-    monkeypatch.setattr(text_engine, "SECONDS", 0.3)
-    monkeypatch.setattr("quire.frontend.strangers.GRACE_S", 0.4)
+    monkeypatch.setattr(async_engine, "SECONDS", 0.3)
+    monkeypatch.setattr("quire.frontend.untrusted_templates.GRACE_S", 0.4)
     server = state.config.server
     object.__setattr__(server, "trust_request_chat_template", True)
     strangers = state.engine.strangers = Strangers(0.3)
@@ -69,7 +69,7 @@ async def refused(state: ServerState, path: str, body: dict[str, Any]) -> tuple[
 def test_no_protocol_waits_for_the_checkpoints_template(
     state: ServerState, trusting: Strangers, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("quire.frontend.template.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("quire.frontend.chat_template.PROBE_SECONDS", 0.05)
     template = ChatTemplate(ENDLESS)
     assert template.content_format == "string"
     monkeypatch.setattr(state.engine.front.tokenizer, "template", template)

@@ -18,10 +18,10 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire import env
 from quire.config.engine import EngineConfig
-from quire.config.wire import to_wire
-from quire.engine import assemble, flight, host
-from quire.engine.host import EngineHost, Patience
-from quire.engine.remote import ProcessClient
+from quire.config.serialize import to_wire
+from quire.engine import assemble, flight_recorder, supervisor
+from quire.engine.process_client import ProcessClient
+from quire.engine.supervisor import EngineHost, Patience
 from quire.errors import (
     EngineDeadError,
     EngineDelayed,
@@ -30,8 +30,8 @@ from quire.errors import (
     ValidationError,
 )
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 
 SETTINGS = {
     "dtype": "float32",
@@ -130,7 +130,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(
-        host.log, "error", lambda form, *args: logged.append(form % args if args else form)
+        supervisor.log, "error", lambda form, *args: logged.append(form % args if args else form)
     )
     client = start(Patience(heartbeat=4.0))
     running = submit(client, "running", 8, LONG)  # all the rows there are
@@ -152,7 +152,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     assert client.state.condition == "ready"
     assert client.generation == 2
     [kept] = (tmp_path / "crashes").iterdir()
-    recording = flight.read(kept)
+    recording = flight_recorder.read(kept)
     assert recording is not None
     assert recording.seen() == running
 

@@ -19,8 +19,8 @@ import pytest
 from serving import PATIENCE_S, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
-from quire.engine.host import Patience, State
-from quire.server import fleet
+from quire.engine.supervisor import Patience, State
+from quire.server.process import http_supervisor
 
 TEXT = "/v1/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -338,11 +338,11 @@ def test_a_keeper_that_was_stopped_blames_nobody(
     was_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A paused container: the children's silence is as long as the keeper's own."""
-    monkeypatch.setattr(fleet.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http_supervisor.time, "sleep", lambda seconds: None)
     long_ago = time.monotonic() - 100
     process = Mock(poll=Mock(return_value=None))
-    child = fleet.Child(0, None, process, heard=long_ago, is_open=True)
-    keeper = object.__new__(fleet.Fleet)
+    child = http_supervisor.Child(0, None, process, heard=long_ago, is_open=True)
+    keeper = object.__new__(http_supervisor.Fleet)
     keeper.__dict__.update(
         children=[child], patience=Patience(heartbeat=8), looked=long_ago if was_stopped else time.monotonic(),
         told=None, stats=None, engine_died=None, host=Mock(state=State(1, "starting")), config=Mock(),

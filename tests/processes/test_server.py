@@ -20,7 +20,7 @@ from serving import PATIENCE_S, SOURCE, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 from quire.config.server import ServerConfig
-from quire.server import listen
+from quire.server.process import sockets
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -357,7 +357,7 @@ def test_its_end_leaves_no_process_and_frees_the_port(checkpoint: str, end: str)
         until(lambda: gone(family), 3.0)
         assert code == (-signal.SIGKILL if end == "SIGKILL" else 0)
         host, port = server.url.removeprefix("http://").split(":")
-        listen.bind(ServerConfig(host=host, port=int(port))).close()
+        sockets.bind(ServerConfig(host=host, port=int(port))).close()
 
 
 @pytest.mark.parametrize("where", ["full", "closed", "not read"])
@@ -366,7 +366,7 @@ def test_outputs_that_nobody_takes_cost_the_outputs(checkpoint: str, where: str)
     reading, writing = os.pipe()
     output = os.open("/dev/full", os.O_WRONLY) if where == "full" else os.dup(writing)
     os.close(writing)
-    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as free:
+    with sockets.bind(ServerConfig(host="127.0.0.1", port=0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "quire", "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port),
              "--kv-cache-memory-bytes", "4M", "--dtype", "float32", "--enable-log-requests"]  # fmt: skip

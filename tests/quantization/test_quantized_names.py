@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.quantized import (
+from quire.config.quantization import (
     LATER,
     METHODS,
     ONLINE,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.docs import BODIES
+from quire.server.openapi import BODIES
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3.5, -0.0, 1e308, -1e308, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), "", "a",

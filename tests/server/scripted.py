@@ -13,9 +13,9 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, ValidationError
-from quire.observe.metrics import Metrics
+from quire.observe.prometheus import Metrics
 from quire.protocol.output import EngineStats
-from quire.server.sampling import FINAL_ONLY
+from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.state import Phase, ServerState
 from quire.server.text_pool import TextPool
 

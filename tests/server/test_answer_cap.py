@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.server.sampling import capped
+from quire.server.openai.sampling_params import capped
 
 EMBEDDED = Path(quire.__file__).parent / "embedded"
 

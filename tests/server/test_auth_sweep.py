@@ -18,11 +18,12 @@ from asgi import ask, browser
 from scripted import ScriptedEngine, make_state
 
 from quire.config.server import ServerConfig
-from quire.server import later, listen, tenants
+from quire.server import api_keys, unsupported_routes
+from quire.server.api_keys import Tenants
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
+from quire.server.process import sockets
 from quire.server.state import ServerState
-from quire.server.tenants import Tenants
 
 METHODS = (
     "GET",
@@ -41,7 +42,7 @@ METHODS = (
 KEY = {"Authorization": "Bearer k"}
 ROWS = ROUTES + UI_ROUTES + DEV_ROUTES
 PATHS = [re.sub(r"\{\w+(:path)?\}", "x", path) for _, path, _ in ROWS]
-PATHS += ["/docs", "/openapi.json", "/redoc", "/nothing", "/health/x", "/v1", "/v1/", *later.paths(True)]  # fmt: skip
+PATHS += ["/docs", "/openapi.json", "/redoc", "/nothing", "/health/x", "/v1", "/v1/", *unsupported_routes.paths(True)]  # fmt: skip
 
 
 def guarded(engine: ScriptedEngine | None = None, **more: Any) -> ServerState:
@@ -190,7 +191,7 @@ def test_all_keys_are_compared_wherever_the_right_one_stands(monkeypatch: pytest
         compared.append((given, known))
         return hmac.compare_digest(given, known)
 
-    monkeypatch.setattr(tenants, "hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr(api_keys, "hmac", SimpleNamespace(compare_digest=compare))
     found = Tenants(ServerConfig(api_key=["first", "second", "third"]))
     for key in (b"first", b"third", b"none", b"fir", b"first" * 1000):
         compared.clear()
@@ -266,8 +267,8 @@ def request(target: str, *headers: str) -> str:
 async def over(state: ServerState, requests: list[str]) -> list[bytes]:
     """Answers of a real server, each on a connection of its own."""
     server = ServerConfig(host="127.0.0.1", port=0, root_path=state.config.server.root_path)
-    with listen.bind(server) as listener:
-        http = listen.http_server(build_app(state), server)
+    with sockets.bind(server) as listener:
+        http = sockets.http_server(build_app(state), server)
         serving = asyncio.ensure_future(http.serve(sockets=[listener]))
         while not http.started:
             await asyncio.sleep(0.01)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.command_line import hidden, hide_words
+from quire.server.process.command_line import hidden, hide_words
 
 HIDES = """
 import sys
-from quire.server.command_line import hide_words
+from quire.server.process.command_line import hide_words
 hide_words(["sk-secret", "hf_x", ""])
 print("hidden", flush=True)
 sys.stdin.read()

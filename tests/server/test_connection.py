@@ -20,8 +20,9 @@ from asgi import calling
 from scripted import ScriptedEngine, make_state
 
 from quire.config.server import ServerConfig
-from quire.server import accept, bodies, connection, listen
+from quire.server import request_body
 from quire.server.app import build_app
+from quire.server.process import accept, connection, sockets
 
 GET = b"GET /x HTTP/1.1\r\n\r\n"
 CHAT = "/v1/chat/completions"
@@ -88,7 +89,7 @@ class Wire(asyncio.Transport):
 
 def connected(app: Any, **config: Any) -> tuple[Any, Wire]:
     """A connection as the server makes it, and its wire."""
-    server = listen.http_server(app, ServerConfig(**config))
+    server = sockets.http_server(app, ServerConfig(**config))
     server.config.load()
     protocol = server.config.http_protocol_class(  # type: ignore[call-arg]
         config=server.config, server_state=server.server_state, app_state={}
@@ -110,12 +111,12 @@ async def ok(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(app: Any = None, **config: Any) -> AsyncIterator[tuple[listen.Server, int]]:
+async def serving(app: Any = None, **config: Any) -> AsyncIterator[tuple[sockets.Server, int]]:
     """A real server on a free port."""
     config = {"host": "127.0.0.1", "port": 0, **config}
-    listener = listen.bind(ServerConfig(**config))
+    listener = sockets.bind(ServerConfig(**config))
     app = app or build_app(make_state(ScriptedEngine(), **config))
-    server = listen.http_server(app, ServerConfig(**config))
+    server = sockets.http_server(app, ServerConfig(**config))
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     try:
@@ -340,7 +341,7 @@ async def test_a_body_that_is_there_keeps_the_connection():
 async def test_a_body_has_a_time_in_all(monkeypatch: pytest.MonkeyPatch):
     """Not only from one part to the next."""
     with monkeypatch.context() as patched:
-        patched.setattr(bodies, "BODY_BYTES_PER_S", 1000, raising=False)
+        patched.setattr(request_body, "BODY_BYTES_PER_S", 1000, raising=False)
         state = make_state(ScriptedEngine(), receive_timeout=0.2)
         async with calling(state, CHAT, HI) as call:
             call.incoming.get_nowait()
@@ -436,7 +437,7 @@ async def test_a_closed_connection_is_not_kept_for_what_nobody_reads():
 
 
 # -- descriptors ----------------------------------------------------------------------------------
-def allow(server: listen.Server, count: int) -> None:
+def allow(server: sockets.Server, count: int) -> None:
     """As if the system allowed this process `count` descriptors more, beside the reserve."""
     with socket.socket() as lowest:
         server.servers[0].most = lowest.fileno() + count  # type: ignore[attr-defined]

@@ -10,12 +10,12 @@ from asgi import ask
 from scripted import ScriptedEngine, make_state
 
 from quire.cli.main import main
-from quire.config.keys import read_keys
+from quire.config.api_key_file import read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.server import launch
-from quire.server.listen import LOOPBACK, host_of
-from quire.server.tenants import Tenants
+from quire.server.api_keys import Tenants
+from quire.server.process import launch
+from quire.server.process.sockets import LOOPBACK, host_of
 
 EMPTY = {
     "variable": ({"QUIRE_API_KEY": ""}, [], "QUIRE_API_KEY"),
@@ -77,7 +77,7 @@ def test_a_missing_key_is_nobodys():
 def test_address_and_guard_agree_on_whether_a_key_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("quire.server.listen.in_container", lambda: False)
+    monkeypatch.setattr("quire.server.process.sockets.in_container", lambda: False)
     file = tmp_path / "keys.json"
     file.write_text('[{"name": "a", "key": "k"}]')
     forms: list[tuple[dict[str, object], bool]] = [

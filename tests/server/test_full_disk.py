@@ -13,16 +13,17 @@ from unittest.mock import Mock
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.engine import asked
-from quire.engine.board import State
-from quire.engine.host import Patience
+from quire.engine import sleep_state
+from quire.engine.shared_state import State
+from quire.engine.supervisor import Patience
 from quire.logging import get_logger
 from quire.observe import processes
-from quire.observe.metrics import MergedCollector
 from quire.observe.processes import AllocatedDict
-from quire.server import fleet, ledger
-from quire.server.ledger import Ledger, SharedAccount, forget
-from quire.server.listen import bind_all, bind_beside
+from quire.observe.prometheus import MergedCollector
+from quire.server import shared_usage
+from quire.server.process import http_supervisor
+from quire.server.process.sockets import bind_all, bind_beside
+from quire.server.shared_usage import Ledger, SharedAccount, forget
 from quire.terminal import Output, OutputHandler, show
 
 LINE = "x" * 1000
@@ -144,7 +145,7 @@ def test_files_that_cannot_be_read_tell_nothing(tmp_path: Path):
 def test_an_account_without_a_file_is_this_processes_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ledger.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(shared_usage.os, "posix_fallocate", no_space)
     account = Ledger(tmp_path, 0, 2).account("key")
     assert not isinstance(account, SharedAccount)
     account.begin()
@@ -154,18 +155,20 @@ def test_an_account_without_a_file_is_this_processes_own(
 
 
 def test_an_answer_does_not_wait_for_the_disk(tmp_path: Path):
-    functions = dict.fromkeys(asked.CHANGE, lambda: "done") | {"asked": dict}
-    kept = asked.kept(functions, tmp_path / "missing" / "asked")
+    functions = dict.fromkeys(sleep_state.CHANGE, lambda: "done") | {"asked": dict}
+    kept = sleep_state.kept(functions, tmp_path / "missing" / "asked")
     assert kept["pause"]() == "done"
 
 
 # -- HTTP processes that die often ------------------------------------------------------------------
-def keeper(deaths: int, restarts: int, others: bool) -> tuple[fleet.Fleet, fleet.Child]:
-    made = object.__new__(fleet.Fleet)
+def keeper(
+    deaths: int, restarts: int, others: bool
+) -> tuple[http_supervisor.Fleet, http_supervisor.Child]:
+    made = object.__new__(http_supervisor.Fleet)
     listener = Mock()
-    child = fleet.Child(0, listener, Mock(), is_open=True)
+    child = http_supervisor.Child(0, listener, Mock(), is_open=True)
     child.deaths.extend([time.monotonic()] * deaths)
-    other = fleet.Child(1, Mock(), Mock(), is_open=others, is_over=not others)
+    other = http_supervisor.Child(1, Mock(), Mock(), is_open=others, is_over=not others)
     made.__dict__.update(
         children=[child, other], patience=Patience(restarts=restarts, retry=30.0), counted="/none",
         keys=Path("/none"), count=2, told=None, engine_died=None, stats=Mock(),
@@ -179,8 +182,8 @@ def test_http_processes_that_die_often_are_started_later(
     monkeypatch: pytest.MonkeyPatch, others: bool
 ):
     """(Eight slow requests of one client had each killed four times: no HTTP process was left.)"""
-    monkeypatch.setattr(fleet, "exit_code", lambda process: "by SIGKILL")
-    monkeypatch.setattr(fleet, "SETTLE_S", 0.0)
+    monkeypatch.setattr(http_supervisor, "exit_code", lambda process: "by SIGKILL")
+    monkeypatch.setattr(http_supervisor, "SETTLE_S", 0.0)
     made, child = keeper(3, 3, others)
     listener, start = child.listener, Mock()
     made._start = start
@@ -197,8 +200,8 @@ def test_http_processes_that_die_often_are_started_later(
 
 
 def test_where_nothing_is_replaced_the_last_one_ends_the_server(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fleet, "exit_code", lambda process: "by SIGKILL")
-    monkeypatch.setattr(fleet, "SETTLE_S", 0.0)
+    monkeypatch.setattr(http_supervisor, "exit_code", lambda process: "by SIGKILL")
+    monkeypatch.setattr(http_supervisor, "SETTLE_S", 0.0)
     made, child = keeper(0, 0, others=False)
     made._ended(child, child.process)
     child.disowning.join(60)

@@ -13,7 +13,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
-from quire.server.sampling import LATER
+from quire.server.openai.sampling_params import LATER
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}

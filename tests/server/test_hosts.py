@@ -15,13 +15,13 @@ from scripted import ScriptedEngine, make_state
 from test_guard import HI
 
 from quire.config.server import ServerConfig
-from quire.server import listen
+from quire.server.api_keys import Tenants
 from quire.server.app import UI_ROUTES, build_app
 from quire.server.hosts import PROBES, allowed_hosts, name_of
-from quire.server.launch import Serving
 from quire.server.middleware import OPEN
+from quire.server.process import sockets
+from quire.server.process.launch import Serving
 from quire.server.state import ServerState
-from quire.server.tenants import Tenants
 
 CHAT = "/v1/chat/completions"
 OWN = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:1", "[::1]", "[::1]:8000", "localhost.", "localhost.:80"]  # fmt: skip
@@ -149,7 +149,7 @@ def test_the_name_in_a_header(host: str, name: str):
 )
 def test_a_server_that_listens_looks_at_them(more: dict[str, Any], limited: bool):
     config = make_state(None, host="127.0.0.1", port=0, **more).config
-    with listen.bind(config.server) as listener:
+    with sockets.bind(config.server) as listener:
         serving = Serving(config, listener, None, Tenants(config.server))
         serving.state.hosts, found = None, serving.state.hosts
     assert (found is not None) == limited

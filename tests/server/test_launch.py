@@ -19,17 +19,17 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
-from quire.engine.lifeline import STOP
-from quire.server import fleet, listen
-from quire.server.launch import Serving
-from quire.server.tenants import Tenants
+from quire.engine.status_pipe import STOP
+from quire.server.api_keys import Tenants
+from quire.server.process import http_supervisor, sockets
+from quire.server.process.launch import Serving
 
 WORKERS = 64  # more threads than an event loop has by itself
 
 
 @pytest.fixture
 def listener() -> Iterator[socket]:
-    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as made:
+    with sockets.bind(ServerConfig(host="127.0.0.1", port=0)) as made:
         yield made
 
 
@@ -131,17 +131,17 @@ def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
     key_file: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     handlers: dict[int, Any] = {}
-    monkeypatch.setattr(fleet.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(fleet.signal, "getsignal", lambda number: signal.SIG_DFL)
-    monkeypatch.setattr(fleet.Fleet, "_turn", lambda self: 0)
-    monkeypatch.setattr(fleet.Fleet, "_take_in", lambda self: None)
-    keeper = fleet.Fleet.__new__(fleet.Fleet)
+    monkeypatch.setattr(http_supervisor.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(http_supervisor.signal, "getsignal", lambda number: signal.SIG_DFL)
+    monkeypatch.setattr(http_supervisor.Fleet, "_turn", lambda self: 0)
+    monkeypatch.setattr(http_supervisor.Fleet, "_take_in", lambda self: None)
+    keeper = http_supervisor.Fleet.__new__(http_supervisor.Fleet)
     keeper.config = EngineConfig.from_keywords(model="none", api_key_file=key_file)
     keeper.told, keeper.client, front = None, Mock(), Mock()
     front.poll.return_value = None
     keeper.children = []
     assert keeper.run() == 0
-    keeper.children = [fleet.Child(0, None, front)]
+    keeper.children = [http_supervisor.Child(0, None, front)]
     handlers[signal.SIGHUP](signal.SIGHUP, None)
     assert (keeper.told is None) == (key_file is not None)
     front.send_signal.assert_called_once_with(STOP if key_file is None else signal.SIGHUP)
@@ -157,11 +157,11 @@ def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
         keeper.told = 1.0  # the signal comes now, when this child is nobody's yet
         return started
 
-    monkeypatch.setattr(fleet.subprocess, "Popen", start)
-    keeper = fleet.Fleet.__new__(fleet.Fleet)
+    monkeypatch.setattr(http_supervisor.subprocess, "Popen", start)
+    keeper = http_supervisor.Fleet.__new__(http_supervisor.Fleet)
     keeper.host, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
     keeper.counted, keeper.told = Mock(), None
-    child = fleet.Child(0, listener)
+    child = http_supervisor.Child(0, listener)
     keeper._start(child)
     assert child.ear is not None
     child.ear.close()

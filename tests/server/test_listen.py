@@ -15,15 +15,15 @@ from scripted import ScriptedEngine, make_state
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
-from quire.server import launch, listen
 from quire.server.app import build_app
-from quire.server.greeting import curl_line, failure, stages_table
+from quire.server.process import launch, sockets
+from quire.server.process.banner import curl_line, failure, stages_table
 
 
 async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
     """Answers of a real server on a free port, a connection for each of `sent`."""
-    listener = listen.bind(config)
-    server = listen.http_server(build_app(make_state(ScriptedEngine())), config)
+    listener = sockets.bind(config)
+    server = sockets.http_server(build_app(make_state(ScriptedEngine())), config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)
@@ -44,8 +44,8 @@ def test_a_server_may_have_as_many_connections_as_the_system_allows():
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
         asyncio.run(talk(ServerConfig(host="127.0.0.1", port=0), b"GET /version HTTP/1.0\r\n\r\n"))
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listen.MOST_FILES, hard), hard)
-        listen.allow_files(low)  # never less than there was
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(sockets.MOST_FILES, hard), hard)
+        sockets.allow_files(low)  # never less than there was
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -80,45 +80,45 @@ def test_a_head_that_does_not_come_is_not_waited_for():
 def test_clients_give_up_idle_connections_before_the_server_does():
     """(Both did after 5 s; a request that was on its way just then failed.)"""
     app = build_app(make_state(ScriptedEngine()))
-    server = listen.http_server(app, ServerConfig(host="127.0.0.1", port=0))
+    server = sockets.http_server(app, ServerConfig(host="127.0.0.1", port=0))
     assert server.config.timeout_keep_alive > 90 > (httpx.Limits().keepalive_expiry or 0)
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded():
-    with listen.bind(ServerConfig(host="127.0.0.1", port=0)) as first:
+    with sockets.bind(ServerConfig(host="127.0.0.1", port=0)) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1 port {port}.*--port"):
-            listen.bind(ServerConfig(host="127.0.0.1", port=port))
+            sockets.bind(ServerConfig(host="127.0.0.1", port=port))
 
 
 def test_an_address_that_is_not_ours():
     with pytest.raises(ConfigError, match="--host"):
-        listen.bind(ServerConfig(host="192.0.2.1", port=0))
+        sockets.bind(ServerConfig(host="192.0.2.1", port=0))
 
 
 def test_loopback_unless_a_key_guards_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(listen, "in_container", lambda: False)
-    assert listen.host_of(ServerConfig()) == "127.0.0.1"
-    assert listen.host_of(ServerConfig(api_key="k")) == "0.0.0.0"
-    assert listen.host_of(ServerConfig(api_key="k", host="::1")) == "::1"
+    monkeypatch.setattr(sockets, "in_container", lambda: False)
+    assert sockets.host_of(ServerConfig()) == "127.0.0.1"
+    assert sockets.host_of(ServerConfig(api_key="k")) == "0.0.0.0"
+    assert sockets.host_of(ServerConfig(api_key="k", host="::1")) == "::1"
 
 
 def test_the_socket_file_of_a_dead_server_is_replaced(tmp_path: Path):
     path = str(tmp_path / "s")
     config = ServerConfig(uds=path)
-    listen.bind(config).close()
-    with listen.bind(config) as living:
+    sockets.bind(config).close()
+    with sockets.bind(config) as living:
         living.listen()
         with pytest.raises(ConfigError, match="another server"):
-            listen.bind(config)
-        assert listen.address(config, living) == f"unix:{path}"
+            sockets.bind(config)
+        assert sockets.address(config, living) == f"unix:{path}"
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
     (tmp_path / "s").write_text("mine")
     with pytest.raises(ConfigError):
-        listen.bind(ServerConfig(uds=str(tmp_path / "s")))
+        sockets.bind(ServerConfig(uds=str(tmp_path / "s")))
     assert (tmp_path / "s").read_text() == "mine"
 
 
@@ -136,12 +136,12 @@ def test_the_address_that_is_told_can_be_reached(
             return name
 
     with Fake() as fake:
-        assert listen.address(config, fake) == url
+        assert sockets.address(config, fake) == url
 
 
 def test_each_process_has_a_queue_at_one_address(tmp_path: Path):
     config = ServerConfig(host="127.0.0.1", port=0)
-    listeners = listen.bind_all(config, 3)
+    listeners = sockets.bind_all(config, 3)
     try:
         [name] = {listener.getsockname() for listener in listeners}
         for listener in listeners:
@@ -156,11 +156,11 @@ def test_each_process_has_a_queue_at_one_address(tmp_path: Path):
         taken = ServerConfig(host="127.0.0.1", port=name[1])
         for count in (1, 3):  # another server is not to share it
             with pytest.raises(ConfigError, match=f"port {name[1]}"):
-                listen.bind_all(taken, count)
+                sockets.bind_all(taken, count)
     finally:
         for listener in listeners:
             listener.close()
-    one, other = listen.bind_all(ServerConfig(uds=str(tmp_path / "s")), 2)
+    one, other = sockets.bind_all(ServerConfig(uds=str(tmp_path / "s")), 2)
     assert one is other
     one.close()
 
@@ -185,11 +185,11 @@ def test_several_processes_need_an_engine_of_its_own():
 
 
 def test_quiet_paths_are_not_in_the_access_log():
-    quiet = listen.Quiet("/health, /metrics")
+    quiet = sockets.Quiet("/health, /metrics")
     arguments = [("1", "GET", path, "1.1", 200) for path in ("/health", "/health?x", "/v1/models")]
     records = [logging.LogRecord("x", 20, "", 1, "%s", one, None) for one in arguments]
     assert [quiet.filter(record) for record in records] == [False, False, True]
-    below = listen.Quiet("/v1/models", "/api")
+    below = sockets.Quiet("/v1/models", "/api")
     assert [below.filter(record) for record in records] == [True, True, True]
     assert not below.filter(logging.LogRecord("x", 20, "", 1, "%s", ("1", "GET", "/api/v1/models"), None))  # fmt: skip
 

@@ -13,13 +13,13 @@ from asgi import ask
 from scripted import ScriptedEngine
 
 from quire.logging import get_logger
-from quire.server import bodies, large_bodies
-from quire.server.bodies import MOST_UNKNOWN, SHORT_BODY, read_short
-from quire.server.docs import BODIES
+from quire.server import large_bodies, request_body
 from quire.server.errors import ApiError
 from quire.server.large_bodies import MOST_VALUES, number_of_values, read_long
+from quire.server.openai.sampling_params import MAX_BAD_WORD, MAX_STOP
+from quire.server.openapi import BODIES
 from quire.server.prompts import MOST_MESSAGES
-from quire.server.sampling import MAX_BAD_WORD, MAX_STOP
+from quire.server.request_body import MOST_UNKNOWN, SHORT_BODY, read_short
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -125,7 +125,7 @@ def test_many_completions_with_many_allowed_ids_are_refused():
 
 def test_few_unknown_fields_are_looked_at(monkeypatch: pytest.MonkeyPatch):
     looked: list[str] = []
-    monkeypatch.setattr("quire.server.bodies.difflib.get_close_matches", lambda name, *_: looked.append(name) or ["max_tokens"])  # fmt: skip
+    monkeypatch.setattr("quire.server.request_body.difflib.get_close_matches", lambda name, *_: looked.append(name) or ["max_tokens"])  # fmt: skip
     body = {f"max_tokens{at}": 1 for at in range(500)} | {"y" * 70: 1, "prompt": "hi"}
     assert ask(ScriptedEngine(), "POST", TEXT, body).status_code == 200
     assert len(looked) <= MOST_UNKNOWN
@@ -136,7 +136,7 @@ def test_warnings_are_remembered_by_the_known_name():
     for at in range(3000):
         read_short(json.dumps({f"max_tokens{at}": 1, "prompt": "a"}).encode(), BODIES[TEXT])
     known = {name for kind in BODIES.values() for name in kind.__struct_encode_fields__}
-    assert set(bodies.log._last) <= known
+    assert set(request_body.log._last) <= known
 
 
 def test_a_loggers_memory_is_bounded():

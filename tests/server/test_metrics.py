@@ -10,8 +10,8 @@ from scripted import ScriptedEngine, make_state
 
 from quire.errors import ConfigError, QueueFull
 from quire.frontend.outputs import RequestMetrics
-from quire.observe.metrics import Metrics
-from quire.observe.requests import RequestTimer
+from quire.observe.prometheus import Metrics
+from quire.observe.request_metrics import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
 

@@ -69,7 +69,7 @@ def test_a_limit_that_changed_is_seen():
     assert "the page says 1000, the code [1024]" in wrong(row)[0]
     assert wrong(row.replace("1,000", "1,024")) == []
     with pytest.raises(AttributeError):
-        wrong("| tools | 1 | `quire.server.listen.NOT_THERE` | 400 |")
+        wrong("| tools | 1 | `quire.server.process.sockets.NOT_THERE` | 400 |")
 
 
 def test_no_limit_is_missing():
@@ -84,10 +84,10 @@ def test_no_limit_is_missing():
 PACKAGES = ("server", "protocol", "features/structured")
 CONSTANT = re.compile(r"^((?:MAX|MOST)_[A-Z_]+)(?:: \w+)? = \(?\s*[\d(]", re.M)
 NOT_OF_REQUESTS = {
-    "quire.server.launch.MOST_OBSERVED",  # steps that a histogram takes at once
-    "quire.server.bodies.MOST_NAME",  # how an unknown field is compared
-    "quire.protocol.values.MAX_BIAS",  # a range, not a size
-    "quire.features.structured.subset.MAX_BYTES",  # beyond it the other engine of grammars is taken
+    "quire.server.process.launch.MOST_OBSERVED",  # steps that a histogram takes at once
+    "quire.server.request_body.MOST_NAME",  # how an unknown field is compared
+    "quire.protocol.validators.MAX_BIAS",  # a range, not a size
+    "quire.features.structured.xgrammar_subset.MAX_BYTES",  # beyond it the other engine of grammars is taken
     "quire.features.structured.grammar.MAX_TOLD",  # a message is cut
     "quire.features.structured.masks.MAX_DEATHS",
     "quire.features.structured.cost.MAX_GROUPS",  # below what MAX_NESTED takes

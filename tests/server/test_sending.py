@@ -9,7 +9,7 @@ import pytest
 from told import make_tokenizer, told_engine
 
 from quire.api import async_llm
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])

@@ -11,9 +11,9 @@ from quire import env
 from quire.bench.serve import cli
 from quire.config.options import options
 from quire.config.server import ServerConfig
-from quire.observe.rows import COUNTS
-from quire.server import launch, listen
+from quire.observe.metric_table import COUNTS
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES
+from quire.server.process import launch, sockets
 
 DOCS = Path(__file__).parents[2] / "docs"
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
@@ -44,8 +44,8 @@ def test_limits_are_those_of_the_code():
         launch.MOST_QUEUED, launch.MOST_QUEUED_TOKENS, int(server.receive_timeout),
     ):  # fmt: skip
         assert f", {number:,} |" in SERVING, number
-    assert f"| {listen.KEEP_ALIVE_S} | closed |" in SERVING
-    assert (listen.HEAD_BYTES, server.max_body_bytes) == (64 << 10, 16 << 20)
+    assert f"| {sockets.KEEP_ALIVE_S} | closed |" in SERVING
+    assert (sockets.HEAD_BYTES, server.max_body_bytes) == (64 << 10, 16 << 20)
     assert f"({server.shutdown_timeout} s)" in SERVING
 
 

@@ -13,12 +13,12 @@ from scripted import ScriptedEngine, make_state
 from quire.cli import chat as chat_command
 from quire.cli import complete as complete_command
 from quire.cli.chat import conversation
-from quire.cli.talk import Remote, Wish, read
+from quire.cli.completion_client import Remote, Wish, read
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, QuireError
-from quire.server import listen
 from quire.server.app import build_app
+from quire.server.process import sockets
 from quire.server.state import ServerState
 
 
@@ -97,10 +97,10 @@ def test_one_message_and_nothing_else_on_stdout(capsys):
 def serving(state: ServerState) -> Iterator[str]:
     """A real server in a thread; its URL."""
     config = ServerConfig(host="127.0.0.1", port=0)
-    listener = listen.bind(config)
-    server = listen.http_server(build_app(state), config)
+    listener = sockets.bind(config)
+    server = sockets.http_server(build_app(state), config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    url = listen.address(config, listener)
+    url = sockets.address(config, listener)
     listener.listen()  # or a client may come before the thread does
     thread.start()
     try:

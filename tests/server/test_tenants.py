@@ -12,14 +12,14 @@ import pytest
 from asgi import browser, calling
 from scripted import ScriptedEngine, make_state
 
-from quire.config.keys import Key, read_keys
+from quire.config.api_key_file import Key, read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.server.api_keys import Bucket, Tenant, Tenants
+from quire.server.async_engine import salted
 from quire.server.errors import ApiError
-from quire.server.ledger import Ledger, forget
+from quire.server.shared_usage import Ledger, forget
 from quire.server.state import ServerState
-from quire.server.tenants import Bucket, Tenant, Tenants
-from quire.server.text_engine import salted
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = {"prompt": "ab"}

@@ -14,7 +14,7 @@ from scripted import ScriptedEngine, make_state
 from told import make_tokenizer, told_engine
 
 from quire.errors import EngineDeadError, EngineDelayed, StartupError
-from quire.observe.metrics import Metrics
+from quire.observe.prometheus import Metrics
 from quire.server.state import Phase, ServerState
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

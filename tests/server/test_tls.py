@@ -18,8 +18,8 @@ from scripted import ScriptedEngine, make_state
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.server import certificates, launch, listen
 from quire.server.app import build_app
+from quire.server.process import launch, sockets, tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 
@@ -51,9 +51,9 @@ def put(made: Path, folder: Path, name: str) -> None:
 
 
 @asynccontextmanager
-async def serving(config: ServerConfig) -> AsyncIterator[tuple[listen.Server, int]]:
-    listener = listen.bind(config)
-    server = listen.http_server(build_app(make_state(ScriptedEngine())), config)
+async def serving(config: ServerConfig) -> AsyncIterator[tuple[sockets.Server, int]]:
+    listener = sockets.bind(config)
+    server = sockets.http_server(build_app(make_state(ScriptedEngine())), config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)
@@ -80,7 +80,7 @@ async def asked(port: int, trusted: Path, own: Path | None = None) -> bytes:
 def test_new_files_are_taken_and_broken_ones_are_not(
     made: Path, files: ServerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):  # fmt: skip
-    monkeypatch.setattr(certificates, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(tls, "LOOK_EVERY_S", 0.02)
     folder = Path(str(files.ssl_certfile)).parent
 
     async def logged(text: str) -> None:
@@ -93,7 +93,7 @@ def test_new_files_are_taken_and_broken_ones_are_not(
     async def go() -> None:
         async with serving(files) as (server, port):
             context = partial(getattr, server.config, "ssl", None)
-            watching = asyncio.ensure_future(certificates.keep_fresh(context, files))
+            watching = asyncio.ensure_future(tls.keep_fresh(context, files))
             assert await asked(port, made / "one.pem") == b"HTTP/1.1 200 OK"
             await asyncio.sleep(0.05)
             (folder / "c.pem").write_text("nonsense")

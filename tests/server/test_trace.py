@@ -12,9 +12,9 @@ from asgi import ask
 from scripted import ScriptedEngine, make_state
 
 from quire.errors import ConfigError
-from quire.observe import trace
-from quire.observe.trace import Tracer, protocol_of
-from quire.server.launch import tracer_of
+from quire.observe import tracing
+from quire.observe.tracing import Tracer, protocol_of
+from quire.server.process.launch import tracer_of
 
 CHAT = "/v1/chat/completions"
 BODY = {
@@ -113,7 +113,7 @@ def test_each_request_is_a_span_below_its_callers(collector: Collector):
 def test_a_collector_that_is_not_there_holds_up_nobody(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trace, "CLOSE_MS", 50)
+    monkeypatch.setattr(tracing, "CLOSE_MS", 50)
     engine = ScriptedEngine("Hi")
     state = make_state(engine)
     state.tracer = Tracer("http://127.0.0.1:1/v1/traces")
@@ -133,6 +133,6 @@ def test_protocols(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_the_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"install quire\[otlp\]"):
         Tracer("http://c:4318")

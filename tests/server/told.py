@@ -18,7 +18,7 @@ from quire.errors import EngineDeadError
 from quire.frontend.tokenizer import load
 from quire.protocol.output import EngineOutput, EngineStats, FinishReason, Ready
 from quire.protocol.request import EngineRequest
-from quire.server.text_engine import AsyncTextEngine
+from quire.server.async_engine import AsyncTextEngine
 
 
 class ToldClient:

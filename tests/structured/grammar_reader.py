@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from llguidance import LLMatcher
 
-from quire.features.structured.check import checked
-from quire.features.structured.compile import Compiler
+from quire.features.structured.compiler import Compiler
 from quire.features.structured.matcher import make_matcher
+from quire.features.structured.validate import checked
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.features.structured.xgrammar import XCompiler
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.features.structured.xgrammar_backend import XCompiler
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 
 class Reader:

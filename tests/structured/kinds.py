@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -19,13 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
-from quire.features.structured import checker, compile
-from quire.features.structured.check import checked
-from quire.features.structured.checker import ConstraintChecker
-from quire.features.structured.compile import Compiler
+from quire.features.structured import check_process
+from quire.features.structured import compiler as compile
+from quire.features.structured.check_process import ConstraintChecker
+from quire.features.structured.compiler import Compiler
 from quire.features.structured.refusal import Refused
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.features.structured.validate import checked
 from quire.protocol.request import EngineRequest
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 PRIMES = (999983, 999979, 999961, 999959, 999953)
 REVIEWED = {
@@ -156,13 +157,13 @@ def test_a_refusal_is_kept_too(reader: Reader):
 
 def test_the_front_rooms_check_is_ended(monkeypatch: pytest.MonkeyPatch):
     """It has a bound of its own, whatever llguidance does with a text; the next check has a new process."""
-    monkeypatch.setattr(checker, "CPU_S", 0.02)
+    monkeypatch.setattr(check_process, "CPU_S", 0.02)
     one = ConstraintChecker()
     large = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1000)}}
     schema = {"anyOf": [{**large, "title": str(n)} for n in range(4)]}
     with pytest.raises(ValidationError, match="processor time or memory; make it smaller"):
         one.checked(Form(json=schema))
-    monkeypatch.setattr(checker, "CPU_S", 1.0)
+    monkeypatch.setattr(check_process, "CPU_S", 1.0)
     assert one.checked(Form(regex="[0-9]")).regex == "[0-9]"
     with pytest.raises(ValidationError, match="regex parse error"):
         one.checked(Form(regex="(" * 3))

@@ -14,9 +14,9 @@ from schemas import CASES
 from test_forms import ADMITS
 
 from quire.errors import ValidationError
-from quire.features.structured.check import checked
-from quire.features.structured.xgrammar import XMatcher
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.features.structured.validate import checked
+from quire.features.structured.xgrammar_backend import XMatcher
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1.5, 1e308, -(1 << 70), "", "x", "\0", "\ud800", "a" * 2000, [], {}, [None], {"": {}},

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
 from engines import Engine, engine
 
-from quire.features.structured.compile import Compiler
+from quire.features.structured.compiler import Compiler
 from quire.features.structured.grammar import limits
-from quire.features.structured.places import Places, PlaceSettings
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.features.structured.grammar_rows import Places, PlaceSettings
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 EOS, SPECIALS = 2, 3  # ids of tests/tiny_llama.py: three special tokens, then the bytes
 MOST = 48

@@ -10,9 +10,9 @@ import pytest
 from grammar_reader import Reader
 
 from quire.errors import ValidationError
-from quire.features.structured.check import checked
-from quire.protocol.constraint import StructuredOutputsParams as Form
-from quire.protocol.params import SamplingParams
+from quire.features.structured.validate import checked
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 PAD, BOS = 0, 1  # special tokens of tests/tiny_llama.py
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}

@@ -21,8 +21,8 @@ from scripted import make_state
 
 from quire.config.engine import EngineConfig
 from quire.engine.assemble import make_client
+from quire.server.async_engine import AsyncTextEngine
 from quire.server.state import Phase, ServerState
-from quire.server.text_engine import AsyncTextEngine
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"  # fmt: skip
 SAID = {"messages": [{"role": "user", "content": "hi"}]}

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.features.structured.masks import may_jump
-from quire.frontend.front import FrontRoom
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.frontend.request_manager import FrontRoom
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 FIELDS = {
     "first_name": {"type": "string", "maxLength": 8},

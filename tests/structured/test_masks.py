@@ -16,21 +16,21 @@ import torch
 from grammar_reader import Reader
 
 from quire.errors import ValidationError
-from quire.features.structured.check import checked
-from quire.features.structured.compile import KEPT, THREADS, Compiler, digest
+from quire.features.structured.compiler import KEPT, THREADS, Compiler, digest
 from quire.features.structured.gate import GrammarGate, Told, obey
+from quire.features.structured.grammar_process import GrammarProcess
+from quire.features.structured.grammar_rows import NOT_KEPT, Places, PlaceSettings
 from quire.features.structured.masks import GrammarMasks
-from quire.features.structured.places import NOT_KEPT, Places, PlaceSettings
-from quire.features.structured.processes import GrammarProcess
 from quire.features.structured.refusal import Refused
+from quire.features.structured.validate import checked
 from quire.ops.masked_argmax import bits, num_words
-from quire.protocol.constraint import StructuredOutputsParams as Form
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 from quire.scheduler.request import Request
-from quire.worker.rows import Rows
-from quire.worker.sample.processors import Picked
+from quire.worker.request_rows import Rows
+from quire.worker.sampling.logits_processors import Picked
 
 EOS, A, B = 2, 3 + ord("a") - 33, 3 + ord("b") - 33
 WIDTH = 259
@@ -146,7 +146,7 @@ def test_a_library_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.M
         raise PanicException("out of range")
 
     stub = SimpleNamespace(validate_grammar_with_warnings=fails)
-    monkeypatch.setattr("quire.features.structured.check.LLMatcher", stub)
+    monkeypatch.setattr("quire.features.structured.validate.LLMatcher", stub)
     monkeypatch.setattr("quire.features.structured.matcher.LLMatcher", fails)
     form = Form(regex="a{3}unlike any other")
     with pytest.raises(ValidationError, match="regex: the grammar library"):

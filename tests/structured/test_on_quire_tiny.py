@@ -11,7 +11,7 @@ from kinds import KINDS
 
 import quire
 from quire.api.llm import LLM
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 FOLDER = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 

@@ -17,8 +17,8 @@ from grammar_reader import Reader
 from schemas import CASES, INT, STR, obj
 
 from quire.errors import ValidationError
-from quire.features.structured.check import checked
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.features.structured.validate import checked
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
 BEGIN, END = "<!-- made by tests/structured/test_schemas.py -->\n", "<!-- end -->\n"

@@ -17,9 +17,9 @@ from quire.config.model import ModelConfig
 from quire.engine.assemble import build_compiler, resolve_config
 from quire.errors import ConfigError
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.frontend.front import tokenizer_folder
-from quire.models import hf
-from quire.protocol.constraint import StructuredOutputsParams as Form
+from quire.frontend.request_manager import tokenizer_folder
+from quire.models import hf_config
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 PIECES = ["▁", "▁a", "a", "b", "ab", "▁ab", "1", "▁1", "é"]
@@ -103,7 +103,7 @@ def test_grammars_and_text_have_the_tokenizer_of_one_revision(monkeypatch: pytes
         asked.append((model.model, model.revision, list(load.ignore_patterns or [])))
         return resolved.path
 
-    monkeypatch.setattr(hf, "locate", locate)
+    monkeypatch.setattr(hf_config, "locate", locate)
     build_compiler(resolved)
     assert tokenizer_folder(SimpleNamespace(resolved=resolved)) == resolved.path  # type: ignore[arg-type]
     assert asked[0] == asked[1]

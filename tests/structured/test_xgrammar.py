@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import engine
 
 from quire.errors import ConfigError, ValidationError
-from quire.features.structured import check
-from quire.features.structured.check import checked
-from quire.frontend.front import FrontRoom
-from quire.protocol.constraint import StructuredOutputsParams as Form
-from quire.protocol.params import SamplingParams
+from quire.features.structured import validate
+from quire.features.structured.validate import checked
+from quire.frontend.request_manager import FrontRoom
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
-have = pytest.mark.skipif(not check.has_xgrammar(), reason="needs xgrammar")
+have = pytest.mark.skipif(not validate.has_xgrammar(), reason="needs xgrammar")
 SHORTER = ("minLength", "maxLength")  # counts an escape as several characters, so it writes none
 
 
@@ -114,7 +114,7 @@ def test_regexes_that_it_reads_otherwise(reader: Reader):
 def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
     names = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]{3}$"}}
     for found in (True, False):
-        monkeypatch.setattr(check, "has_xgrammar", lambda found=found: found)
+        monkeypatch.setattr(validate, "has_xgrammar", lambda found=found: found)
         if found:
             assert checked(Form(json=names)).engine == "xgrammar"
             assert checked(Form(json=INT)).engine == "guidance"
@@ -161,8 +161,8 @@ def plain(form: Form) -> dict[str, Any]:
 
 
 def test_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch):
-    from quire.features.structured import xgrammar
+    from quire.features.structured import xgrammar_backend
 
-    monkeypatch.setattr(xgrammar, "installed", lambda: False)
+    monkeypatch.setattr(xgrammar_backend, "installed", lambda: False)
     with pytest.raises(ConfigError, match="pip install"):
-        xgrammar.XCompiler(None)  # type: ignore[arg-type]
+        xgrammar_backend.XCompiler(None)  # type: ignore[arg-type]

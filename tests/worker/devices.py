@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan, Work
-from quire.worker.rows import Rows
-from quire.worker.sample.sink import SampleSink
-from quire.worker.source import TokenSource
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.model_input import TokenSource
+from quire.worker.request_rows import Rows
+from quire.worker.sampling.sampler import SampleSink
 from quire.worker.worker import Worker
 
 VOCAB = 211

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.protocol.params import SamplingParams
-from quire.worker.sample.draw import gumbel, keys, seed_words
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.gumbel import gumbel, keys, seed_words
 
 f32 = np.float32
 

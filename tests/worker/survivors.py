@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.worker.sample.limits import SCALE, Limits
+from quire.worker.sampling.top_k_top_p import SCALE, Limits
 
 
 def survivors(values: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from devices import LENGTH, VOCAB, Driver, TinyModel, enter, generate, make_worker
 
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Work
-from quire.worker.sample.limits import Limits, draw_limited
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.top_k_top_p import Limits, draw_limited
 
 COUNT = 7
 WISHES = [

@@ -13,7 +13,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.errors import Unsupported
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.worker.cache import allocate_cache
+from quire.worker.kv_cache import allocate_cache
 
 BLOCKS, SIZE = 8, 4
 FULL, NARROW = CacheSpec(2, 8, 8, "float32"), WindowSpec(2, 8, 8, "float32", window=6)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker.sample.draw import draw, draw_among, gumbel, keys, seed_words
+from quire.worker.sampling.gumbel import draw, draw_among, gumbel, keys, seed_words
 
 M = 0xFFFFFFFF
 

@@ -13,9 +13,9 @@ from devices import Driver, Executed, TinyModel, enter, follow, generate, make_w
 
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
 from quire.executor.inline import InlineExecutor
-from quire.executor.processes import ProcessExecutor
-from quire.protocol.params import SamplingParams
+from quire.executor.process import ProcessExecutor
 from quire.protocol.plan import StepPlan, Work
+from quire.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 
@@ -200,7 +200,7 @@ def test_close_ends_the_child():
 
 PARENT = """
 import sys, time
-from quire.executor.processes import ProcessExecutor
+from quire.executor.process import ProcessExecutor
 executor = ProcessExecutor("children:idle", b"")
 print(executor.process.pid, flush=True)
 time.sleep(60)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from worker.survivors import all_survivors, tied_logits
 
-from quire.worker.sample import limits as module
-from quire.worker.sample.draw import draw, keys, seed_words
-from quire.worker.sample.limits import Limits, cutoff, draw_limited
+from quire.worker.sampling import top_k_top_p as module
+from quire.worker.sampling.gumbel import draw, keys, seed_words
+from quire.worker.sampling.top_k_top_p import Limits, cutoff, draw_limited
 
 
 def hold(scaled_SV: torch.Tensor, limits: Limits, seed: int) -> None:

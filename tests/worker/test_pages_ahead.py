@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan, Work
-from quire.worker.pages import PagesAhead
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.page_prefault import PagesAhead
 
 BLOCKS, EACH = 1000, 64 << 10  # 62 MiB
 

@@ -10,15 +10,15 @@ import torch
 from devices import VOCAB, Driver, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import ConfigError
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Work
-from quire.worker.sample.foreign import (
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.load_processors import load_processors
+from quire.worker.sampling.logits_processors import Processor
+from quire.worker.sampling.vllm_processors import (
     AdapterLogitsProcessor,
     LogitsProcessor,
     MoveDirectionality,
 )
-from quire.worker.sample.load import load_processors
-from quire.worker.sample.processors import Processor
 
 
 def wish(**extra) -> SamplingParams:

@@ -7,8 +7,8 @@ import pytest
 from devices import TinyModel, follow, generate, make_worker
 from plain import log_softmax, plain
 
-from quire.protocol.params import SamplingParams
-from quire.worker.sample.logprobs import MODES
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.logprobs import MODES
 
 MODEL = TinyModel()
 PROMPTS = [[5, 6, 7], [9], list(range(30, 50)), [100, 5, 100, 6, 6]]

@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan, Work
-from quire.worker.batcher import Batcher
-from quire.worker.buffers import LINE, Twin
-from quire.worker.rows import Rows
-from quire.worker.staged import TOKENS, StagedBatcher, StagedRows
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.device_rows import TOKENS, StagedBatcher, StagedRows
+from quire.worker.input_batch import Batcher
+from quire.worker.request_rows import Rows
+from quire.worker.staging_buffer import LINE, Twin
 
 ROWS, LENGTH, GROUPS, BLOCK = 4, 80, 2, 8
 

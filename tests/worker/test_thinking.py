@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
-from quire.frontend.front import FrontRoom
-from quire.protocol.constraint import StructuredOutputsParams as Form
-from quire.protocol.params import SamplingParams, Thoughts
-from quire.worker.sample.thinking import Thinking
+from quire.frontend.request_manager import FrontRoom
+from quire.protocol.sampling_params import SamplingParams, Thoughts
+from quire.protocol.structured_outputs import StructuredOutputsParams as Form
+from quire.worker.sampling.thinking_budget import Thinking
 
 OPEN, A, B, C = 90, 91, 92, 93  # a mark that opens, and the three tokens of the one that ends
 ONE = Thoughts(3, [[OPEN]], [[A]], opened=False, again=False)

@@ -8,8 +8,8 @@ from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_work
 
 from quire.errors import StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, current_batch
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import StepPlan, Work
+from quire.protocol.sampling_params import SamplingParams
 from quire.worker.hooks import Hook
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)

@@ -21,23 +21,24 @@ from contextlib import closing, suppress
 from typing import Any, Self
 
 from quire import env
-from quire.api.later import Later
 from quire.api.metrics import engine_stats
 from quire.api.stream import Stream
+from quire.api.unsupported import Later
 from quire.config.engine import EngineConfig
-from quire.engine import held, rest
+from quire.engine import sleep as rest
+from quire.engine import sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
-from quire.frontend.collect import Collector
-from quire.frontend.front import FrontRoom
-from quire.frontend.inputs import Accepted
+from quire.frontend.input_processor import Accepted
+from quire.frontend.output_processor import Collector
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import read_prompt
+from quire.frontend.request_manager import FrontRoom
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineOutput
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
@@ -311,7 +312,7 @@ class AsyncLLM(Later):
             ValidationError: another mode.
             Conflict: somebody resumed before all had ended.
         """
-        await held.pause(self.call, mode)
+        await sleep_client.pause(self.call, mode)
         if clear_cache:
             await self.reset_prefix_cache()
 
@@ -323,11 +324,11 @@ class AsyncLLM(Later):
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """As `LLM.sleep`; requests that come meanwhile wait."""
-        await held.sleep(self.call, level, mode)
+        await sleep_client.sleep(self.call, level, mode)
 
     async def release_kv_cache_memory(self) -> None:
         """As `LLM.release_kv_cache_memory`; a pause does as well as a sleep."""
-        await held.release(self.call)
+        await sleep_client.release(self.call)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`."""

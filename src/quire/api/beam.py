@@ -1,4 +1,4 @@
-"""`LLM.beam_search`: the steps of `frontend/beams.py`, those of many prompts together.
+"""`LLM.beam_search`: the steps of `frontend/beam_search.py`, those of many prompts together.
 
 Prefix caching makes a step cost about one token a beam. Knows `LLM`. Does not know how tokens are computed.
 """
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.api.progress import Progress, progress
-from quire.frontend.beams import Search, entries_of, step_params
-from quire.frontend.inputs import Accepted
+from quire.frontend.beam_search import Search, entries_of, step_params
+from quire.frontend.input_processor import Accepted
 from quire.frontend.logprobs import Position
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, error_of
 from quire.frontend.prompts import Prompt
-from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM

@@ -14,23 +14,24 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from quire.api import beam
-from quire.api.batch import Options, Params, accept_all, refuse_media_and_lora
-from quire.api.later import Later
 from quire.api.metrics import Metric, Watch
 from quire.api.progress import Progress, progress
-from quire.config.compat import engine_config
+from quire.api.prompt_batch import Options, Params, accept_all, refuse_media_and_lora
+from quire.api.unsupported import Later
 from quire.config.engine import EngineConfig
-from quire.engine import held, rest
+from quire.config.from_keywords import engine_config
+from quire.engine import sleep as rest
+from quire.engine import sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, Unsupported, ValidationError
 from quire.frontend.chat import ChatOptions, conversations
-from quire.frontend.front import FrontRoom
-from quire.frontend.inputs import Accepted
+from quire.frontend.input_processor import Accepted
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.prompts import Prompt, read_prompts
+from quire.frontend.request_manager import FrontRoom
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import configure, get_logger
-from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 
 log = get_logger(__name__)
 
@@ -368,14 +369,14 @@ class LLM(Later):
         call = self.client.call
         self._asleep = True  # before it is held: whoever comes later must not wait with our lock
         try:
-            with held.by_turns(call, mode, rest.SLEEP) as holder:
+            with sleep_client.by_turns(call, mode, rest.SLEEP) as holder:
                 if mode != "keep":
                     # Other threads' requests end there; what was enqueued ends here.
                     with self._running:
                         while self.front.live:
                             for _ in self._turn():
                                 pass
-                held.check_stands(call("sleep", level, holder))
+                sleep_client.check_stands(call("sleep", level, holder))
         except BaseException:
             self._asleep = bool(call("is_sleeping"))
             raise
@@ -386,7 +387,7 @@ class LLM(Later):
         Raises:
             Conflict: the engine is at work, or has given memory back already.
         """
-        held.check_released(self.client.call("release_kv_cache"))
+        sleep_client.check_released(self.client.call("release_kv_cache"))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.

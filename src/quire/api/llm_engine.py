@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
-from quire.frontend.front import FrontRoom
 from quire.frontend.outputs import RequestOutput
+from quire.frontend.request_manager import FrontRoom
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 
 class LLMEngine:

@@ -1,6 +1,6 @@
 """`LLM.get_metrics()`: the metrics of /metrics, as objects.
 
-Knows a client's statistics and finished requests. The rows are `observe/rows.py`'s.
+Knows a client's statistics and finished requests. The rows are `observe/metric_table.py`'s.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from quire.engine.client import EngineClient
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
-from quire.observe.metrics import Metrics, cache_info
-from quire.observe.requests import RequestTimer
+from quire.observe.prometheus import Metrics, cache_info
+from quire.observe.request_metrics import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

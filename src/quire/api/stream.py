@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.frontend.collect import Collector
+from quire.frontend.output_processor import Collector
 from quire.frontend.outputs import RequestOutput, error_of
 
 if TYPE_CHECKING:

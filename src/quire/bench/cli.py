@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.config import compat, flags
+from quire.config import flags, from_keywords
 from quire.errors import ConfigError, QuireError
 
 
@@ -59,7 +59,7 @@ def parse_args(
             if type(value) is int and value < (0 if "warmup" in name else 1):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
         engine = {"log_level": "WARNING", "disable_log_stats": True, **(defaults or {}), **given}
-        compat.engine_config(engine, "flag")  # mistakes are told before anything starts
+        from_keywords.engine_config(engine, "flag")  # mistakes are told before anything starts
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
     return BenchArgs(mine, engine)
@@ -80,7 +80,7 @@ def start(keywords: Mapping[str, Any]) -> Any:
     """An LLM with these flags."""
     from quire.api.llm import LLM
 
-    return LLM.from_config(compat.engine_config(keywords, "flag"))
+    return LLM.from_config(from_keywords.engine_config(keywords, "flag"))
 
 
 def prompts(llm: Any, count: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:

@@ -68,7 +68,7 @@ def measure(given: BenchArgs) -> int:
 
 def _work(llm: object, given: BenchArgs) -> Callable[[], object]:
     from quire.api.llm import LLM
-    from quire.protocol.params import BeamSearchParams, SamplingParams
+    from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 
     if not isinstance(llm, LLM):
         raise TypeError(type(llm))

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 def child(keywords: dict[str, Any]) -> int:
     """What is measured: start, say so, generate one token, say so."""
-    from quire.protocol.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     with start(keywords) as llm:
         print(READY, flush=True)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(given: BenchArgs) -> int:
-    from quire.protocol.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     own = given.own
     if own["backend"] not in ("quire", "vllm"):

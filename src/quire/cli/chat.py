@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from quire.cli.talk import Clock, Talker, Wish, read, talker
+from quire.cli.completion_client import Clock, Talker, Wish, read, talker
 from quire.errors import QuireError
 from quire.logging import configure
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.cli.chat import at_the_terminal, lines, say, shown
-from quire.cli.talk import Talker, Wish
+from quire.cli.completion_client import Talker, Wish
 from quire.errors import QuireError
 
 

@@ -13,16 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from quire.cli.findings import Finding, findings, own_cache, remote_tensors
-from quire.config.checks import check_wishes
+from quire.cli.doctor_checks import Finding, findings, own_cache, remote_tensors
+from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
 from quire.config.resolve import resolve
-from quire.config.stored import stored_dtype
-from quire.engine.memory import ITEMSIZE, MemoryPlan, forecast_weights, make_plan, size, specs_of
-from quire.engine.startup import table
+from quire.config.validate import check_wishes
+from quire.engine.memory_plan import (
+    ITEMSIZE,
+    MemoryPlan,
+    forecast_weights,
+    make_plan,
+    size,
+    specs_of,
+)
+from quire.engine.startup_timer import table
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
-from quire.models import hf
+from quire.models import hf_config
 from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored, weight_files
 from quire.models.registry import choose_impl
 from quire.platforms.detect import PlatformFacts, facts
@@ -86,7 +93,7 @@ def examine(asked: EngineConfig) -> Report:
         check_wishes(asked)
         load_plugins()
         path = _small_files(asked)
-        config = hf.read_config(path, asked.model.hf_overrides)
+        config = hf_config.read_config(path, asked.model.hf_overrides)
         report.resolved = resolve(asked, path, config, report.facts)
         found = _weights(report, path)
         report.weights = on_disk(found)
@@ -100,8 +107,10 @@ def examine(asked: EngineConfig) -> Report:
 
 def _small_files(asked: EngineConfig) -> str:
     """The checkpoint's directory; of a hub id, everything but the weights is fetched."""
-    load = replace(asked.load, ignore_patterns=[*asked.load.ignore_patterns, *hf.WEIGHT_FILES])
-    return hf.locate(asked.model, load)
+    load = replace(
+        asked.load, ignore_patterns=[*asked.load.ignore_patterns, *hf_config.WEIGHT_FILES]
+    )
+    return hf_config.locate(asked.model, load)
 
 
 def _weights(report: Report, path: str) -> list[Stored] | int:

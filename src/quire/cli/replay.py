@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.config.recording import as_recorded, asked_of, from_recording
-from quire.engine import flight
-from quire.engine.host import CONFIG
+from quire.engine import flight_recorder
 from quire.engine.replay import Replayed, replay
+from quire.engine.supervisor import CONFIG
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     configure("replay")
     try:
-        recording = flight.read(asked.folder)
+        recording = flight_recorder.read(asked.folder)
         if recording is None:
             return refused(f"nothing is recorded in {asked.folder}")
         recorded = from_recording((asked.folder / CONFIG).read_bytes())

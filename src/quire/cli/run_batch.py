@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config import compat, flags
+from quire.config import flags, from_keywords
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.logging import configure, get_logger
@@ -80,7 +80,7 @@ def read(argv: Sequence[str]) -> Job:
         for name in ("input_file", "output_file"):
             if not own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} is needed")
-        config = compat.engine_config({"disable_log_stats": True, **given}, "flag")
+        config = from_keywords.engine_config({"disable_log_stats": True, **given}, "flag")
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
     config = replace(config, server=replace(config.server, api_key=None))
@@ -138,10 +138,10 @@ async def run(
 ) -> tuple[int, int]:
     """Answer all lines: how many there were, how many are errors. `metrics`: /metrics can be read meanwhile."""
     from quire.engine.assemble import make_client
-    from quire.observe.metrics import Metrics, cache_info
+    from quire.observe.prometheus import Metrics, cache_info
     from quire.server.app import build_app
+    from quire.server.async_engine import AsyncTextEngine
     from quire.server.state import Phase, ServerState
-    from quire.server.text_engine import AsyncTextEngine
 
     state = ServerState(config, Metrics(config.model.model))
     async with telling(state) if metrics else nullcontext():
@@ -170,7 +170,7 @@ async def telling(state: ServerState) -> AsyncIterator[str]:
         ConfigError: one cannot listen there.
     """
     from quire.server.app import metrics_app
-    from quire.server.listen import address, bind, http_server
+    from quire.server.process.sockets import address, bind, http_server
 
     server = state.config.server
     with bind(server) as listener:
@@ -198,7 +198,7 @@ async def answers(app: Any, lines: Iterable[bytes]) -> AsyncIterator[dict[str, A
 
 async def answer(app: Any, line: bytes) -> dict[str, Any]:
     """What one line comes to; a bad line fails alone."""
-    from quire.server.local import ask
+    from quire.server.in_process_client import ask
 
     custom_id, status, body = None, 400, b""
     try:

@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
             configure("server", config.observe.log_level)
     except ValueError as why:
         return _failed(why, 2)
-    from quire.server.launch import serve  # half a second of imports that --help need not pay
+    from quire.server.process.launch import (
+        serve,  # half a second of imports that --help need not pay
+    )
 
     try:
         return int(serve(config))

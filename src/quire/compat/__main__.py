@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from quire.compat.as_vllm import install_as_vllm
+from quire.compat.vllm_shim import install_as_vllm
 
 
 def main() -> int:

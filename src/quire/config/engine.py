@@ -64,7 +64,7 @@ class Resolved:
     device: str
     """cpu, cuda."""
     max_model_len: int
-    """Upper bound before memory is known; `auto` is settled by the memory plan (engine/memory.py)."""
+    """Upper bound before memory is known; `auto` is settled by the memory plan (engine/memory_plan.py)."""
     auto_max_model_len: bool
     """The memory plan may lower max_model_len to what fits."""
     block_size: int

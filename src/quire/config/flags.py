@@ -13,10 +13,10 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.config import compat, help
+from quire.config import from_keywords, help
 from quire.config.engine import EngineConfig
-from quire.config.old_names import OLD, SHORT
 from quire.config.options import REPEATED, Kind, coerce, options
+from quire.config.vllm_flags import OLD, SHORT
 from quire.errors import ConfigError, QuireError
 from quire.logging import get_logger
 
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
     parser = make_parser(prog)
     _help(argv, prog, parser)
     try:
-        return compat.engine_config(keywords(argv, parser), "flag")
+        return from_keywords.engine_config(keywords(argv, parser), "flag")
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
 
@@ -97,7 +97,7 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
     space, rest = parser.parse_known_args(words)
     for word in rest:
         if word.startswith("-"):
-            raise compat.UnknownName(compat.unknown(word.partition("=")[0], "flag"))
+            raise from_keywords.UnknownName(from_keywords.unknown(word.partition("=")[0], "flag"))
         raise ConfigError(
             f"{word!r} is one word too many: the model is {getattr(space, 'model_tag', None)!r}"
         )
@@ -268,7 +268,7 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
         if name not in options() and name not in OLD and positive in options() and value is True:
             name, value = positive, False
         if name not in options() and name not in OLD:
-            raise compat.UnknownName(f"{where}: {compat.unknown(str(key), 'flag')}")
+            raise from_keywords.UnknownName(f"{where}: {from_keywords.unknown(str(key), 'flag')}")
         if name not in but:
             _check_value(where, name, value)
         asked[name] = value
@@ -293,7 +293,7 @@ def _check_value(where: str, name: str, value: Any) -> None:
         if (option := options().get(name)) is not None:
             coerce(option, value)
         elif OLD[name].treatment == "E":
-            compat.translate({name: value}, "flag")
+            from_keywords.translate({name: value}, "flag")
     except QuireError as why:
         raise ConfigError(f"{where}: {why}") from None
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.config.old_names import OLD
 from quire.config.options import Option, options, section_help
+from quire.config.vllm_flags import OLD
 
 WIDTH = 100
 GROUPS = {

@@ -1,7 +1,7 @@
 """One pass from what was asked to what will be: every "auto" filled, every conflict refused, each decision logged.
 
 Knows the configuration, the checkpoint's config.json and the facts of the device. Does not know torch, weights,
-or how much memory there will be (`engine/memory.py` does that sum afterwards).
+or how much memory there will be (`engine/memory_plan.py` does that sum afterwards).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quire import env
-from quire.config.checks import check
+from quire.config.checkpoint_dtype import stored_dtype
+from quire.config.context_length import learned_positions, model_length
 from quire.config.engine import EngineConfig, Resolved
-from quire.config.lengths import learned_positions, model_length
-from quire.config.quantized import ONLINE, fitting, scheme_asked, stored_quantization
-from quire.config.stored import stored_dtype
+from quire.config.quantization import ONLINE, fitting, scheme_asked, stored_quantization
+from quire.config.validate import check
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 
 from quire import __version__, env
-from quire.config.checks import check_wishes
+from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
-from quire.config.keys import read_keys
 from quire.config.resolve import resolve
+from quire.config.serialize import from_wire, to_wire
 from quire.config.structured import wishes
-from quire.config.wire import from_wire, to_wire
-from quire.engine import admin, costs, live, rest
+from quire.config.validate import check_wishes
+from quire.engine import inspector, mfu, rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
-from quire.engine.host import EngineHost, Patience
-from quire.engine.memory import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
-from quire.engine.remote import ProcessClient
-from quire.engine.startup import Stages, table
-from quire.features.structured.compile import Compiler
+from quire.engine.memory_plan import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
+from quire.engine.process_client import ProcessClient
+from quire.engine.startup_timer import Stages, table
+from quire.engine.supervisor import EngineHost, Patience
+from quire.features.structured.compiler import Compiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.block_hash import Hasher
@@ -37,13 +37,13 @@ from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
-from quire.models import hf
+from quire.models import hf_config
 from quire.observe.buckets import buckets, checked
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
 from quire.protocol.output import Ready
-from quire.scheduler.fair import FairQueue
+from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
 from quire.scheduler.scheduler import Scheduler
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from quire.executor.base import Executor
     from quire.models.offload import Offload
     from quire.platforms.base import Platform
-    from quire.worker.batcher import Batcher
-    from quire.worker.sample.drawing import Drawing
-    from quire.worker.source import Source
+    from quire.worker.input_batch import Batcher
+    from quire.worker.model_input import Source
+    from quire.worker.sampling.sampler_ops import Drawing
     from quire.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -120,8 +120,8 @@ def resolve_config(config: EngineConfig) -> Resolved:
     """Find the checkpoint, read its config.json, settle every "auto"."""
     check_wishes(config)
     load_plugins()
-    path = hf.locate(config.model, config.load)
-    return resolve(config, path, hf.read_config(path, config.model.hf_overrides), facts())
+    path = hf_config.locate(config.model, config.load)
+    return resolve(config, path, hf_config.read_config(path, config.model.hf_overrides), facts())
 
 
 # -- the middle room ------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
     if resolved.asked.observe.enable_mfu_metrics:
-        costs.count(core, resolved, about.layer_specs())
+        mfu.count(core, resolved, about.layer_specs())
     core.check_each_step = bool(env.get("CHECK"))
-    core.functions |= admin.functions(core) | rest.functions(core)
-    core.functions |= live.functions(core, cut.bytes_per_block)
+    core.functions |= rpc.functions(core) | sleep.functions(core)
+    core.functions |= inspector.functions(core, cut.bytes_per_block)
     ready = Ready(
         max_model_len=about.max_model_len,
         num_blocks=about.num_blocks,
@@ -165,7 +165,7 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
 def build_compiler(resolved: Resolved) -> Compiler:
     """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
     asked = resolved.asked.model
-    folder = hf.locate_tokenizer(resolved.path, asked, resolved.asked.load)
+    folder = hf_config.locate_tokenizer(resolved.path, asked, resolved.asked.load)
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = Compiler(Vocabulary(tokenizer_json(folder), size))
     if not asked.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
@@ -216,7 +216,7 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
 # -- the back room --------------------------------------------------------------------------------
 def build_executor(resolved: Resolved, compiler: Compiler) -> Executor:
     if resolved.executor == "mp":
-        from quire.executor.processes import ProcessExecutor
+        from quire.executor.process import ProcessExecutor
 
         return ProcessExecutor("quire.engine.assemble:worker_from_wire", to_wire(resolved))
     from quire.executor.inline import InlineExecutor
@@ -246,13 +246,13 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.models.load import build_model
         from quire.platforms.base import platform_of
         from quire.quantization.apply import bytes_held
-        from quire.worker.pages import PagesAhead
-        from quire.worker.rest import Rest
-        from quire.worker.sample.load import load_processors
-        from quire.worker.sample.sink import SampleSink
-        from quire.worker.sample.thinking import ThinkingBudget
-        from quire.worker.watched import Watched
-        from quire.worker.whole import whole_step
+        from quire.worker.module_hooks import Watched
+        from quire.worker.native_step import whole_step
+        from quire.worker.page_prefault import PagesAhead
+        from quire.worker.sampling.load_processors import load_processors
+        from quire.worker.sampling.sampler import SampleSink
+        from quire.worker.sampling.thinking_budget import ThinkingBudget
+        from quire.worker.sleep import Rest
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -334,14 +334,14 @@ def replan(
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> Batcher:
     """With its rows. A device that is apart from the host keeps tables of its own and is sent what changes."""
-    from quire.worker.batcher import Batcher
-    from quire.worker.rows import Rows
+    from quire.worker.input_batch import Batcher
+    from quire.worker.request_rows import Rows
 
     lengths = resolved.max_num_seqs, plan.max_model_len
     sizes = (*lengths, len(plan.layout.groups), resolved.block_size)
     if "triton" not in platform.kernels:
         return Batcher(Rows(*sizes, platform.device))
-    from quire.worker.staged import StagedBatcher, StagedRows
+    from quire.worker.device_rows import StagedBatcher, StagedRows
 
     return StagedBatcher(StagedRows(*sizes, platform.device))
 
@@ -349,12 +349,12 @@ def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> B
 def build_drawing(platform: Platform) -> Drawing:
     """The functions that draw: kernels, where the platform has them."""
     if "triton" in platform.kernels:
-        from quire.worker.sample.compiled import COMPILED
+        from quire.worker.sampling.triton_ops import COMPILED
 
         return COMPILED
     from quire.ops.cpu.bindings import best
-    from quire.worker.sample.drawing import PLAIN
-    from quire.worker.sample.native import native
+    from quire.worker.sampling.cpu_ops import native
+    from quire.worker.sampling.sampler_ops import PLAIN
 
     kernels = best() if "native" in platform.kernels else None
     return PLAIN if kernels is None else native(kernels)
@@ -363,7 +363,7 @@ def build_drawing(platform: Platform) -> Drawing:
 def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any) -> Source:
     """Steps of single tokens are replayed, where device, backend and model allow it."""
     from quire.worker.graphs import GraphSource, default_sizes
-    from quire.worker.source import TokenSource
+    from quire.worker.model_input import TokenSource
 
     source, recorder = TokenSource(model), platform.recorder()
     layers = model.attention_layers()
@@ -380,7 +380,7 @@ def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:
     """Choose a backend that serves every layer, and give each its part of the cache; the storages."""
     from quire.attention.base import Needs, choose
-    from quire.worker.cache import allocate_cache
+    from quire.worker.kv_cache import allocate_cache
 
     layers = model.attention_layers()
     if not layers:

@@ -44,7 +44,7 @@ class EngineCore:
         self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something says so
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, Pending]] = deque()
-        self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/admin.py)
+        self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
         self.caller = 0  # the front room that asked for the function that runs
         self.said: Outbox = []  # what a function has to tell besides its reply
         self.counts: dict[str, float] = {}  # what else is told of its steps, by whoever counts it

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.flight import Recording
+from quire.engine.flight_recorder import Recording
 from quire.protocol.plan import Entered, StepPlan, StepResult, Work
 
 if TYPE_CHECKING:

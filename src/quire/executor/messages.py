@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from quire import errors
-from quire.config.wire import marked
-from quire.config.wire import revived as revived_name
+from quire.config.serialize import marked
+from quire.config.serialize import revived as revived_name
 from quire.errors import QuireError, Unsupported
 from quire.protocol.plan import StepPlan, StepResult
 
@@ -28,7 +28,7 @@ from quire.protocol.plan import StepPlan, StepResult
 class Start(Struct, array_like=True, tag="start"):
     """Call `target` ("module:function") with `payload` to make the worker.
 
-    `path` is the parent's sys.path without the working directory (`config/wire.py`).
+    `path` is the parent's sys.path without the working directory (`config/serialize.py`).
     """
 
     target: str

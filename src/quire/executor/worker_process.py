@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from quire import logging as our_logging
-from quire.config.wire import extend_path
+from quire.config.serialize import extend_path
 from quire.errors import StepFailed
 from quire.executor.messages import (
     Answer,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, Unsupported, ValidationError
-from quire.frontend.sandbox import SECONDS, compiled
-from quire.frontend.template import ChatTemplate, plain
+from quire.frontend.chat_template import ChatTemplate, plain
+from quire.frontend.jinja_sandbox import SECONDS, compiled
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer

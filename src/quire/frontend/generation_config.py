@@ -13,7 +13,7 @@ from typing import Any
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError
 from quire.logging import get_logger
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 

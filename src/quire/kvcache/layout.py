@@ -1,6 +1,6 @@
 """From what each layer must remember to groups of layers that share one pool of blocks.
 
-Knows specs, groups and bytes. Does not know tensors: `worker/cache.py` allocates what this says.
+Knows specs, groups and bytes. Does not know tensors: `worker/kv_cache.py` allocates what this says.
 
 A model with one kind of layer is one group. With several kinds (say 22 windows and 4 full), layers of a
 kind are cut into groups of equal size, so that a block id means the same bytes in whichever group takes it:

@@ -1,6 +1,6 @@
 """Rotary positions: the angle of each pair of features at each position, for every known recipe.
 
-Knows config.json's rotary parameters in their one spelling (`models/hf.py`). Does not know queries or keys:
+Knows config.json's rotary parameters in their one spelling (`models/hf_config.py`). Does not know queries or keys:
 `ops.rotate` turns them. Angles are worked out once a step: it is a product and two functions. On a CPU those of the
 first positions are looked up, because four operations of torch cost a small step more than they compute.
 

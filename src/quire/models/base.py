@@ -18,7 +18,7 @@ from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary
-from quire.models.hf import TextConfig
+from quire.models.hf_config import TextConfig
 
 
 class Decoder(nn.Module):

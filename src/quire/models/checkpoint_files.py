@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.quantized import BYTES, HEAD_BYTES
+from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.errors import ConfigError, ModelNotFound
 from quire.logging import get_logger
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.config.quantized import APART, BYTES, ONLINE, stored_quantization
+from quire.config.quantization import APART, BYTES, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
 from quire.layers.linear import UNQUANTIZED, Linear
@@ -37,7 +37,7 @@ from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
 from quire.models.checkpoint_files import tensors, weight_files
 from quire.models.dummy_weights import random_tensors
-from quire.models.hf import WRAPPED, TextConfig
+from quire.models.hf_config import WRAPPED, TextConfig
 from quire.models.load_memory import release_file_pages, separate_blocks
 from quire.models.offload import Offload
 from quire.models.transformers.modes import check_weights

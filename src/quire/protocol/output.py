@@ -73,7 +73,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     steps: int = 0
     deferred: int = 0  # of those who wait: how many are not held up by want of room
     residency: dict[str, list[float]] = {}  # lives of blocks: counts by bucket, then the sum
-    state: str = "awake"  # or what it has given back (engine/rest.py)
+    state: str = "awake"  # or what it has given back (engine/sleep.py)
     counts: dict[str, float] = {}  # of what was asked to be counted besides
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from quire.protocol.output import Logprobs
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 
 class Entered(Struct, array_like=True, omit_defaults=True, gc=False):

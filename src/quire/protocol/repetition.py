@@ -1,6 +1,6 @@
 """When an output goes round in circles: what a user says about that.
 
-Knows the rules of its numbers. Does not know tokens; `frontend/repetition.py` looks at those.
+Knows the rules of its numbers. Does not know tokens; `frontend/repetition_detector.py` looks at those.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from quire.errors import ValidationError
-from quire.protocol import values
+from quire.protocol import validators
 
 NAME = "repetition_detection"
 LONGEST = 256  # tokens of a pattern: each token of an output is compared with that many before it
@@ -31,14 +31,14 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
     """How often a pattern must come, one time after the other; at least 2."""
 
     def __post_init__(self) -> None:
-        most = values.whole(f"{NAME}.max_pattern_size", self.max_pattern_size, 0, LONGEST)
+        most = validators.whole(f"{NAME}.max_pattern_size", self.max_pattern_size, 0, LONGEST)
         self.max_pattern_size = most
         if not most:
             return
-        self.min_pattern_size = values.whole(
+        self.min_pattern_size = validators.whole(
             f"{NAME}.min_pattern_size", self.min_pattern_size, 0, most, "at most max_pattern_size"
         )
-        self.min_count = values.whole(f"{NAME}.min_count", self.min_count, 2)
+        self.min_count = validators.whole(f"{NAME}.min_count", self.min_count, 2)
 
     @classmethod
     def read(cls, given: Any) -> RepetitionDetectionParams:
@@ -50,7 +50,7 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
         if isinstance(given, cls):
             return given
         if not isinstance(given, dict):
-            raise values.wrong(NAME, given, "an object")
+            raise validators.wrong(NAME, given, "an object")
         known = cls.__struct_fields__
         if unknown := [name for name in given if name not in known]:
             raise ValidationError(

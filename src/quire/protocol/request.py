@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from quire.protocol.output import FinishReason
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 
 class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -24,7 +24,7 @@ class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="request"):
-    """One generation. `params.n` is already 1: the front room fans out (`frontend/fanout.py`)."""
+    """One generation. `params.n` is already 1: the front room fans out (`frontend/parallel_sampling.py`)."""
 
     id: str
     tokens: list[int]  # media placeholders already expanded
@@ -37,7 +37,7 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
     tenant: str = ""  # who asks: requests of one tenant share its part of the engine
     extras: dict[str, Any] = {}  # "transfer", "trace", ...: read by that feature and nobody else
-    inner: bool = False  # part of a larger one, whose end its front room counts (engine/admin.py)
+    inner: bool = False  # part of a larger one, whose end its front room counts (engine/rpc.py)
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):
@@ -48,7 +48,7 @@ class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):
 
 
 class Call(Struct, array_like=True, omit_defaults=True, gc=False, tag="call"):
-    """A named function of the engine (`engine/admin.py`), answered by one `Reply` of the same id."""
+    """A named function of the engine (`engine/rpc.py`), answered by one `Reply` of the same id."""
 
     id: int
     name: str

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quire.config.quantized import Quantized
+from quire.config.quantization import Quantized
 from quire.errors import Unsupported
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import UNQUANTIZED, Linear
@@ -56,7 +56,7 @@ FORMATS: dict[str, type[CheckpointLinearMethod]] = {
     "ct-packed": CompressedPacked,
     "float": Float8,
 }
-"""`Layout.kind` (config/quantized.py) -> how the tensors of a checkpoint are read."""
+"""`Layout.kind` (config/quantization.py) -> how the tensors of a checkpoint are read."""
 
 
 def expect_stored(

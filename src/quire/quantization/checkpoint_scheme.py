@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.quantized import Layout
+from quire.config.quantization import Layout
 from quire.layers.linear import UNQUANTIZED, Linear, StoredTensor, UnquantizedLinearMethod
 from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger

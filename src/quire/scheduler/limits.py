@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.kvcache.manager import KVManager
 from quire.protocol.request import EngineRequest
-from quire.scheduler.queues import WaitingQueue
+from quire.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

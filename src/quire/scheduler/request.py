@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.protocol.output import FinishReason
-from quire.protocol.params import SamplingParams
 from quire.protocol.request import EngineRequest, MediaItem
+from quire.protocol.sampling_params import SamplingParams
 
 NO_ROW = -1
 
@@ -61,7 +61,7 @@ class Request:
 
     @classmethod
     def of(cls, asked: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
-        """`number` counts arrivals. params.max_tokens must be set (frontend/inputs.py sees to it)."""
+        """`number` counts arrivals. params.max_tokens must be set (frontend/input_processor.py sees to it)."""
         params = asked.params
         ends = () if params.ignore_eos else params.eos_token_ids
         return cls(

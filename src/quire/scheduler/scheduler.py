@@ -31,11 +31,11 @@ from quire.logging import get_logger
 from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import Entered, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
-from quire.scheduler.building import Counted, PlanBuilder, cancel_drafts, void
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import Limits
-from quire.scheduler.queues import WaitingQueue
+from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, void
 from quire.scheduler.request import NO_ROW, Request
+from quire.scheduler.waiting_queue import WaitingQueue
 
 log = get_logger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.protocol.params import BeamSearchParams, SamplingParams
-from quire.server.engine import Prompt, TextEngine
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
+from quire.server.engine_protocol import Prompt, TextEngine
 from quire.server.errors import invalid
 
 

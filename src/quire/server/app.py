@@ -20,19 +20,21 @@ from starlette.routing import Route, Router, get_route_path  # type: ignore[attr
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
-from quire.server import admin, docs, health, later, messages, models, responses, tokens
-from quire.server.chat import chat
-from quire.server.completions import completions
+from quire.server import dev_routes, health, openapi, unsupported_routes
+from quire.server.anthropic import messages
+from quire.server.api_keys import Tenants
 from quire.server.errors import ENDS, ApiError, error_response
 from quire.server.hosts import KnownHosts
 from quire.server.invocations import invocations
-from quire.server.layers import own_layers
 from quire.server.middleware import CLOSED_BY_CLIENT, TENANT, Counted, Guard, RequestIds, Traced
+from quire.server.openai import models, responses, tokenize
+from quire.server.openai.chat import chat
+from quire.server.openai.completions import completions
 from quire.server.page import routes as page
 from quire.server.sse import EventStream
 from quire.server.state import Phase, ServerState
-from quire.server.tenants import Tenants
 from quire.server.text_pool import CLIENT
+from quire.server.user_middleware import own_layers
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 
@@ -46,8 +48,8 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("GET", "/v1/models", models.models),
     ("GET", "/v1/models/{name:path}", models.model),
-    ("POST", "/tokenize", tokens.tokenize),
-    ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/tokenize", tokenize.tokenize),
+    ("POST", "/detokenize", tokenize.detokenize),
     ("GET", "/health", health.health),
     ("GET", "/health/live", health.live),
     ("GET", "/health/ready", health.ready),
@@ -66,18 +68,18 @@ UI_ROUTES: list[tuple[str, str, Endpoint]] = [
 ]
 
 DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
-    ("GET", "/server_info", admin.server_info),
-    ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
-    ("POST", "/collective_rpc", admin.collective_rpc),
-    ("POST", "/abort_requests", admin.abort_requests),
-    ("POST", "/sleep", admin.sleep),
-    ("POST", "/release_kv_cache_memory", admin.release_kv_cache_memory),
-    ("POST", "/wake_up", admin.wake_up),
-    ("GET", "/is_sleeping", admin.is_sleeping),
-    ("POST", "/pause", admin.pause),
-    ("POST", "/resume", admin.resume),
-    ("GET", "/is_paused", admin.is_paused),
-    ("GET", "/get_world_size", admin.get_world_size),
+    ("GET", "/server_info", dev_routes.server_info),
+    ("POST", "/reset_prefix_cache", dev_routes.reset_prefix_cache),
+    ("POST", "/collective_rpc", dev_routes.collective_rpc),
+    ("POST", "/abort_requests", dev_routes.abort_requests),
+    ("POST", "/sleep", dev_routes.sleep),
+    ("POST", "/release_kv_cache_memory", dev_routes.release_kv_cache_memory),
+    ("POST", "/wake_up", dev_routes.wake_up),
+    ("GET", "/is_sleeping", dev_routes.is_sleeping),
+    ("POST", "/pause", dev_routes.pause),
+    ("POST", "/resume", dev_routes.resume),
+    ("GET", "/is_paused", dev_routes.is_paused),
+    ("GET", "/get_world_size", dev_routes.get_world_size),
 ]
 """They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
 
@@ -173,9 +175,12 @@ def build_app(state: ServerState) -> App:
     if not server.disable_ui:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
-        rows = rows + docs.routes(rows, bool(tenants), server.root_path or "")
+        rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
     # These are in no document.
-    rows = rows + [("GET POST", path, later.later) for path in later.paths(state.dev_mode)]
+    rows = rows + [
+        ("GET POST", path, unsupported_routes.later)
+        for path in unsupported_routes.paths(state.dev_mode)
+    ]
     layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
     if state.hosts is not None:
         layers.append(Middleware(KnownHosts, hosts=state.hosts, refusal=refusal))

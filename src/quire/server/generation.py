@@ -20,22 +20,22 @@ import msgspec
 
 from quire.errors import QueueFull
 from quire.frontend.outputs import ERRORS
-from quire.frontend.parsers.engine import CallDelta
+from quire.frontend.parsers.stream_parser import CallDelta
 from quire.logging import get_logger
-from quire.observe.metrics import REQUESTS, TOKENS
-from quire.observe.requests import RequestTimer
-from quire.observe.trace import Asked
-from quire.protocol.params import BeamSearchParams, SamplingParams
+from quire.observe.prometheus import REQUESTS, TOKENS
+from quire.observe.request_metrics import RequestTimer
+from quire.observe.tracing import Asked
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
-from quire.server.beams import BeamStream
-from quire.server.engine import OutputLike, Prompt, StreamLike, TextEngine
+from quire.server.api_keys import Tenant
+from quire.server.engine_protocol import OutputLike, Prompt, StreamLike, TextEngine
 from quire.server.errors import ApiError
 from quire.server.large_answers import LARGE_ENTRIES
-from quire.server.logprobs import Position
-from quire.server.reading import Reader, added
-from quire.server.sampling import FINAL_ONLY
+from quire.server.openai.beam_search import BeamStream
+from quire.server.openai.chat_output import Reader, added
+from quire.server.openai.logprobs import Position
+from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.state import ServerState
-from quire.server.tenants import Tenant
 
 log = get_logger(__name__)
 

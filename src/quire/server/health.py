@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.observe.http import UNDER_WAY
-from quire.observe.metrics import CONTENT_TYPE
-from quire.server.bodies import json_response
+from quire.observe.http_metrics import UNDER_WAY
+from quire.observe.prometheus import CONTENT_TYPE
 from quire.server.middleware import TENANT
+from quire.server.request_body import json_response
 from quire.server.state import Phase, ServerState
 
 

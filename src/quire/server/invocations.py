@@ -11,10 +11,10 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.bodies import read, read_raw
-from quire.server.chat import chat
-from quire.server.completions import completions
 from quire.server.errors import invalid
+from quire.server.openai.chat import chat
+from quire.server.openai.completions import completions
+from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
 
 

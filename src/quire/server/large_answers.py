@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.bodies import json_response
+from quire.server.request_body import json_response
 from quire.server.sse import HangUp
 
 LARGE_ENTRIES = 1 << 12

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from quire.protocol.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.api_keys import KeyUse
 from quire.server.errors import ApiError, invalid
 from quire.server.middleware import KEY_USE
 from quire.server.state import ServerState
-from quire.server.tenants import KeyUse
 
 MOST_ENTRIES = 1 << 22
 """Of allowed_token_ids and logit_bias, over all completions: the engine has about 40 bytes for each."""

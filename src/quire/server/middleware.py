@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.observe.http import UNKNOWN
-from quire.observe.trace import CARRIED
+from quire.observe.http_metrics import UNKNOWN
+from quire.observe.tracing import CARRIED
+from quire.server.api_keys import KeyUse, Tenant, Tenants
 from quire.server.errors import ApiError
 from quire.server.state import ServerState
-from quire.server.tenants import KeyUse, Tenant, Tenants
 
 OPEN = frozenset(
     ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")

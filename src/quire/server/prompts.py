@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import env
-from quire.server.engine import Prompt, TextEngine
+from quire.server.engine_protocol import Prompt, TextEngine
 from quire.server.errors import invalid
 from quire.server.schemas import CompletionRequest, Sampling
 

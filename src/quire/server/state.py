@@ -14,13 +14,13 @@ from functools import partial
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, EngineDelayed
-from quire.frontend.parsers.model import ModelFormats
-from quire.observe.metrics import Metrics
-from quire.observe.trace import Tracer
-from quire.server.beams import BeamStream
-from quire.server.engine import TextEngine
+from quire.frontend.parsers.model_formats import ModelFormats
+from quire.observe.prometheus import Metrics
+from quire.observe.tracing import Tracer
+from quire.server.api_keys import Tenants
+from quire.server.engine_protocol import TextEngine
 from quire.server.errors import ApiError, unavailable
-from quire.server.tenants import Tenants
+from quire.server.openai.beam_search import BeamStream
 
 
 class Phase(Enum):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch, running_instead
 from quire.logging import get_logger
-from quire.worker.source import Source
+from quire.worker.model_input import Source
 
 log = get_logger(__name__)
 

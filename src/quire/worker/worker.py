@@ -19,10 +19,10 @@ import torch
 from quire.errors import StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, forward_context
 from quire.protocol.plan import Entered, StepPlan, StepResult
-from quire.worker.batcher import Batcher
 from quire.worker.hooks import Hook
-from quire.worker.rows import Rows, Told
-from quire.worker.source import Source
+from quire.worker.input_batch import Batcher
+from quire.worker.model_input import Source
+from quire.worker.request_rows import Rows, Told
 
 if TYPE_CHECKING:
     from torch import Tensor

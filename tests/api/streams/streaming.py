@@ -12,7 +12,7 @@ import pagemodel
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
 from quire.frontend.outputs import RequestOutput
-from quire.protocol.params import RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

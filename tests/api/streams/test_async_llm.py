@@ -10,7 +10,7 @@ from streaming import DELTA, FINAL, GREEDY, executor, expected, greedy, outputs,
 
 from quire.api.async_llm import AsyncLLM
 from quire.errors import ValidationError
-from quire.protocol.params import RequestOutputKind, SamplingParams
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 # -- streams ----------------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from ops.triton.place import DEVICE
 from worker.survivors import all_survivors, tied_logits
 
 from quire.ops.triton import sampling
-from quire.protocol.params import SamplingParams
-from quire.worker.rows import Rows
-from quire.worker.sample import compiled, limits, logprobs
-from quire.worker.sample.draw import GOLDEN, _mix_, _signed, draw, keys, seed_words
-from quire.worker.sample.processors import Picked
-from quire.worker.sample.rules import Penalties
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.request_rows import Rows
+from quire.worker.sampling import logprobs, top_k_top_p, triton_ops
+from quire.worker.sampling.builtin_processors import Penalties
+from quire.worker.sampling.gumbel import GOLDEN, _mix_, _signed, draw, keys, seed_words
+from quire.worker.sampling.logits_processors import Picked
 
 torch.set_num_threads(1)
 VOCAB = 1500  # two chunks, the second not whole
@@ -75,7 +75,7 @@ LIMITS = {
 def test_cutoffs_are_those_of_the_definition() -> None:
     """All kinds side by side, on logits with many ties and some that are out."""
     found = list(LIMITS.values())
-    made = limits.Limits(
+    made = top_k_top_p.Limits(
         *(
             np.array(c, t)
             for c, t in zip(zip(*found, strict=True), (np.int64, float, float), strict=True)
@@ -93,14 +93,14 @@ def test_ties_go_to_the_lower_id() -> None:
         hold(scaled_SV.to(DEVICE), made)
 
 
-def hold(x: torch.Tensor, made: limits.Limits) -> None:
+def hold(x: torch.Tensor, made: top_k_top_p.Limits) -> None:
     kept = x.masked_fill(~all_survivors(x.cpu(), made).to(DEVICE), -torch.inf)
-    got = compiled.cutoff(x, made).masked_(x.clone())
+    got = triton_ops.cutoff(x, made).masked_(x.clone())
     for row, (mine, want) in enumerate(zip(got, kept, strict=True)):
         assert torch.equal(mine, want), row
     rows = some_keys(len(x))
-    assert torch.equal(compiled.draw_limited(x, made, rows), draw(kept, rows))
-    assert torch.equal(limits.draw_limited(x.clone(), made, rows), draw(kept, rows))
+    assert torch.equal(triton_ops.draw_limited(x, made, rows), draw(kept, rows))
+    assert torch.equal(top_k_top_p.draw_limited(x.clone(), made, rows), draw(kept, rows))
 
 
 def test_a_row_alone_draws_what_it_draws_among_others() -> None:
@@ -124,7 +124,7 @@ def test_penalties_are_those_of_the_definition() -> None:
     ]  # fmt: skip
     picked = Picked(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
     x = logits(4)
-    got = compiled.CompiledPenalties().apply(x.clone(), picked)
+    got = triton_ops.CompiledPenalties().apply(x.clone(), picked)
     want = Penalties().apply(x.clone(), picked)
     assert not torch.equal(want, x)
     assert torch.equal(got, want)
@@ -137,7 +137,7 @@ def test_scores_are_those_of_the_definition(normalise: bool) -> None:
     chosen = torch.tensor([0, 1499, 10, 1024, 7], device=DEVICE)
     also = torch.tensor([[4, 1498]] * 5, device=DEVICE)
     for top, given in ((4, None), (0, None), (0, also)):
-        got = compiled.score(x, chosen, top, given, normalise)
+        got = triton_ops.score(x, chosen, top, given, normalise)
         want = logprobs.score(x, chosen, top, given, normalise)
         assert torch.equal(got.ids_NK, want.ids_NK)
         assert torch.equal(got.ranks_N, want.ranks_N)

@@ -1,5 +1,5 @@
-"""The package `vllm`, played by Quire: every name and module comes from one table, `quire.compat.as_vllm`."""
+"""The package `vllm`, played by Quire: every name and module comes from one table, `quire.compat.vllm_shim`."""
 
-from quire.compat.as_vllm import stand_in
+from quire.compat.vllm_shim import stand_in
 
 stand_in()

@@ -23,7 +23,7 @@ from quire.bench.serve.cli import SAMPLING, dashed, pairs, parser, wanted
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, Kind, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError
-from quire.server.accept import allow_files
+from quire.server.process.accept import allow_files
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import msgspec
 from msgspec import Struct
 
-from quire.features.structured.compile import Compiler
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.features.structured.compiler import Compiler
 from quire.protocol.plan import StepPlan
+from quire.protocol.structured_outputs import StructuredOutputsParams
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from quire.features.structured.processes import GrammarProcess
+    from quire.features.structured.grammar_process import GrammarProcess
 
 NAME = "structured"
 

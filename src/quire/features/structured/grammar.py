@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.json_schema import MAX_BYTES, read_schema
 from quire.features.structured.refusal import Refused
-from quire.features.structured.schema import MAX_BYTES, read_schema
-from quire.features.structured.tags import tags_to_grammar
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.features.structured.structural_tags import tags_to_grammar
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 4096
 MAX_ITEMS = 10_000  # ways to go on at one place: an object of MAX_PROPERTIES needs four for each

@@ -31,21 +31,21 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.features.structured.compile import Compiler
-from quire.features.structured.frames import Filled, ProcessEnded
+from quire.features.structured.compiler import Compiler
 from quire.features.structured.gate import NAME, obey
-from quire.features.structured.places import PlaceSettings
-from quire.features.structured.processes import STEP_S, GrammarProcess
+from quire.features.structured.grammar_messages import Filled, ProcessEnded
+from quire.features.structured.grammar_process import STEP_S, GrammarProcess
+from quire.features.structured.grammar_rows import PlaceSettings
 from quire.features.structured.refusal import Refused
 from quire.ops import masked_argmax
-from quire.protocol.constraint import FIELD, StructuredOutputsParams
-from quire.protocol.params import SamplingParams
 from quire.protocol.plan import Entered, StepPlan
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 from quire.worker.hooks import Hook
-from quire.worker.rows import Rows
-from quire.worker.sample.outcome import Fault
-from quire.worker.sample.processors import Picked, Processor, keep_only
-from quire.worker.sample.rules import only
+from quire.worker.request_rows import Rows
+from quire.worker.sampling.builtin_processors import only
+from quire.worker.sampling.logits_processors import Picked, Processor, keep_only
+from quire.worker.sampling.sampled_step import Fault
 
 MAX_DEATHS = 2
 WAIT_S = (

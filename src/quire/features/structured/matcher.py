@@ -13,10 +13,10 @@ from llguidance import LLMatcher
 from quire.features.structured.grammar import explained, grammar_of, limits
 from quire.features.structured.refusal import Refused, is_panic
 from quire.features.structured.vocabulary import Vocabulary
-from quire.protocol.constraint import StructuredOutputsParams
+from quire.protocol.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from quire.features.structured.xgrammar import XCompiler, XMatcher
+    from quire.features.structured.xgrammar_backend import XCompiler, XMatcher
 
     Matcher = LLMatcher | XMatcher
 

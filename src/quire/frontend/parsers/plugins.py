@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.frontend.parsers.names import Registry
+from quire.frontend.parsers.format_registry import Registry
 
 GROUP = "quire.parsers"
 REMEDY = (

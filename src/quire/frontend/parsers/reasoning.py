@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.frontend.parsers.table import Reasoning
+from quire.frontend.parsers.format_table import Reasoning
 
 THINK = (("<think>",), ("</think>",), "\n\n")
 

@@ -1,6 +1,6 @@
 """What viewers see of the engine: asked for once, however many look.
 
-Knows `engine/live.py`'s answer and time. Does not know HTTP, nor who looks.
+Knows `engine/inspector.py`'s answer and time. Does not know HTTP, nor who looks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.engine import TextEngine
+from quire.server.engine_protocol import TextEngine
 
 EVERY_S = 0.25
 SHARE = 0.05  # of the engine's time, at most, goes into being looked at

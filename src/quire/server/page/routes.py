@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.resident import resident_bytes
 from quire.errors import EngineDeadError, QuireError
-from quire.server.bodies import json_response
+from quire.observe.process_memory import resident_bytes
 from quire.server.errors import ApiError, invalid, unavailable
 from quire.server.health import state_of
 from quire.server.middleware import TENANT
 from quire.server.page.document import document
 from quire.server.page.feed import Feed, told
+from quire.server.request_body import json_response
 
 PATIENCE_S = 5.0
 

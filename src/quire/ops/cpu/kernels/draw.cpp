@@ -1,6 +1,6 @@
 // Sampling: where top-k, top-p and min-p cut a row of logits, and the draw from what is left.
 //
-// The definitions stand in worker/sample/limits.py and draw.py. Tokens are in the order (logit descending, id ascending), of
+// The definitions stand in worker/sampling/top_k_top_p.py and draw.py. Tokens are in the order (logit descending, id ascending), of
 // which top-k, top-p and min-p keep a prefix. Noise of a token is a function of its id and its row's two
 // words, so a row's token does not depend on the rows beside it. The integers are the definition's; exp and log differ from
 // torch's in the last bit, as torch's own do from machine to machine.

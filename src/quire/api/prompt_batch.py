@@ -1,0 +1,101 @@
+"""Many prompts with their parameters, one for all or one for each -> accepted requests.
+
+Knows how lists pair up. The checks of each request are `frontend/input_processor.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+
+from quire.config.vllm_flags import LORA
+from quire.errors import Unsupported, ValidationError
+from quire.frontend.input_processor import Accepted
+from quire.frontend.prompts import read_prompts
+from quire.frontend.request_manager import FrontRoom
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
+from quire.protocol.validators import wrong
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = int | Sequence[int] | None
+
+
+class Options(TypedDict, total=False):
+    """What may be said of prompts besides their parameters."""
+
+    lora_request: Any
+    priority: Priority
+    tokenization_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
+def accept_all(
+    front: FrontRoom,
+    ids: Iterator[str],
+    prompts: Any,
+    params: Params,
+    *,
+    lora_request: Any = None,
+    priority: Priority = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> list[Accepted]:
+    """All of them checked before any is sent; each is answered once, when it is done.
+
+    Raises:
+        ValidationError: with the number of the prompt, where there are several.
+        Unsupported: a LoRA, or options of media.
+    """
+    refuse_media_and_lora(mm_processor_kwargs, lora_request)
+    found = read_prompts(prompts)
+    each = spread("sampling_params", params, len(found))
+    order = spread("priority", 0 if priority is None else priority, len(found))
+    final: dict[int, SamplingParams] = {}
+    accepted = []
+    for number, prompt in enumerate(found):
+        asked = front.inputs.defaults.params() if each[number] is None else each[number]
+        if not isinstance(asked, SamplingParams):
+            raise wrong("sampling_params", asked, "a SamplingParams")
+        if id(each[number]) not in final:
+            final[id(each[number])] = msgspec.structs.replace(
+                asked, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+        try:
+            one = front.accept(
+                prompt, final[id(each[number])], id=next(ids), priority=order[number],
+                tokenization_kwargs=tokenization_kwargs,
+            )  # fmt: skip
+        except ValidationError as error:
+            if len(found) == 1:
+                raise
+            raise ValidationError(
+                f"prompt {number}: {error}", parameter=error.parameter, value=error.value
+            ) from error
+        accepted.append(one)
+    return accepted
+
+
+def refuse_media_and_lora(media: Any, lora: Any) -> None:
+    """Raises Unsupported: a LoRA, or options of media."""
+    if lora is not None and (not isinstance(lora, (list, tuple)) or any(lora)):
+        raise Unsupported("lora_request", LORA[1])
+    if media:
+        raise Unsupported("mm_processor_kwargs", "this engine reads text only")
+
+
+def spread(name: str, given: Any, count: int) -> Sequence[Any]:
+    """One for each of `count` prompts, from one for all or one for each.
+
+    Raises:
+        ValidationError: their number is not that of the prompts.
+    """
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValidationError(
+            f"{name} has {len(given)} entries for {count} prompts: give one for all, or one for each",
+            parameter=name, value=len(given),
+        )  # fmt: skip
+    return given

@@ -1,0 +1,264 @@
+"""What `quire chat` and `quire complete` share: their flags, and the two places an answer can come from.
+
+    --url given    a running server, over HTTP (any that speaks OpenAI's protocol)
+    otherwise      the model, loaded into this process
+
+Knows flags, HTTP streams and the front room. Does not know terminals.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from quire import env
+from quire.config import flags, from_keywords
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError, QuireError
+
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # a busy server may need long for the first token
+
+
+@dataclass(slots=True)
+class Wish:
+    """What the command line asked for."""
+
+    config: EngineConfig
+    url: str | None = None
+    api_key: str | None = None
+    model_name: str | None = None
+    system_prompt: str | None = None
+    quick: str | None = None
+    stats: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+HELP = """usage: quire {command} [MODEL] [flags]
+
+Loads MODEL (quire-tiny, the embedded one, if nothing else is said) and {what}; with --url it asks a
+running server instead and loads nothing.
+
+--url URL             a server, such as http://localhost:8000/v1
+--api-key KEY         its key; unset: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY
+--model-name NAME     which of the server's models; unset: its first
+{system}-q, --quick TEXT      one {thing}, then end
+--max-tokens N        the longest answer
+--temperature X       0: always the likeliest token
+--top-p X             draw from the likeliest tokens that sum to X
+--stats               after each answer: tokens, time to the first one, tokens a second
+Every flag of the engine works too: see quire serve --help.
+"""
+
+
+def read(command: str, argv: Sequence[str]) -> Wish:
+    """Flags -> a wish. Ends the program on --help (0) and on a mistake (2)."""
+    parser = flags.make_parser(f"quire {command}")
+    if any(word in ("-h", "--help") for word in argv):
+        chat = command == "chat"
+        print(
+            HELP.format(
+                command=command,
+                what="talks with you" if chat else "goes on with your texts",
+                thing="message" if chat else "text",
+                system="--system-prompt TEXT  what the model is told first\n" if chat else "",
+            ),
+            end="",
+        )
+        parser.exit(0)
+    for name in ("--url", "--model-name", "--system-prompt"):
+        parser.add_argument(name)
+    for name, kind in SAMPLING.items():
+        if name != "seed":  # the engine's own flag
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    parser.add_argument("--quick")
+    # Here -q is what it is for everybody who chats; the engine's -q is written --quantization.
+    words = ["--quick" if word == "-q" else word for word in argv]
+    parser.add_argument("--stats", action="store_true")
+    try:
+        given = flags.keywords(words, parser)
+        own = {name: given.pop(name, None) for name in ("url", "model_name", "system_prompt", "quick")}  # fmt: skip
+        sampling = {name: given.pop(name) for name in SAMPLING if name in given and name != "seed"}
+        stats = bool(given.pop("stats", False))
+        config = from_keywords.engine_config({"log_level": "WARNING", **given}, "flag")
+    except (QuireError, TypeError, ValueError) as why:
+        parser.error(str(why))
+    keys = config.server.api_key
+    key = keys if isinstance(keys, str) else keys[0] if keys else env.outer("OPENAI_API_KEY")
+    return Wish(config, api_key=key, stats=stats, sampling=sampling, **own)
+
+
+class Talker(Protocol):
+    """Where answers come from."""
+
+    name: str
+
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """The answer, piece by piece. Closing it early ends the request."""
+
+    def complete(self, prompt: str) -> Iterator[str]: ...
+
+    def close(self) -> None: ...
+
+
+def talker(wish: Wish) -> Talker:
+    """Raises QuireError: no server there, or the model cannot be loaded."""
+    return Remote(wish) if wish.url is not None else Local(wish)
+
+
+class Remote:
+    """A server that speaks OpenAI's protocol."""
+
+    def __init__(self, wish: Wish):
+        url = wish.url if "://" in (wish.url or "") else f"http://{wish.url}"
+        self.parts = urlsplit(url or "")
+        if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
+            raise ConfigError(f"--url {wish.url}: an http or https address is needed")
+        self.base = self.parts.path.rstrip("/")
+        self.base = self.base if self.base.endswith("/v1") else f"{self.base}/v1"
+        self.headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if wish.api_key:
+            self.headers["Authorization"] = f"Bearer {wish.api_key}"
+        self.sampling = wish.sampling
+        self.name = wish.model_name or self._first_model()
+
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        for choice in self._stream("/chat/completions", {"messages": messages}):
+            yield choice.get("delta", {}).get("content") or ""
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        for choice in self._stream("/completions", {"prompt": prompt}):
+            yield choice.get("text") or ""
+
+    def close(self) -> None:
+        pass
+
+    def _first_model(self) -> str:
+        with closing(self._connect()) as connection:
+            answer = self._ask(connection, "GET", "/models", None)
+            models = json.loads(answer.read()).get("data") or []
+        if not models:
+            raise QuireError(f"{self.parts.geturl()} serves no model")
+        return str(models[0]["id"])
+
+    def _connect(self) -> http.client.HTTPConnection:
+        secure = self.parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(self.parts.hostname or "", self.parts.port, timeout=CONNECT_S)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
+    ) -> http.client.HTTPResponse:
+        try:
+            connection.connect()
+            if connection.sock is not None:
+                connection.sock.settimeout(SILENCE_S)
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self.base + path, data, self.headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as why:
+            raise QuireError(f"{self.parts.geturl()} does not answer: {why}") from why
+        if answer.status != 200:
+            raise QuireError(f"{self.parts.geturl()} answers {answer.status}: {said(answer)}")
+        return answer
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"model": self.name, "stream": True, **self.sampling, **body}
+        with closing(self._connect()) as connection:
+            answer = self._ask(connection, "POST", path, body)
+            for line in answer:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                frame = json.loads(data)
+                if "error" in frame:
+                    raise QuireError(str(frame["error"].get("message", frame["error"])))
+                yield from frame.get("choices", [])[:1]
+
+
+def said(answer: http.client.HTTPResponse) -> str:
+    """An error's message, whatever form it has."""
+    text = answer.read(4096).decode("utf-8", "replace")
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text.strip() or answer.reason
+
+
+class Local:
+    """The model in this process."""
+
+    def __init__(self, wish: Wish):
+        from quire.engine.assemble import make_client
+        from quire.frontend.request_manager import FrontRoom
+
+        self.client = make_client(wish.config)
+        self.front = FrontRoom(self.client)
+        self.sampling, self.name, self.count = wish.sampling, wish.config.model.model, 0
+
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        text = self.front.render(messages)
+        tokens = self.front.tokenizer.encode(text, False) if self.front.tokenizer else []
+        return self._generate({"prompt_token_ids": tokens}, {})
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        return self._generate(prompt, {"max_tokens": 16})
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _generate(self, prompt: Any, less: dict[str, Any]) -> Iterator[str]:
+        from quire.frontend.outputs import error_of
+        from quire.protocol.sampling_params import RequestOutputKind
+
+        self.count += 1
+        given = {**less, **self.sampling, "output_kind": RequestOutputKind.DELTA}
+        params = self.front.inputs.defaults.params(**given)
+        accepted = self.front.accept(prompt, params, id=f"talk-{self.count}")
+        collector = self.front.submit(accepted)
+        try:
+            while True:
+                for changed in self.front.take_in(self.client.outputs()):
+                    if changed is not collector or (output := changed.take()) is None:
+                        continue
+                    if (error := error_of(output)) is not None:
+                        raise error
+                    yield "".join(one.text for one in output.outputs)
+                    if output.finished:
+                        return
+        finally:
+            self.front.abort([accepted.id])
+
+
+class Clock:
+    """How fast an answer came."""
+
+    def __init__(self, pieces: Iterator[str]):
+        self.pieces, self.count, self.first = pieces, 0, 0.0
+        self.began = self.last = time.monotonic()
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces:
+            self.last = time.monotonic()
+            if piece and not self.first:
+                self.first = self.last
+            self.count += bool(piece)
+            yield piece
+
+    def __str__(self) -> str:
+        if not self.first:
+            return "[nothing came]"
+        line = f"[{self.count} pieces, the first after {1000 * (self.first - self.began):.0f} ms"
+        if self.count > 1 and self.last > self.first:
+            line += f", {(self.count - 1) / (self.last - self.first):.1f} a second"
+        return f"{line}]"

@@ -1,0 +1,371 @@
+"""What would go wrong with a model on this machine, said before it does: one small function for each thing to look at.
+
+Knows config.json, the names of files beside it, and the plan. Does not load weights, tokenizers or torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.config.checkpoint_dtype import stored_dtype
+from quire.config.engine import Resolved
+from quire.config.model import ModelConfig
+from quire.config.quantization import stored_quantization
+from quire.engine.memory_plan import ITEMSIZE, MemoryPlan, size
+from quire.errors import ModelNotFound, QuireError
+from quire.models.checkpoint_files import Stored, header, weight_files
+from quire.models.registry import choose_impl
+from quire.models.transformers.modes import (
+    PER_REQUEST,
+    check_own_cache,
+    check_supported,
+    check_weights,
+    choose_mode,
+)
+from quire.platforms.detect import PlatformFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """error: it would not start. warning: it would start and disappoint. note: good to know."""
+
+    level: Literal["error", "warning", "note"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """What the functions below look at."""
+
+    resolved: Resolved
+    facts: PlatformFacts
+    plan: MemoryPlan | None
+    weights: int
+
+    @property
+    def path(self) -> Path:
+        return Path(self.resolved.path)
+
+
+def findings(
+    resolved: Resolved, facts: PlatformFacts, plan: MemoryPlan | None, weights: int
+) -> list[Finding]:
+    """All of them, in the order of the functions."""
+    patient = Patient(resolved, facts, plan, weights)
+    found: list[Finding] = []
+    for look in LOOKS:
+        try:
+            found += look(patient)
+        except QuireError as why:
+            found.append(Finding("error", str(why)))
+    return found
+
+
+# Each looks at one thing
+
+
+def _code(patient: Patient) -> Iterator[Finding]:
+    resolved = patient.resolved
+    config, asked = resolved.hf_config, resolved.asked.model
+    impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
+    if impl == "native":
+        return
+    yield Finding("note", f"{why}, so the code of Transformers runs: right, and slower than ours")
+    if config.get("auto_map"):
+        if not asked.trust_remote_code:
+            yield Finding(
+                "warning",
+                "this checkpoint brings Python code of its own (auto_map in config.json); if it does not load,"
+                " read that code and pass --trust-remote-code",
+            )
+        return
+    kind = str(config.get("model_type", ""))
+    if not known_to_transformers(kind):
+        yield Finding(
+            "error",
+            f"neither Quire nor the installed Transformers knows model_type={kind!r}: upgrade transformers",
+        )
+
+
+def _generic(patient: Patient) -> Iterator[Finding]:
+    resolved = patient.resolved
+    config, name = resolved.hf_config, resolved.architecture
+    if choose_impl(name, config, resolved.asked.model.model_impl)[0] == "native":
+        return
+    check_supported(config, name)
+    check_weights(bool(resolved.quantization or stored_quantization(config)), name)
+    if reason := own_cache(resolved):
+        yield Finding(
+            "note",
+            f"it runs with one cache for each request, because {reason}: prefix caching, paging and batched decoding"
+            " are off",
+        )
+        check_own_cache(resolved.dtype, resolved.kv_dtype, name)
+
+
+def own_cache(resolved: Resolved) -> str:
+    """Why a model that runs through Transformers keeps a cache for each request, as far as its config tells; "": it does not."""
+    mode, why = choose_mode(
+        resolved.hf_config, resolved.max_model_len, resolved.max_num_batched_tokens
+    )
+    return why if mode == PER_REQUEST else ""
+
+
+def known_to_transformers(model_type: str) -> bool:
+    """Whether the installed Transformers has such a model: its folders and tables are read, not imported."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return False
+    models = Path(spec.origin).parent / "models"
+    if not model_type or (models / model_type.replace("-", "_")).is_dir():
+        return bool(model_type)
+    return any(
+        f'"{model_type}"' in file.read_text(encoding="utf-8", errors="replace")
+        for file in (models / "auto").glob("*.py")
+    )
+
+
+def _formats(patient: Patient) -> Iterator[Finding]:
+    resolved, native = patient.resolved, patient.facts.dtypes
+    if resolved.dtype not in native:
+        yield Finding(
+            "warning",
+            f"{patient.facts.name} has no instructions for {resolved.dtype}, so it is slow;"
+            f" --dtype {native[0]} is native",
+        )
+    stored = stored_dtype(resolved.path, resolved.hf_config)
+    if stored != resolved.dtype and patient.weights:
+        made = patient.weights * ITEMSIZE[resolved.dtype] // ITEMSIZE.get(stored, 2)
+        yield Finding(
+            "note",
+            f"weights are stored as {stored} and computed with as {resolved.dtype}: a copy of {size(made)} is made"
+            " at start, instead of mapping the files",
+        )
+
+
+def _weights(patient: Patient) -> Iterator[Finding]:
+    resolved = patient.resolved
+    load = resolved.asked.load
+    if load.load_format == "dummy":
+        yield Finding("note", "load_format=dummy: the weights are random, and so is the text")
+        return
+    try:
+        kind, files = weight_files(resolved.path, load.load_format)
+    except ModelNotFound:
+        if patient.weights:
+            yield from _room_to_fetch(patient)
+        return
+    if kind == "pt":
+        yield Finding("note", "weights are pickles (*.bin, *.pt): safetensors files load faster")
+        return
+    wanted = resolved.hf_config.get("num_hidden_layers")
+    names = [name for file in files for name in header(file)]
+    if isinstance(wanted, int) and names:
+        layers = _layers(names)
+        if layers and max(layers) + 1 < wanted:
+            yield Finding(
+                "error",
+                f"config.json says num_hidden_layers={wanted}, and the files have weights of {max(layers) + 1}:"
+                " fetch the checkpoint again",
+            )
+
+
+def _layers(names: list[str]) -> set[int]:
+    """Numbers of layers in names such as model.layers.3.mlp.up_proj.weight."""
+    found = set()
+    for name in names:
+        before, dot, after = name.partition("layers.")
+        number = after.partition(".")[0]
+        if dot and number.isdigit() and "vision" not in before and "visual" not in before:
+            found.add(int(number))
+    return found
+
+
+def _room_to_fetch(patient: Patient) -> Iterator[Finding]:
+    free = shutil.disk_usage(patient.path).free
+    if free < patient.weights:
+        yield Finding(
+            "error",
+            f"the weights are {size(patient.weights)} and the disk of {patient.path} has {size(free)} free:"
+            " make room, or choose another with --download-dir",
+        )
+    else:
+        yield Finding("note", f"the weights are fetched at start: {size(patient.weights)}")
+
+
+def _tokenizer(patient: Patient) -> Iterator[Finding]:
+    asked = patient.resolved.asked.model
+    if asked.skip_tokenizer_init:
+        yield Finding(
+            "note", "skip_tokenizer_init: prompts are token ids, and so is what comes back"
+        )
+        return
+    folder = patient.path
+    if asked.tokenizer is not None:
+        if not Path(asked.tokenizer).is_dir():
+            return  # on the hub
+        folder = Path(asked.tokenizer)
+    files = {
+        "tokenizer.json": "",
+        "tokenizer.model": "made fast at start, which takes seconds",
+        "vocab.json": "read by Transformers at start, which takes seconds",
+        "vocab.txt": "read by Transformers at start, which takes seconds",
+        "tokenizer_config.json": "read by Transformers at start, which takes seconds",
+    }
+    kind = next((name for name in files if (folder / name).is_file()), None)
+    if kind is None:
+        yield Finding(
+            "error",
+            f"{folder} has no tokenizer: name one with --tokenizer, or pass --skip-tokenizer-init",
+        )
+        return
+    if files[kind]:
+        yield Finding("note", f"the tokenizer is {kind}, without tokenizer.json: {files[kind]}")
+    if asked.chat_template is None and not _has_template(folder):
+        yield Finding(
+            "warning",
+            "the tokenizer has no chat template: /v1/chat/completions refuses until --chat-template names one",
+        )
+
+
+def _has_template(folder: Path) -> bool:
+    beside = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    return any((folder / name).exists() for name in beside) or bool(
+        _json(folder / "tokenizer_config.json").get("chat_template")
+    )
+
+
+def _template(patient: Patient) -> Iterator[Finding]:
+    given = patient.resolved.asked.model.chat_template
+    if given and "{" not in given and not Path(given).is_file():
+        yield Finding("error", f"chat_template={given}: neither a file that is here nor a template")
+
+
+def _end(patient: Patient) -> Iterator[Finding]:
+    generation = _json(patient.path / "generation_config.json")
+    if (
+        patient.resolved.hf_config.get("eos_token_id") is None
+        and generation.get("eos_token_id") is None
+    ):
+        yield Finding(
+            "warning",
+            "neither config.json nor generation_config.json has an eos_token_id: unless the tokenizer names one,"
+            " texts end at max_tokens only",
+        )
+    changed = {
+        name: generation[name]
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if generation.get(name) is not None
+    }
+    if patient.resolved.asked.model.generation_config != "auto":
+        return
+    if (cap := generation.get("max_new_tokens")) is not None:
+        yield Finding(
+            "warning",
+            f"generation_config.json caps every answer at {cap} tokens (max_new_tokens), whatever max_tokens a request"
+            " sets; --generation-config vllm removes the cap",
+        )
+    if changed:
+        shown = ", ".join(f"{name}={value}" for name, value in changed.items())
+        yield Finding(
+            "note",
+            f"generation_config.json sets defaults of requests: {shown}; --generation-config vllm ignores it",
+        )
+
+
+def _room(patient: Patient) -> Iterator[Finding]:
+    plan = patient.plan
+    if plan is None:
+        return
+    if plan.max_model_len < patient.resolved.max_model_len:
+        yield Finding(
+            "note", f"what follows from --max-model-len {plan.max_model_len} is shown above"
+        )
+    if plan.most_requests < min(plan.max_num_seqs, 4):
+        yield Finding(
+            "warning",
+            f"only {plan.most_requests} request{'s' * (plan.most_requests != 1)} of max_model_len={plan.max_model_len}"
+            " fit at once; others wait or are preempted. Lower --max-model-len, or raise --gpu-memory-utilization",
+        )
+    elif plan.most_requests < plan.max_num_seqs:
+        yield Finding(
+            "note",
+            f"{plan.most_requests} requests of full length fit, of max_num_seqs={plan.max_num_seqs}: with long texts"
+            " some are preempted and computed again",
+        )
+    if plan.available < plan.total // 2:
+        yield Finding(
+            "note",
+            f"more than half of the memory is in use by others now: {size(plan.available)} of {size(plan.total)} is free",
+        )
+
+
+def _address(patient: Patient) -> Iterator[Finding]:
+    server = patient.resolved.asked.server
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        file = getattr(server, name)
+        if file and not Path(file).is_file():
+            yield Finding("error", f"--{name.replace('_', '-')} {file}: there is no such file")
+    if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
+        yield Finding("error", "TLS takes both --ssl-keyfile and --ssl-certfile")
+    if server.uds or not server.port:
+        return
+    family = socket.AF_INET6 if ":" in (server.host or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((server.host or "127.0.0.1", server.port))
+        except OSError as why:
+            yield Finding(
+                "warning",
+                f"port {server.port} of {server.host or '127.0.0.1'} cannot be had now ({why.strerror}); --port takes another",
+            )
+
+
+LOOKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+    _code,
+    _generic,
+    _formats,
+    _weights,
+    _tokenizer,
+    _template,
+    _end,
+    _room,
+    _address,
+)
+
+
+# Files
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remote_tensors(model: ModelConfig) -> list[Stored] | None:
+    """A hub model's weights, from the headers on the hub; None if it is no hub id, or nobody answers."""
+    if Path(model.model).expanduser().is_dir() or "/" not in model.model:
+        return None
+    import huggingface_hub as hub
+
+    api = hub.HfApi(token=model.hf_token)
+    try:
+        found = api.get_safetensors_metadata(model.model, revision=model.revision)
+    except Exception:  # without safetensors, or without the hub: network errors have many classes
+        return None
+    return [
+        (name, tensor.dtype, tensor.shape)
+        for file in found.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    ]

@@ -1,0 +1,86 @@
+"""EngineArgs: the keywords as an object, for programs that build engines from a parsed command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.config.flags import add_flags, loose
+from quire.config.from_keywords import engine_config
+from quire.config.options import Option, options
+from quire.config.vllm_flags import OLD
+
+
+class EngineArgs:
+    """`EngineArgs(model=..., max_num_seqs=8)`: every field is an attribute; historic names are understood.
+
+    Raises:
+        TypeError, ConfigError, Unsupported: as `quire.config.from_keywords.engine_config`.
+    """
+
+    def __init__(self, model: str | None = None, **keywords: Any):
+        if model is not None:
+            keywords["model"] = model
+        self._config = engine_config(keywords)
+        for name, option in options().items():
+            setattr(self, name, getattr(getattr(self._config, option.section), name))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Put every flag of an engine onto a parser of the program's own (--host and --port stay free for it)."""
+        add_flags(parser, server=False)
+        parser.set_defaults(
+            **{name: option.default for name, option in options().items() if _engines(option)}
+        )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """From what that parser parsed; names that are not ours are the program's and left alone."""
+        known = options()
+        return cls(
+            **{
+                name: loose(value) if name in OLD else value
+                for name, value in vars(args).items()
+                if (name in known and _engines(known[name]) and value != known[name].default)
+                or name in OLD
+            }
+        )
+
+    def create_engine_config(self) -> EngineConfig:
+        """The configuration, with attributes that were set since taken in."""
+        asked = {
+            name: getattr(self, name) for name, option in options().items() if _engines(option)
+        }
+        return engine_config(asked)
+
+    def __repr__(self) -> str:
+        changed = {
+            n: getattr(self, n) for n, o in options().items() if getattr(self, n) != o.default
+        }
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+
+def _engines(option: Option) -> bool:
+    return option.section != "server"
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """A parser for programs that add our flags to their own: --max_num_seqs is --max-num-seqs."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, with each flag spelt as it was added."""
+        spelt = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            flag, equals, value = str(word).partition("=")
+            if flag.startswith("--"):
+                flag = spelt.get(flag.replace("_", "-"), flag)
+            words.append(f"{flag}{equals}{value}")
+        return super().parse_known_args(words, namespace)
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same, by the name that programs with AsyncLLM use."""

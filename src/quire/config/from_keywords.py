@@ -1,0 +1,203 @@
+"""From the names people use to the fields there are: every historic flag and keyword means something.
+
+`engine_config` is the one way from flat keywords, of a program or a command line, to an EngineConfig: old names
+are translated (`old_names.py`), the environment fills what was left out, values take their field's form, and a
+name that nobody knows is answered with the nearest one that somebody does. Does not know argv (`flags.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from quire import env
+from quire.config.api_key_file import plain_keys
+from quire.config.engine import EngineConfig
+from quire.config.options import coerce, options
+from quire.config.vllm_flags import OLD, Old
+from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+Source = Literal["flag", "keyword"]
+
+OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
+"""Fields of the server that LLM(...) takes too, since users were told so."""
+
+
+class UnknownName(TypeError):
+    """A keyword or flag that is in no table; the message has the nearest known one."""
+
+
+def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> EngineConfig:
+    """Flat keywords -> EngineConfig.
+
+    Args:
+        keywords: by field name or any historic name; None means "not given".
+        source: `keyword` for LLM(...) and EngineArgs(...), where fields of the server are refused;
+            `flag` for the command line. Decides also how names are spelt in messages.
+
+    Raises:
+        UnknownName: a name in no table (a TypeError, as Python has it).
+        ConfigError: a value that its field cannot take.
+        Unsupported: a feature of later work.
+    """
+    fields = translate(keywords, source)
+    _check_environment(strict=bool(fields.get("fail_on_environ_validation")))
+    if source == "keyword":
+        _check_server_fields(fields)
+    known = options()
+    plain_keys(coerce(known["api_key"], fields.get("api_key")), spelt("api_key", source))
+    for name, value in env.fields().items():
+        if name == "api_key" and fields.get(name) is None and source == "flag":
+            plain_keys(value, env.spelt("API_KEY"))
+        if fields.get(name) is None and not (
+            source == "keyword" and known[name].section == "server"
+        ):
+            fields[name] = value
+    return EngineConfig.from_keywords(
+        **{name: coerce(known[name], value) for name, value in fields.items()}
+    )
+
+
+def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[str, Any]:
+    """Historic names -> fields, with one warning for each that has changed its name or does nothing.
+
+    A field that is given by its own name wins over one that an old name would fill; hf_overrides merge.
+    """
+    known = options()
+    fields: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
+    for written, value in keywords.items():
+        name = written.replace("-", "_")
+        if name == "device_memory_utilization":
+            name = "gpu_memory_utilization"
+        if name in known:
+            fields[name] = value
+        elif (row := OLD.get(name)) is not None:
+            _merge(filled, _apply(row, value, source))
+        else:
+            raise UnknownName(unknown(written, source))
+    if (older := filled.get("structured_outputs_config")) and (
+        asked := fields.get("structured_outputs_config")
+    ):
+        newer = coerce(known["structured_outputs_config"], asked)
+        fields["structured_outputs_config"] = older | newer
+    overrides = filled.pop("hf_overrides", None)
+    if overrides is not None:
+        asked = fields.get("hf_overrides") or {}
+        if callable(asked):
+            raise ConfigError(
+                f"hf_overrides is a function, and {', '.join(overrides)} was given beside it: put it into the function"
+            )
+        fields["hf_overrides"] = {
+            **overrides,
+            **(asked if isinstance(asked, dict) else coerce(known["hf_overrides"], asked)),
+        }
+    return {
+        **filled,
+        **{
+            name: value for name, value in fields.items() if value is not None or name not in filled
+        },
+    }
+
+
+def _merge(filled: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if name in ("hf_overrides", "structured_outputs_config") and name in filled:
+            filled[name] = {**filled[name], **value}
+        else:
+            filled[name] = value
+
+
+def _apply(row: Old, value: Any, source: Source) -> dict[str, Any]:
+    name = spelt(row.name, source)
+    if is_quiet(row, value):
+        return (
+            row.to(value)
+            if row.to and row.treatment != "E" and value is not None and value is not False
+            else {}
+        )
+    if row.treatment == "E":
+        feature, _, remedy = row.say.partition(": ")
+        raise Unsupported(f"{name} ({feature})", remedy)
+    if row.treatment == "W":
+        does = "is an old name" if row.to else "does nothing"
+        logger.warning("%s %s: %s", name, does, row.say)
+    return row.to(value) if row.to else {}
+
+
+def is_quiet(row: Old, value: Any) -> bool:
+    """Is this value the same as not giving the name at all?"""
+    if value is None or value in ("", [], {}):
+        return True
+    if row.kind == "flag" and value is False and row.to is None:
+        return True
+    if row.name == "limit_mm_per_prompt":
+        return no_media(value)
+    return any(
+        value == quiet and isinstance(value, str) == isinstance(quiet, str) for quiet in row.quiet
+    )
+
+
+def no_media(limits: Any) -> bool:
+    """limit_mm_per_prompt in any of its forms ({"image": 0}, {"image": {"count": 0}}, "image=0") that allows nothing."""
+    if isinstance(limits, str):
+        limits = {k: v for k, _, v in (part.partition("=") for part in limits.split(","))}
+    if not isinstance(limits, dict):
+        return False
+    counts = [v.get("count", 1) if isinstance(v, dict) else v for v in limits.values()]
+    return all(str(count) == "0" for count in counts)
+
+
+def spelt(name: str, source: Source) -> str:
+    """max_num_seqs -> --max-num-seqs on a command line"""
+    return f"--{name.replace('_', '-')}" if source == "flag" else name
+
+
+def unknown(written: str, source: Source) -> str:
+    """What to say of a name that nobody knows."""
+    name = written.lstrip("-").replace("-", "_")
+    no = name.removeprefix("no_")
+    near = difflib.get_close_matches(no, [*options(), *OLD], n=1, cutoff=0.6)
+    what = "flag" if source == "flag" else "keyword"
+    hint = f"; did you mean {spelt(near[0], source)}?" if near else ""
+    return f"unknown {what} {spelt(name, source)}{hint}"
+
+
+def _check_server_fields(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        option = options()[name]
+        if (
+            option.section == "server"
+            and name not in OF_SERVER_BUT_TAKEN
+            and value not in (None, option.default)
+        ):
+            raise UnknownName(
+                f"{name} is a flag of the server only: quire serve --{name.replace('_', '-')}"
+            )
+    if fields.get("otlp_traces_endpoint"):
+        logger.warning(
+            "otlp_traces_endpoint does nothing: spans are of HTTP requests, and quire serve sends them"
+        )
+
+
+def _check_environment(strict: bool) -> None:
+    if strangers := env.unknown():
+        says = []
+        for name in strangers:
+            prefix, _, rest = name.partition("_")
+            near = difflib.get_close_matches(rest, env.VARIABLES, n=1)
+            says.append(f"{name} (did you mean {prefix}_{near[0]}?)" if near else name)
+        message = f"unknown environment variables: {', '.join(says)}"
+        if strict:
+            raise ConfigError(message)
+        logger.warning("%s", message)
+    for name in env.VARIABLES:
+        env.get(
+            name
+        )  # a value that is not of its kind is better said now than in the middle of a request
+    if not env.get("USE_V1"):
+        logger.warning("VLLM_USE_V1=0 means nothing: there is one engine")

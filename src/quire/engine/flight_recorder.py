@@ -1,0 +1,342 @@
+"""The flight recorder: the last plans and results of an engine, on disk, so that they outlive any death.
+
+Knows wire 2 and files. Does not know models. `Recorded` stands between a core and its executor; neither
+notices. A recording can be fed to a worker again (`cli/replay.py`), because every segment starts with what
+each seated row held: a worker that computes those rows from nothing is where the recorded one was.
+
+    FOLDER/flight-0, flight-1    segments of `SEGMENT` plans, the older one overwritten when the newer is full
+    a segment                    frames of (length: 4 bytes, msgpack): Seated, then StepPlan and StepResult; a length of
+                                 0, or the end of the file, ends it
+
+The files are mapped, so a frame is a copy into the page cache: a process that is killed loses nothing that it had written.
+A recording that cannot be written stops, and its files are deleted; the engine goes on without it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from quire.engine.quarantine import short_form
+from quire.logging import get_logger
+from quire.protocol.plan import Entered, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor, Pending
+
+log = get_logger(__name__)
+
+SEGMENT = 64
+ROOM = 1 << 18  # bytes of a file at first
+MOST_ROOM = 1 << 26  # bytes of a file: two of them bound what a recording takes of the disk
+LENGTH = struct.Struct("<I")
+
+
+class Seated(Struct, array_like=True, tag="seated"):
+    """The rows at the start of a segment, each as if it entered now; `done` of its tokens were computed."""
+
+    rows: list[Entered]
+    done: list[int]
+    steps: int  # before this segment
+
+
+Frame = Seated | StepPlan | StepResult
+
+
+class Recording(Struct):
+    """What can be read back: where it starts, and what happened then."""
+
+    seated: Seated
+    frames: list[StepPlan | StepResult]
+
+    def unfinished(self) -> set[str]:
+        """Ids of the requests that plans without a result were working for."""
+        results = {f.step for f in self.frames if isinstance(f, StepResult)}
+        ids = {row.row: row.id for row in self.seated.rows}
+        stuck: set[str] = set()
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                ids |= {new.row: new.id for new in frame.entered}
+                if frame.step not in results:
+                    stuck |= {ids[item.row] for item in frame.work if item.row in ids}
+        return stuck
+
+    def running(self) -> list[Entered]:
+        """The requests that have a row at its end."""
+        rows = {row.row: row for row in self.seated.rows}
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                for row in frame.left:
+                    rows.pop(row, None)
+                rows |= {new.row: new for new in frame.entered}
+        return list(rows.values())
+
+    def seen(self) -> set[str]:
+        """Ids of all requests that had a row at any time of it."""
+        ids = {row.id for row in self.seated.rows}
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                ids |= {new.id for new in frame.entered}
+        return ids
+
+
+class Segment:
+    """A file that is written as memory: a write() costs a small step more than its plan and its result together.
+
+    Its room is asked for in advance: a page that a full disk does not have would end the process where it is touched.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("w+b", buffering=0)
+        self._map: mmap.mmap | None = None
+        self._end = 0
+        try:
+            self._grow(ROOM)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _grow(self, room: int) -> mmap.mmap:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), 0, room)
+        else:
+            self._file.truncate(room)
+        if self._map is not None:
+            self._map.close()
+        self._map = mmap.mmap(self._file.fileno(), room)
+        return self._map
+
+    def restart(self) -> None:
+        """Nothing of it counts any more."""
+        if self._map is not None:
+            LENGTH.pack_into(self._map, 0, 0)
+            self._map[: self._end] = bytes(self._end)
+        self._end = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether a frame of so many bytes fits below the limit of a file."""
+        return self._end + 2 * LENGTH.size + size <= MOST_ROOM
+
+    def append(self, data: bytes) -> None:
+        end = self._end + LENGTH.size + len(data)
+        room = self._map
+        if room is None or end + LENGTH.size > len(room):
+            room = self._grow(min(2 * end, MOST_ROOM))
+        room[self._end + LENGTH.size : end] = data
+        LENGTH.pack_into(room, self._end, len(data))  # last: half a frame has none
+        self._end = end
+
+    def close(self) -> None:
+        """The file ends where its frames do."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            self._file.truncate(self._end)
+        self._file.close()
+
+
+class Recorder:
+    """Writes frames, and keeps what a new segment must start with."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._rows: dict[int, Entered] = {}
+        self._done: dict[int, int] = {}
+        self._work: dict[
+            int, list[Entered | None]
+        ] = {}  # who draws, by work item, of steps in flight
+        self._plans = self._pages = 0
+        self._segments: dict[int, Segment] = {}
+        self._segment: Segment | None = None
+
+    def plan(self, plan: StepPlan) -> None:
+        if self._plans % SEGMENT == 0:
+            self._turn_page()
+        entered = [_noted(new) for new in plan.entered]
+        self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
+        self._plans += 1
+        for row in plan.left:
+            self._rows.pop(row, None)
+        for new in entered:
+            # A copy: tokens and blocks grow here as they do in the worker.
+            self._rows[new.row] = msgspec.structs.replace(
+                new, tokens=list(new.tokens), blocks=[list(column) for column in new.blocks]
+            )
+            self._done[new.row] = new.computed
+        for item in plan.work:
+            self._done[item.row] += item.num_tokens - item.drafts
+            if item.new_blocks:
+                for column, added in zip(self._rows[item.row].blocks, item.new_blocks, strict=True):
+                    column.extend(added)
+        self._work[plan.step] = [
+            self._rows[item.row] if item.samples else None for item in plan.work
+        ]
+
+    def result(self, result: StepResult) -> None:
+        self._write(result)
+        work = self._work.pop(result.step)
+        for request, tokens in zip(work, result.tokens, strict=True):
+            if request is not None and tokens:
+                request.tokens += tokens
+                if (
+                    len(tokens) > 1 and self._rows.get(request.row) is request
+                ):  # else it is another's by now
+                    self._done[request.row] += len(tokens) - 1
+        for index, tokens in result.certain.items():
+            if (request := work[index]) is not None and result.tokens[index]:
+                request.tokens += tokens
+
+    def failed(self, step: int) -> None:
+        """There will be no result of this step."""
+        self._work.pop(step, None)
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._segment = None
+
+    def discard(self) -> None:
+        """Delete what was written: an end that is missing would mislead."""
+        with suppress(OSError, ValueError):
+            for segment in self._segments.values():
+                segment.restart()
+        for path in self.folder.glob("flight-*"):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError, ValueError):
+            self.close()
+
+    def _turn_page(self) -> None:
+        number = self._pages % 2
+        self._pages += 1
+        if (segment := self._segments.get(number)) is None:
+            segment = self._segments[number] = Segment(self.folder / f"flight-{number}")
+        else:
+            segment.restart()
+        self._segment = segment
+        rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
+        done = [min(self._done[row.row], len(row.tokens)) for row in rows]
+        self._write(Seated(rows, done, self._plans))
+
+    def _write(self, frame: Frame) -> None:
+        data = self._encoder.encode(frame)
+        if self._segment is not None and not self._segment.has_room(len(data)):
+            if isinstance(frame, Seated):
+                raise OSError(f"the running requests take more than {MOST_ROOM} bytes")
+            self._turn_page()
+        if self._segment is not None:
+            if not self._segment.has_room(len(data)):
+                raise OSError(f"a step takes more than {MOST_ROOM} bytes")
+            self._segment.append(data)
+
+
+def _noted(new: Entered) -> Entered:
+    """With its parameters in their short form, encoded once: each segment begins with all that are seated."""
+    return msgspec.structs.replace(
+        new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
+    )
+
+
+def frames(path: Path) -> Iterator[Frame]:
+    """Frames of a segment, up to its end or to the first that was not wholly written."""
+    decoder = msgspec.msgpack.Decoder(Frame)
+    data = path.read_bytes()
+    at = 0
+    while at + 4 <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        if not length or at + 4 + length > len(data):
+            return
+        yield decoder.decode(data[at + 4 : at + 4 + length])
+        at += 4 + length
+
+
+def read(folder: Path) -> Recording | None:
+    """The last one or two segments as one recording; None if nothing was recorded.
+
+    Raises:
+        ValueError: a file there is not one of ours.
+    """
+    segments: list[tuple[Seated, list[StepPlan | StepResult]]] = []
+    for path in sorted(folder.glob("flight-*")):
+        try:
+            found = list(frames(path))
+        except (ValueError, msgspec.DecodeError) as why:
+            raise ValueError(f"{path} is not a flight recording: {why}") from None
+        if not found:
+            continue  # just begun
+        first, *rest = found
+        if not isinstance(first, Seated):
+            raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
+        segments.append((first, [f for f in rest if not isinstance(f, Seated)]))
+    if not segments:
+        return None
+    segments.sort(key=lambda segment: segment[0].steps)
+    return Recording(segments[0][0], [frame for _, part in segments for frame in part])
+
+
+class Recorded:
+    """An executor that writes down what goes through it, as long as it can be written.
+
+    Args:
+        stopped: called once when the recording stops.
+    """
+
+    def __init__(
+        self, executor: Executor, recorder: Recorder, stopped: Callable[[], None] = lambda: None
+    ):
+        self._executor, self._stopped = executor, stopped
+        self._recorder: Recorder | None = recorder
+        self.recoverable = executor.recoverable
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self.note(Recorder.plan, plan)
+        return _Noted(self._executor.launch(plan), self, plan.step)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        return self._executor.call(name, *args)
+
+    def close(self) -> None:
+        self._executor.close()
+        self.note(Recorder.close)
+
+    def note(self, write: Callable[..., None], *args: Any) -> None:
+        """Write; a failure stops the recording, and never the step."""
+        if (recorder := self._recorder) is None:
+            return
+        try:
+            write(recorder, *args)
+        except Exception as why:
+            self._recorder = None
+            log.warning(
+                "the flight recording stops, and quire replay will have nothing to show: %s: %s",
+                type(why).__name__, why, exc_info=None if isinstance(why, OSError) else why,
+            )  # fmt: skip
+            recorder.discard()
+            self._stopped()
+
+
+class _Noted:
+    def __init__(self, pending: Pending, recorded: Recorded, step: int):
+        self._pending, self._recorded, self._step = pending, recorded, step
+
+    def result(self) -> StepResult:
+        try:
+            result = self._pending.result()
+        except BaseException:
+            self._recorded.note(Recorder.failed, self._step)
+            raise
+        self._recorded.note(Recorder.result, result)
+        return result

@@ -1,0 +1,326 @@
+"""What an engine looks like from inside while somebody looks: its blocks, its steps, and each request's life.
+
+Knows the scheduler, its pool and wire 2. Tells no token unless asked for one request's. Nobody looks: nothing is
+kept, and no step is touched. The first look puts a `Watched` between the core and its executor; once nobody has
+looked for `FORGET_S`, the next step takes it away again.
+
+    a life    queued | prefill 256 | prefill 40 | decode ........ | preempted .. | prefill | decode .. | ended
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.engine.core import EngineCore
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.observe.process_memory import family, resident_bytes
+from quire.platforms.detect import facts
+from quire.protocol.plan import StepPlan, StepResult, Work
+from quire.scheduler.request import NO_ROW, Request
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor, Pending
+
+FORGET_S = 5.0
+SPAN_S = 30.0  # what ended longer ago is not told
+STEPS = 96
+MOST_IN_STEP = 64  # work items that are told one by one
+MOST_LIVES = 64
+MOST_WAITING = 24
+MOST_PHASES = 96
+MOST_WORDS = 512  # tokens of a prompt, and of an output
+CELLS = 10_240  # more blocks than these are told by several a cell
+
+FREE, CACHED, SHARED, OWNED = 0, 1, 2, 3
+"""What a cell holds. OWNED + n: blocks of the n-th request to arrive; SHARED: of several requests."""
+
+QUEUED, UNSEEN, PREFILL, DECODE, PREEMPTED = "queued", "unseen", "prefill", "decode", "preempted"
+
+
+@dataclass(slots=True)
+class Phase:
+    """It lasts until the next one begins."""
+
+    kind: str
+    since: float
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Life:
+    request: Request
+    phases: list[Phase]
+    ended: float | None = None
+
+    def add(self, kind: str, now: float, tokens: int = 0) -> None:
+        """Decoding steps are one phase, a prompt's chunks are one each; the oldest give way."""
+        last = self.phases[-1]
+        if kind == last.kind == DECODE:
+            last.tokens += tokens
+            return
+        if len(self.phases) == MOST_PHASES:
+            del self.phases[1]
+        self.phases.append(Phase(kind, now, tokens))
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step did. `work`: (request, tokens, whether they are of a prompt)."""
+
+    number: int
+    launched: float
+    work: list[tuple[int, int, bool]]
+    rest: int = 0  # tokens of work items beyond MOST_IN_STEP
+    seconds: float = -1.0
+
+
+class Live:
+    """`look` when somebody wants to see; all else follows from that."""
+
+    def __init__(self, core: EngineCore, bytes_per_block: int = 0):
+        self.core, self.bytes_per_block = core, bytes_per_block
+        self.clock = core.scheduler.clock
+        self.watched: Watched | None = None
+        self.looked = 0.0
+        self.steps: deque[Step] = deque(maxlen=STEPS)
+        self.lives: dict[int, Life] = {}  # by number of arrival
+        self.resulted = 0.0  # when the last step came to its end
+        self.machine = 0
+        self.processes: list[int] = []
+
+    # -- asked ----------------------------------------------------------------------------------
+    def look(self) -> dict[str, Any]:
+        """All there is to see, as builtins; times in ms before now."""
+        began = time.perf_counter()
+        now = self.clock()
+        if self.watched is None:
+            self._start(now)
+        self.looked = now
+        scheduler = self.core.scheduler
+        for request, _ in zip(scheduler.waiting, range(MOST_WAITING), strict=False):
+            self._life(request, now)
+        self._notice(now)
+        seen = {
+            "stats": dict(msgspec.structs.asdict(self.core.stats())),
+            "blocks": block_map(scheduler.kv.pool, scheduler.running),
+            "steps": [told_step(step, now) for step in self.steps],
+            "lives": [told_life(life, now) for life in self.lives.values()],
+            "limits": {
+                "rows": scheduler.limits.max_rows,
+                "step_tokens": scheduler.limits.max_step_tokens,
+                "length": scheduler.limits.max_length,
+                "depth": self.core.depth,
+            },
+            "memory": {
+                "resident": resident_bytes(self.processes),
+                "machine": self.machine,
+                "block": self.bytes_per_block,
+            },
+        }
+        return seen | {"cost_ms": 1000 * (time.perf_counter() - began)}
+
+    def words(self, number: int) -> dict[str, Any] | None:
+        """The beginning of a request's prompt and the end of its output, as tokens; None if it is not here."""
+        if (life := self.lives.get(number)) is None:
+            return None
+        request = life.request
+        output = request.tokens[request.num_prompt :]
+        return {
+            "tenant": request.tenant,
+            "prompt": request.tokens[: min(request.num_prompt, MOST_WORDS)],
+            "prompt_left": max(0, request.num_prompt - MOST_WORDS),
+            "output": output[-MOST_WORDS:],
+            "output_left": max(0, len(output) - MOST_WORDS),
+        }
+
+    # -- watching -------------------------------------------------------------------------------
+    def _start(self, now: float) -> None:
+        self.machine = self.machine or facts().total_bytes
+        self.processes = self.processes or family(os.getpid())
+        self.watched = Watched(self.core.executor, self)
+        self.core.executor = self.watched
+        for request in self.core.scheduler.running:
+            if (life := self._life(request, now)) is not None:
+                life.phases.append(Phase(UNSEEN, min(request.arrived + request.queued, now)))
+
+    def _stop(self, watched: Watched) -> None:
+        if self.core.executor is watched:
+            self.core.executor = watched.executor
+        self.watched = None
+        self.steps.clear()
+        self.lives.clear()
+
+    def _life(self, request: Request, now: float) -> Life | None:
+        """Of a request seen before, or from now on; None if there are too many."""
+        number = request.order[1]
+        if (life := self.lives.get(number)) is None and self._room():
+            arrived = request.arrived if 0 < now - request.arrived < 86_400 else now
+            life = self.lives[number] = Life(request, [Phase(QUEUED, arrived)])
+        return life
+
+    def _room(self) -> bool:
+        if len(self.lives) < MOST_LIVES:
+            return True
+        ended = next((n for n, life in self.lives.items() if life.ended is not None), None)
+        if ended is None:
+            return False
+        del self.lives[ended]
+        return True
+
+    def launched(self, plan: StepPlan, watched: Watched) -> Step | None:
+        """A step begins. None: nobody looks any more, and it is not kept."""
+        now = self.clock()
+        if now - self.looked > FORGET_S:
+            self._stop(watched)
+            return None
+        self._notice(now)
+        step = Step(plan.step, now, [])
+        counted = self.core.scheduler.in_flight[plan.step]
+        for (request, _), item in zip(counted, plan.work, strict=True):
+            is_prompt = of_prompt(request, item)
+            if len(step.work) < MOST_IN_STEP:
+                step.work.append((request.order[1], item.num_tokens, is_prompt))
+            else:
+                step.rest += item.num_tokens
+            if (life := self._life(request, now)) is not None:
+                life.add(PREFILL if is_prompt else DECODE, now, item.num_tokens)
+        self.steps.append(step)
+        return step
+
+    def finished(self, step: Step) -> None:
+        self.resulted = self.clock()
+        step.seconds = self.resulted - step.launched
+
+    def _notice(self, now: float) -> None:
+        """Who ended or was set back since the last time; the long gone are forgotten."""
+        gone = []
+        for number, life in self.lives.items():
+            last = life.phases[-1]
+            if life.ended is not None:
+                if now - life.ended > SPAN_S:
+                    gone.append(number)
+            elif life.request.finish is not None:
+                ran = last.kind not in (QUEUED, PREEMPTED)
+                life.ended = max(self.resulted, last.since) if ran else now
+            elif life.request.row == NO_ROW and last.kind not in (QUEUED, PREEMPTED):
+                life.add(PREEMPTED, now)
+        for number in gone:
+            del self.lives[number]
+
+
+class Watched:
+    """An executor whose steps are seen by a `Live`."""
+
+    def __init__(self, executor: Executor, live: Live):
+        self.executor, self._live = executor, live
+        self.recoverable = executor.recoverable
+
+    def launch(self, plan: StepPlan) -> Pending:
+        step = self._live.launched(plan, self)
+        pending = self.executor.launch(plan)
+        return pending if step is None else _Seen(pending, self._live, step)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        return self.executor.call(name, *args)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+class _Seen:
+    def __init__(self, pending: Pending, live: Live, step: Step):
+        self._pending, self._live, self._step = pending, live, step
+
+    def result(self) -> StepResult:
+        try:
+            return self._pending.result()
+        finally:
+            self._live.finished(self._step)
+
+
+# -- as builtins ----------------------------------------------------------------------------------
+def of_prompt(request: Request, item: Work) -> bool:
+    """Whether a work item computes what was known before: a prompt, or all of it again after a preemption."""
+    before = request.computed - item.num_tokens
+    return before < request.num_prompt or item.num_tokens - item.drafts > 1
+
+
+def told_step(step: Step, now: float) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "ago": ms(now - step.launched),
+        "ms": ms(step.seconds) if step.seconds >= 0 else -1,
+        "work": [list(item) for item in step.work],
+        "rest": step.rest,
+    }
+
+
+def told_life(life: Life, now: float) -> dict[str, Any]:
+    """Phases: (kind, since, tokens)."""
+    request = life.request
+    state = life.phases[-1].kind
+    if state == UNSEEN:
+        state = PREFILL if request.computed < request.num_prompt else DECODE
+    return {
+        "n": request.order[1],
+        "id": request.id,
+        "tenant": request.tenant,
+        "state": "ended" if life.ended is not None else state,
+        "finish": request.finish,
+        "prompt": request.num_prompt,
+        "hit": request.hit,
+        "computed": min(request.computed, request.length),
+        "output": len(request.tokens) - request.num_prompt,
+        "limit": request.limit - request.num_prompt,
+        "preemptions": request.preemptions,
+        "blocks": sum(block != NULL_BLOCK for column in request.blocks for block in column),
+        "phases": [[phase.kind, ms(now - phase.since), phase.tokens] for phase in life.phases],
+        "ended": -1 if life.ended is None else ms(now - life.ended),
+    }
+
+
+def ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
+    """Each block once, in runs of equal ones: [what, how many, what, how many, ...]."""
+    cells = [FREE] * pool.num_blocks
+    for block in pool.hash_of:
+        cells[block] = CACHED
+    for request in running:
+        mine = OWNED + request.order[1]
+        for column in request.blocks:
+            for block in column:
+                if block != NULL_BLOCK:
+                    cells[block] = mine if pool.refs[block] == 1 else SHARED
+    cells = cells[1:]
+    free, cached, shared = cells.count(FREE), cells.count(CACHED), cells.count(SHARED)
+    each = max(1, -(-len(cells) // CELLS))
+    if each > 1:  # what most needs to be seen: held, then cached, then free
+        cells = [max(cells[start : start + each]) for start in range(0, len(cells), each)]
+    runs: list[int] = []
+    for what, same in groupby(cells):
+        runs += (what, sum(1 for _ in same))
+    return {
+        "count": pool.usable,
+        "each": each,
+        "runs": runs,
+        "free": free,
+        "cached": cached,
+        "shared": shared,
+    }
+
+
+def functions(core: EngineCore, bytes_per_block: int) -> dict[str, Callable[..., Any]]:
+    """What `EngineClient.call` may ask for."""
+    live = Live(core, bytes_per_block)
+    return {"live": live.look, "live_words": live.words}

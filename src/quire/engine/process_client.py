@@ -1,0 +1,344 @@
+"""ProcessClient: a core in another process, reached over ZMQ, that may die and be replaced.
+
+Knows sockets, the engine's state, and which requests of ours are under way. Does not know how an engine
+is kept alive (`host.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
+the end it looks how the engine stands. When the engine is replaced, requests that it had begun end with an
+error, and those that still waited are sent again, once. A request that ran at two deaths of the engine is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.config.engine import Resolved
+from quire.engine.client import answer
+from quire.engine.quarantine import MOST, Suspects, digest_of
+from quire.engine.shared_state import State, StateBoard
+from quire.engine.supervisor import EngineHost
+from quire.errors import (
+    EngineDeadError,
+    EngineDelayed,
+    QuireError,
+    StartupError,
+    ValidationError,
+)
+from quire.protocol.output import (
+    EngineOutput,
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    FromEngine,
+    Ready,
+    Reply,
+)
+from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
+
+LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
+
+
+class Wires:
+    """Both sockets to one generation of the engine."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
+        self.down, self.up = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket in (self.down, self.up):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
+            socket.setsockopt(zmq.RCVHWM, 0)
+        folder.mkdir(exist_ok=True)
+        self.down.connect(f"ipc://{folder}/down")
+        self.up.bind(f"ipc://{folder}/up-{client}")
+
+    def close(self) -> None:
+        self.down.close()
+        self.up.close()
+
+
+class _Mine:
+    """A request of ours that has not ended."""
+
+    __slots__ = ("begun", "given_up", "request", "sent")
+
+    def __init__(self, request: EngineRequest):
+        self.request, self.sent, self.begun, self.given_up = request, 1, False, False
+
+
+class ProcessClient:
+    """An EngineClient. `wait_ready` must have returned before `ready` is read.
+
+    Args:
+        board: how the engine stands.
+        host: the engine's keeper, if it is ours to close.
+        client: our number among the front rooms.
+    """
+
+    ready: Ready
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: Path,
+        board: StateBoard,
+        host: EngineHost | None = None,
+        client: int = 0,
+    ):
+        self.resolved, self.client, self.host = resolved, client, host
+        self._folder, self._board = folder, board
+        self._suspects, self._poison, self._cleared = Suspects(), frozenset[str](), set[str]()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
+        self._sending, self._reading = threading.Lock(), threading.Lock()
+        self._mine: dict[str, _Mine] = {}
+        self._held: list[EngineOutput] = []
+        self._replies: dict[int, Reply] = {}
+        self._replied = threading.Condition()
+        # An answer to an earlier process that had our place must not look like one to us.
+        self._numbers = itertools.count(time.monotonic_ns())
+        self._dead: EngineDeadError | None = None
+        self.stats = EngineStats()  # the latest that came by itself
+        self.generation = self.state.generation
+        self._wires = Wires(self._context, folder / str(self.generation), client)
+
+    @property
+    def state(self) -> State:
+        """How the engine stands, as its host last said."""
+        return self._board.look() if self.host is None else self.host.state
+
+    def check(self) -> None:
+        """Raises EngineDeadError, or EngineDelayed: it takes no requests until it is started again."""
+        self._alive()
+        state = self.state
+        if state.condition in ("dead", "closed"):
+            raise EngineDeadError(state.error or "the engine was shut down")
+        if state.condition == "delayed":
+            raise EngineDelayed(state.incident)
+
+    def wait_ready(self, timeout: float | None = None) -> Ready:
+        """Block until the model is loaded.
+
+        Raises:
+            StartupError: it could not start (with the child's own message), or not in `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while end is None or time.monotonic() < end:
+            state = self.state
+            if state.condition == "ready" and state.ready is not None:
+                self.ready = state.ready
+                return state.ready
+            if state.condition in ("dead", "closed"):
+                self.close()
+                raise StartupError(state.error or "the engine was shut down", state.traceback)
+            time.sleep(0.01)
+        self.close()
+        raise StartupError(f"the engine was not ready after {timeout:.0f} s")
+
+    # -- what a front room asks -----------------------------------------------------------------
+    def submit(self, request: EngineRequest) -> None:
+        self.check()
+        if request.client != self.client:
+            request = msgspec.structs.replace(request, client=self.client)
+        if self._is_poison(request):
+            raise ValidationError(
+                "the engine died twice while this request ran, so it is not run again now:"
+                " change the prompt or the parameters"
+            )
+        data = self._encoded(request)  # a request that cannot be sent is not registered
+        with self._sending:
+            # An id that is taken already is the engine's to refuse; the first one stays ours.
+            is_new = request.id not in self._mine
+            if is_new:
+                self._mine[request.id] = _Mine(request)
+            try:
+                self._send(data)
+            except EngineDeadError:
+                if is_new:
+                    del self._mine[request.id]
+                raise
+
+    def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
+        self._alive()
+        with self._sending:
+            for id in ids:
+                if (mine := self._mine.get(id)) is not None:
+                    mine.given_up = True
+            self._put(Abort(ids, why))
+
+    def call(self, name: str, *args: Any) -> Any:
+        number = next(self._numbers)
+        self.check()
+        with self._sending:
+            asked = self.generation
+            self._put(Call(number, name, list(args), self.client))
+        while True:
+            if self._reading.acquire(blocking=False):  # nobody else takes messages in
+                try:
+                    self._receive(10)
+                finally:
+                    self._reading.release()
+            with self._replied:
+                if (reply := self._replies.pop(number, None)) is not None:
+                    return answer(reply)
+                self.check()
+                if self.generation != asked:
+                    raise QuireError(f"the engine was replaced before it answered {name!r}")
+                self._replied.wait(0.01)
+
+    def outputs(self) -> list[EngineOutput]:
+        with self._reading:
+            while not self._held:
+                self._alive()
+                self._receive(LOOK_AGAIN_MS)
+            outputs, self._held = self._held, []
+            return outputs
+
+    def close(self, patience: float = 5.0) -> None:
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+        if self.host is not None:
+            self.host.close(patience)
+        with self._sending, self._reading:
+            self._context.destroy(linger=0)
+
+    # -- messages -------------------------------------------------------------------------------
+    def _encoded(self, message: ToEngine) -> bytes:
+        """Raises ValidationError: it holds a value that the wire does not take."""
+        try:
+            return msgspec.msgpack.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as why:
+            raise ValidationError(
+                f"the request holds a value that cannot be sent to the engine's process: {why}"
+            ) from why
+
+    def _put(self, message: ToEngine) -> None:
+        self._send(self._encoded(message))
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._wires.down.send(data)
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine was shut down") from error
+
+    def _receive(self, wait_ms: int) -> None:
+        """Take in what came; while nothing comes, look how the engine stands. Holds `_reading`."""
+        try:
+            if self._wires.up.poll(wait_ms):
+                self._keep(self._decoder.decode(self._wires.up.recv()))
+                return
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine was shut down") from error
+        state = self.state
+        if state.generation != self.generation:
+            self._follow(state)
+        elif state.condition == "delayed":
+            self._end_all(state)
+        elif state.condition in ("dead", "closed") and self._dead is None:
+            self._dead = EngineDeadError(state.error or "the engine was shut down")
+
+    def _keep(self, messages: list[FromEngine]) -> None:
+        for message in messages:
+            match message:
+                case EngineOutput():
+                    if (mine := self._mine.get(message.id)) is not None:
+                        mine.begun = True
+                        if message.finish is not None:
+                            del self._mine[message.id]
+                            self._clear(mine.request, message.finish)
+                    self._held.append(message)
+                case Reply():
+                    with self._replied:
+                        self._replies[message.id] = message
+                        self._replied.notify_all()
+                case EngineStats():
+                    self.stats = message
+
+    def _follow(self, state: State) -> None:
+        """The engine was replaced: end what cannot be had again, send the rest to the new one."""
+        while self._wires.up.poll(0):  # what the old one had said before it died is true
+            self._keep(self._decoder.decode(self._wires.up.recv()))
+        error = (
+            "the engine was restarted while this request ran; the server's log has the reason under"
+            f" {state.incident}"
+        )
+        with self._sending:
+            self._wires.close()
+            self.generation = state.generation
+            self._wires = Wires(self._context, self._folder / str(self.generation), self.client)
+            ran = self._note_deaths(state)
+            for id, mine in list(self._mine.items()):
+                if mine.given_up:  # what died may not have heard of it
+                    self._end(id, "abort")
+                elif id in ran or self._is_poison(mine.request):
+                    self._end(id, "error", error)
+                else:
+                    mine.sent += 1
+                    self._send_again(mine.request)
+
+    def _note_deaths(self, state: State) -> set[str]:
+        """Ids of our requests that must not be sent again: they ran when the engine died, or were there twice."""
+        lost, not_again, suspects = set(state.lost), set(), []
+        for id, mine in self._mine.items():
+            ran = mine.begun or id in lost or mine.sent > 1
+            if ran:
+                not_again.add(id)
+            if ran or not state.recorded:  # without a recording any of them may have run
+                suspects.append(digest_of(mine.request))
+        self._suspects.ran(suspects)
+        self._poison = frozenset(self._suspects.poison())
+        return not_again
+
+    def _end_all(self, state: State) -> None:
+        """No engine will run until a later start, so nobody is to wait for it."""
+        error = (
+            f"the engine failed and is started again later ({state.incident} in the server's log)"
+        )
+        with self._sending:
+            self._note_deaths(state)
+            for id, mine in list(self._mine.items()):
+                if mine.given_up:
+                    self._end(id, "abort")
+                else:
+                    self._end(id, "error", error, "overloaded")
+
+    def _end(
+        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
+    ) -> None:
+        """One of ours ends here, and not in the engine."""
+        del self._mine[id]
+        self._held.append(
+            EngineOutput(id, [], finish, error=error, error_kind=kind, client=self.client)
+        )
+
+    def _clear(self, request: EngineRequest, finish: FinishReason) -> None:
+        """A request that came to its end between two deaths caused neither, as far as anybody can tell."""
+        if not self._suspects or finish in ("abort", "error"):
+            return
+        digest = digest_of(request)
+        if self._suspects.completed(digest):
+            if len(self._cleared) >= MOST:
+                self._cleared.clear()
+            self._cleared.add(digest)
+
+    def _is_poison(self, request: EngineRequest) -> bool:
+        known = self.state.poison
+        if not known and not self._poison:
+            return False
+        digest = digest_of(request)
+        return digest in self._poison or (digest in known and digest not in self._cleared)
+
+    def _send_again(self, request: EngineRequest) -> None:
+        """A failure ends this request, not the thread that reads outputs."""
+        try:
+            self._put(request)
+        except ValidationError as why:
+            self._end(request.id, "error", str(why), "invalid")
+
+    def _alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))

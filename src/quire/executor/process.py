@@ -1,0 +1,218 @@
+"""ProcessExecutor: the worker lives in a process of its own.
+
+Knows one socket and the life and death of one child. Does not know what a plan means. The child is a program,
+not a fork: a user's script needs no `__main__` guard, and nothing of this process is copied. No torch here.
+
+It is used by one thread at a time, as the core does. No wait outlives the child: its end closes the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from quire import env
+from quire.config.serialize import import_path
+from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
+from quire.executor.base import Pending
+from quire.executor.messages import (
+    Answer,
+    Ask,
+    Down,
+    Ended,
+    Raised,
+    Start,
+    Started,
+    Up,
+    decode_up,
+    encode,
+    exception,
+)
+from quire.protocol.plan import StepPlan, StepResult
+
+LOOK_AGAIN_S = (
+    1.0  # how often a wait looks whether the child still lives, should the socket not tell
+)
+PATIENCE_S = 5.0  # how long a child may take to go when its socket is closed
+
+
+class ProcessExecutor:
+    """An Executor over one child.
+
+    Args:
+        target: "module:function", called in the child with `payload`; returns the worker.
+
+    Raises:
+        ConfigError, NotEnoughMemory, ...: what the child found wrong with the configuration.
+        StartupError: it could not make the worker for another reason; the child's traceback is in `detail`.
+    """
+
+    recoverable: tuple[type[BaseException], ...] = (StepFailed,)
+
+    def __init__(self, target: str, payload: bytes):
+        self._link, self.process = _spawn()
+        self._asked = self._answered = 0
+        self._kept: dict[int, StepResult | Answer | Raised] = {}  # answers nobody asked for yet
+        self._dead: Exception | None = None
+        try:
+            self._send(Start(target, payload, import_path()))
+            while not isinstance(self._receive(), Started):
+                pass
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what an engine asks --------------------------------------------------------------------
+    def launch(self, plan: StepPlan) -> Pending:
+        return _Step(self, self._ask(plan))
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """As `Executor.call`. Functions and classes among the arguments travel by their names.
+
+        Raises:
+            what the function raised, with the child's traceback as a note; QuireError if that is no
+            exception of ours or of Python's.
+            ConfigError, TypeError: an argument, or the value, cannot go to another process.
+            EngineDeadError: the child has died.
+        """
+        answer = self.answer(self._ask(Ask(name, list(args))))
+        if isinstance(answer, Raised):
+            raise exception(answer)
+        return [answer.value] if isinstance(answer, Answer) else []
+
+    def close(self) -> None:
+        """Close the socket, at which the child ends; kill it if it does not."""
+        if self._dead is None:
+            self._dead = EngineDeadError("the worker was shut down")
+        self._link.close()
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    # -- messages -------------------------------------------------------------------------------
+    def _ask(self, message: Down) -> int:
+        """Send; the number of its answer."""
+        self._send(message)
+        self._asked += 1
+        return self._asked
+
+    def answer(self, number: int) -> StepResult | Answer | Raised:
+        """Wait for answer `number`; each can be had once."""
+        while number not in self._kept:
+            message = self._receive()
+            if isinstance(message, Started | Ended):
+                raise RuntimeError(f"{type(message).__name__} out of turn")
+            self._answered += 1
+            self._kept[self._answered] = message
+        return self._kept.pop(number)
+
+    def _send(self, message: Down) -> None:
+        self._alive()
+        data = encode(message)
+        try:
+            self._link.send_bytes(data)
+        except OSError:
+            self._bury()
+
+    def _receive(self) -> Up:
+        """The next message. Raises what the child died of."""
+        self._alive()
+        try:
+            while not self._link.poll(LOOK_AGAIN_S):
+                if self.process.poll() is not None and not self._link.poll(0):
+                    self._bury()
+            message = decode_up(self._link.recv_bytes())
+        except (EOFError, OSError):
+            self._bury()
+        if isinstance(message, Ended):
+            self._bury(message)
+        return message
+
+    def _alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _bury(self, last: Ended | None = None) -> None:
+        """The child is dead or dying: say of what, now and from now on."""
+        while last is None:  # a last message may be there that we had no time to read
+            try:
+                if not self._link.poll(0):
+                    break
+                message = decode_up(self._link.recv_bytes())
+            except (EOFError, OSError):
+                break
+            last = message if isinstance(message, Ended) else None
+        self._dead = self._cause(last)
+        raise self._dead
+
+    def _cause(self, last: Ended | None) -> Exception:
+        starting = not self._asked
+        if last is None:
+            try:
+                how = _how_it_ended(self.process.wait(PATIENCE_S))
+            except subprocess.TimeoutExpired:
+                how = "closed its socket and hangs"
+            text = f"the worker's process {how}"
+            return StartupError(text) if starting else EngineDeadError(text)
+        error = exception(last)
+        if starting and isinstance(error, ConfigError):
+            return error
+        text = f"the worker's process failed: {last.kind}: {last.text}"
+        if starting:
+            return StartupError(text, last.detail)
+        dead = EngineDeadError(text)
+        dead.add_note(f"In the worker's process:\n{last.detail}")
+        return dead
+
+
+class _Step:
+    """A step on its way."""
+
+    def __init__(self, executor: ProcessExecutor, number: int):
+        self._executor, self._number = executor, number
+        self._answer: StepResult | Answer | Raised | None = None
+
+    def result(self) -> StepResult:
+        if self._answer is None:
+            self._answer = self._executor.answer(self._number)
+        if isinstance(self._answer, Raised):
+            raise exception(self._answer)
+        if not isinstance(self._answer, StepResult):
+            raise RuntimeError(f"{type(self._answer).__name__} came for a step")
+        return self._answer
+
+
+def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
+    ours, theirs = Pipe()
+    fd = theirs.fileno()
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "quire.executor.worker_process",
+        str(fd),
+        str(os.getpid()),
+    ]
+    environment = env.for_a_child()
+    try:
+        child = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=environment)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()  # or its end would never be seen here
+    return ours, child
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    why = "; the system kills so when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{why}"

@@ -1,0 +1,79 @@
+"""The front room's checks, made in a process that ends when one of them takes too much. Answers are kept.
+
+Knows constraints and processes. Does not know what is checked (`check.py`) or HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from quire.features.structured.compiler import digest
+from quire.features.structured.grammar_messages import ProcessEnded
+from quire.features.structured.grammar_process import Forkers, GrammarProcess
+from quire.features.structured.json_schema import MAX_BYTES
+from quire.features.structured.validate import checked, verdict
+from quire.protocol.structured_outputs import StructuredOutputsParams
+
+KEPT = 512  # answers: agents send the same schema again and again
+CPU_S = 1.0  # of one check; the largest schema that is taken needs 0.1 s
+AT_ONCE = 2
+TOO_MUCH = (
+    "reading it takes too much processor time or memory; make it smaller, or repeat less in it"
+)
+
+
+class ConstraintChecker:
+    """One for each front room; thread-safe. Its process is started by the first constraint."""
+
+    def __init__(self) -> None:
+        self._forkers = Forkers()
+        self._idle: list[GrammarProcess] = []
+        self._known: OrderedDict[tuple[bytes, str, bool], str | None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(AT_ONCE)
+
+    def checked(
+        self, constraint: StructuredOutputsParams, backend: str = "auto"
+    ) -> StructuredOutputsParams:
+        """As `check.checked`. Blocks: run it in a thread."""
+        return checked(constraint, backend, self._verdict)
+
+    def _verdict(
+        self, constraint: StructuredOutputsParams, engine: str, second: bool
+    ) -> str | None:
+        value = getattr(constraint, constraint.kind)
+        size = sum(map(len, value)) if isinstance(value, list) else len(str(value))
+        if size > MAX_BYTES:
+            return verdict(constraint, engine, second)  # it is refused for its size, at once
+        key = digest(constraint), engine, second
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        with self._turns:
+            why = self._ask(constraint, engine, second)
+        with self._lock:
+            self._known[key] = why
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return why
+
+    def _ask(self, constraint: StructuredOutputsParams, engine: str, second: bool) -> str | None:
+        process = self._process()
+        try:
+            why = process.check(constraint, engine, second, CPU_S)
+        except ProcessEnded:
+            return TOO_MUCH
+        with self._lock:
+            self._idle.append(process)
+        return why
+
+    def _process(self) -> GrammarProcess:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._forkers.fork()
+        except ProcessEnded:  # somebody has ended the forker: there is a new one
+            return self._forkers.fork()

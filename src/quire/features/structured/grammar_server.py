@@ -1,0 +1,242 @@
+"""A program that reads the vocabulary once and forks a process for each grammar, so that each grammar can be ended alone.
+
+Knows how a process limits itself. Does not know rows, the engine or HTTP. It imports no torch unless xgrammar is asked
+for, and has one thread, so that it can fork.
+
+    engine -> forker:   Prepare; then FORK, with a socket, and END
+    engine -> grammar:  Check, Compile, Begin, Step and Drop, on that socket
+
+The kernel ends a grammar's process that takes more processor time for a message (ITIMER_PROF) or more memory (RLIMIT_AS)
+than it may: no code of the grammar libraries has to look at a clock. The forker ends with the engine, and ends all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.features.structured.grammar_messages import (
+    END,
+    FORK,
+    ORDER,
+    STEP_CPU_S,
+    Begin,
+    Check,
+    Compile,
+    Compiled,
+    Drop,
+    Fed,
+    Filled,
+    Prepare,
+    Prepared,
+    ProcessEnded,
+    Step,
+    receive,
+    send,
+)
+from quire.features.structured.grammar_rows import Places
+from quire.features.structured.matcher import PANIC, make_matcher
+from quire.features.structured.refusal import Refused, is_panic
+from quire.features.structured.validate import verdict
+from quire.features.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from quire.features.structured.xgrammar_backend import XCompiler
+
+ROW_CPU_S = 0.02  # more for each row of the message
+TOKENS_A_ROW = 200  # tokens that are read again take as long as a row's mask
+CHECK_MEMORY = 512 << 20
+encode = msgspec.msgpack.encode
+
+
+class Forker:
+    def __init__(self, control: socket.socket):
+        self.control = control
+        self.pids: dict[int, int] = {}
+        self.vocabulary: Vocabulary | None = None
+        self.other: XCompiler | None = None
+
+    def run(self) -> None:
+        asked = msgspec.msgpack.decode(receive(self.control), type=Prepare)
+        send(self.control, encode(self._prepare(asked)))
+        del asked
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy pages that all share
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        try:
+            while self._next():
+                pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            for pid in self.pids.values():
+                os.kill(pid, signal.SIGKILL)  # it is ours until we have waited for it
+
+    def _prepare(self, asked: Prepare) -> Prepared:
+        if (text := asked.tokenizer) is None:
+            return Prepared()
+        self.vocabulary = Vocabulary(lambda: text, asked.size)
+        try:
+            words = (self.vocabulary.tokenizer.vocab_size + 31) // 32
+            if asked.xgrammar:
+                from quire.features.structured.xgrammar_backend import XCompiler
+
+                self.other = XCompiler(self.vocabulary)
+        except ConfigError as error:
+            return Prepared(error=str(error))
+        return Prepared(words)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                for number in [one for one, its in self.pids.items() if its == pid]:
+                    del self.pids[number]
+
+    def _next(self) -> bool:
+        """Do what the engine says next; False: it says nothing any more."""
+        data, files, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
+        if len(data) < ORDER.size:
+            return False
+        order, number = ORDER.unpack(data)
+        if order == FORK and files:
+            self._fork(number, files)
+        elif order == END and (pid := self.pids.get(number)) is not None:
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _fork(self, number: int, files: list[int]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it must be in `pids` first
+        pid = os.fork()
+        if pid:
+            self.pids[number] = pid
+            for file in files:
+                os.close(file)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            return
+        code = 1
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            self.control.close()
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), 2)  # backtraces of a grammar that took too much
+            GrammarServer(socket.socket(fileno=files[0]), self.vocabulary, self.other).run()
+            code = 0
+        finally:
+            os._exit(code)
+
+
+class GrammarServer:
+    """The process of one grammar."""
+
+    def __init__(self, pipe: socket.socket, vocabulary: Vocabulary | None, other: XCompiler | None):
+        self.pipe, self.vocabulary, self.other = pipe, vocabulary, other
+        self.places: Places | None = None
+        self._faults, self._bytes = -1, 0
+        self._limited = False
+
+    def run(self) -> None:
+        kinds = Check | Compile | Begin | Step | Drop
+        with contextlib.suppress(ProcessEnded):
+            while True:
+                asked = msgspec.msgpack.decode(receive(self.pipe), type=kinds)
+                match asked:
+                    case Check():
+                        self._limit(asked.cpu_s, CHECK_MEMORY)
+                        why = verdict(asked.constraint, asked.engine, asked.second)
+                        send(self.pipe, encode(Compiled(refused=why)))
+                    case Compile():
+                        os.nice(asked.nice)
+                        self._limit(asked.cpu_s, asked.memory)
+                        send(self.pipe, encode(self._compile(asked)))
+                    case _ if self.places is None:
+                        return
+                    case Begin():
+                        for_rows(1 + len(asked.outputs) // TOKENS_A_ROW)
+                        self.places.begin(asked.number, asked.settings, asked.outputs)
+                        self._fill([asked.number])
+                    case Step():
+                        for_rows(len(asked.rows))
+                        forced = [self.places.feed(*row) for row in asked.rows]
+                        send(self.pipe, encode(Fed(forced)))
+                        self._fill([number for number, _ in asked.rows])
+                    case Drop():
+                        self.places.drop(asked.number)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _limit(self, cpu_s: float, memory: int) -> None:
+        """The kernel ends this process when it takes more than this, above what the forker has taken."""
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        if self._limited:
+            return
+        self._limited = True
+        with open("/proc/self/statm", encoding="ascii") as file:
+            most = int(file.read().split()[0]) * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+    def _compile(self, asked: Compile) -> Compiled:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            return Compiled(refused="there is no vocabulary")
+        words = (vocabulary.tokenizer.vocab_size + 31) // 32
+        try:
+            self.places = Places(
+                lambda: make_matcher(asked.constraint, vocabulary, self.other),
+                vocabulary.accepts, words,
+            )  # fmt: skip
+        except (Refused, ConfigError) as error:
+            return Compiled(refused=str(error))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            return Compiled(refused=PANIC)
+        return Compiled(self._taken())
+
+    def _fill(self, numbers: list[int]) -> None:
+        if self.places is None:
+            return
+        masks_NW = self.places.fill(numbers)
+        at = [self.places.at[number] for number in numbers]
+        told = Filled([one.over for one in at], [one.error for one in at], self._taken())
+        send(self.pipe, encode(told))
+        send(self.pipe, memoryview(masks_NW.data).cast("B"))
+
+    def _taken(self) -> int:
+        """Bytes that this process has for itself. The kernel is asked anew when a MiB of pages has changed."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        if self._faults < 0 or faults - self._faults > 256:
+            self._faults, self._bytes = faults, _private() or 4096 * faults
+        return self._bytes
+
+
+def _private() -> int:
+    """0: this kernel does not say."""
+    try:
+        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+            lines = [line.split() for line in file if line.startswith("Private")]
+    except OSError:
+        return 0
+    return sum(1024 * int(line[1]) for line in lines)
+
+
+def for_rows(number: int) -> None:
+    signal.setitimer(signal.ITIMER_PROF, STEP_CPU_S + number * ROW_CPU_S)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ProcessEnded):
+        Forker(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

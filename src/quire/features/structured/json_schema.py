@@ -1,0 +1,150 @@
+"""JSON schemas: read, bounded, and made as strict as they say.
+
+Knows JSON Schema's shape and the limits on a schema. Which keywords can be enforced is llguidance's word, and its
+refusals name the keyword; what it would take and enforce loosely is rewritten or refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire import env
+from quire.features.structured.cost import check_regex, check_schema
+from quire.features.structured.refusal import Refused
+from quire.features.structured.regex_dialect import rewritten
+from quire.protocol.structured_outputs import StructuredOutputsParams
+
+MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
+MAX_PROPERTIES = (
+    1000  # of one object: compiling takes time by the square of it, half a second for these
+)
+MAX_ALL_PROPERTIES = 4000
+OPTIONS = "x-guidance"  # llguidance's own, among them one that drops what it does not know
+SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # of JSON; bounded, since models have been seen to write nothing else for ever
+ESCAPES = 'nrbtf\\"'  # no \uXXXX: a key so written would pass for another than it is
+
+# Where schemas stand in a schema. Whatever else is there is data, and not looked into.
+IN_ONE = frozenset(
+    ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
+     "propertyNames", "contains", "not", "if", "then", "else", "contentSchema")
+)  # fmt: skip
+IN_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+IN_MAP = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+
+
+def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
+    """The schema as text, with what the constraint says of spaces and further properties.
+
+    Raises:
+        Refused: it is no schema, or beyond a limit.
+    """
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"it is no JSON: {error}") from error
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise Refused("a schema must be a JSON object")
+    if depth(schema) > (most := most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
+    check_schema(schema)
+    if constraint.whitespace_pattern is not None:
+        check_regex(constraint.whitespace_pattern)
+    made = _Strict(constraint.disable_additional_properties).copy(schema)
+    options: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
+    if constraint.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = constraint.whitespace_pattern or SPACES
+    made[OPTIONS] = options
+    text = json.dumps(made)
+    if len(text) > 2 * MAX_BYTES:
+        raise Refused(f"it has {len(text)} characters; at most {2 * MAX_BYTES} are taken")
+    return text
+
+
+def most_nested() -> int:
+    """How deep a schema may be nested."""
+    return int(env.get("MAX_SCHEMA_NESTING"))
+
+
+def depth(value: Any) -> int:
+    """How deep objects and lists stand in one another; counted no further than needed."""
+    level, reached, most = [value], 0, 2 * most_nested()
+    while level and reached <= most:
+        reached += 1
+        inner: list[Any] = []
+        for one in level:
+            within = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            inner += [v for v in within if isinstance(v, dict | list)]
+        level = inner
+    return reached
+
+
+class _Strict:
+    """Copies a schema so that every part means to llguidance what it says.
+
+    Args:
+        closed: objects that say nothing of further properties have none.
+    """
+
+    def __init__(self, closed: bool):
+        self.closed, self.properties = closed, 0
+
+    def copy(self, schema: Any) -> Any:
+        """Raises Refused: too many properties, or a pattern that means different things to different readers."""
+        if not isinstance(schema, dict):
+            return schema
+        made: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name == OPTIONS or (name == "uniqueItems" and value is False):
+                continue
+            made[name] = self._within(name, value)
+        if isinstance(own := made.get("properties"), dict):
+            self._count(len(own))
+            if self.closed:
+                made.setdefault("additionalProperties", False)
+        if _distinct(made.get("oneOf")) and "anyOf" not in made:
+            made["anyOf"] = made.pop("oneOf")  # exactly one is any, if no value fits two of them
+        return made
+
+    def _within(self, name: str, value: Any) -> Any:
+        if name == "pattern" and isinstance(value, str):
+            return rewritten(value)
+        if name in IN_MAP and isinstance(value, dict):
+            rename = rewritten if name == "patternProperties" else str
+            return {rename(key): self.copy(one) for key, one in value.items()}
+        if name in IN_LIST and isinstance(value, list):
+            return [self.copy(one) for one in value]
+        return self.copy(value) if name in IN_ONE else value
+
+    def _count(self, own: int) -> None:
+        self.properties += own
+        if own > MAX_PROPERTIES or self.properties > MAX_ALL_PROPERTIES:
+            raise Refused(
+                f"properties: {own} of one object, {self.properties} in all; at most {MAX_PROPERTIES} and"
+                f" {MAX_ALL_PROPERTIES} are taken"
+            )
+
+
+def _distinct(branches: Any) -> bool:
+    """Each is one value or some, of which no two are equal."""
+    seen: list[str] = []
+    for branch in branches if isinstance(branches, list) else [None]:
+        if not isinstance(branch, dict) or not set(branch) <= {
+            "const",
+            "enum",
+            "title",
+            "description",
+            "type",
+        }:
+            return False
+        values = [branch["const"]] if "const" in branch else branch.get("enum")
+        if not isinstance(values, list) or any(isinstance(v, float | dict | list) for v in values):
+            return False  # 1 and 1.0 are equal to JSON Schema
+        seen += map(json.dumps, values)
+    return len(seen) == len(set(seen))

@@ -1,0 +1,281 @@
+"""Structural tags: text in which tags open constrained parts, as one grammar in Lark.
+
+    {"type": "structural_tag", "format": {"type": "tag", "begin": ..., "content": {...}, "end": ...}}
+    {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}      the older form
+
+Knows both forms and Lark. Does not know tokens, but the names of special ones: where the text of a tag holds one,
+the token itself is meant, since its bytes alone are another text to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.json_schema import MAX_BYTES, depth, most_nested, read_schema
+from quire.features.structured.refusal import Refused
+from quire.protocol.structured_outputs import StructuredOutputsParams
+
+ANY = r"(.|\n)*"
+KINDS = (
+    "const_string, json_schema, regex, grammar, any_text, sequence, or, optional, star, plus, tag,"
+    " triggered_tags, tags_with_separator"
+)
+
+
+def tags_to_grammar(
+    value: str | dict[str, Any],
+    constraint: StructuredOutputsParams,
+    specials: Mapping[str, int],
+) -> str:
+    """A grammar for llguidance.
+
+    Raises:
+        Refused: it is not of either form; or has a part that cannot be enforced.
+    """
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"it is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise Refused("it must be a JSON object")
+    if depth(given) > (most := 2 * most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
+    writer = _Writer(constraint, specials)
+    if "format" in given:
+        root = writer.part(given["format"], last=True)
+    elif "structures" in given:
+        root = writer.part(_from_older_form(given), last=True)
+    else:
+        raise Refused("it needs `format`, or `structures` and `triggers`")
+    return writer.whole(root)
+
+
+def _from_older_form(given: dict[str, Any]) -> dict[str, Any]:
+    structures, triggers = given["structures"], given.get("triggers")
+    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+        raise Refused("`structures` must be a list of objects with begin, schema and end")
+    tags = [
+        {
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
+            "end": one.get("end"),
+        }
+        for one in structures
+    ]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+@dataclass
+class _Writer:
+    """Collects rules; each method gives the Lark expression of one part."""
+
+    constraint: StructuredOutputsParams
+    specials: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+    grammars: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = sorted(self.specials, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def whole(self, root: str) -> str:
+        lark = "\n".join(["%llguidance {}", f"start: {root}", *self.rules])
+        if len(lark) > 4 * MAX_BYTES:
+            raise Refused("it is too long")
+        first = {"name": "tags", "lark_grammar": lark}
+        return json.dumps({"grammars": [first, *self.grammars]}) if self.grammars else lark
+
+    def rule(self, body: str, options: str = "", terminal: bool = False) -> str:
+        name = f"{'T' if terminal else 'r'}{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Text, in which special tokens stand for themselves."""
+        pieces, at = [], 0
+        for found in self._special.finditer(text) if self._special is not None else ():
+            if found.start() > at:
+                pieces.append(_quoted(text[at : found.start()]))
+            pieces.append(f"<[{self.specials[found[0]]}]>")
+            at = found.end()
+        if at < len(text) or not pieces:
+            pieces.append(_quoted(text[at:]))
+        return " ".join(pieces)
+
+    # -- parts ----------------------------------------------------------------------------------
+    def part(self, given: Any, last: bool, end: str | None = None) -> str:
+        """One format. `last`: the output ends after it; `end`: this text comes after it."""
+        if not isinstance(given, dict):
+            raise Refused("a format must be an object with a `type`")
+        kind = given.get("type")
+        make = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
+        if make is None or kind not in KINDS.split(", "):
+            raise Refused(f"a format of type {kind!r} cannot be enforced; there are {KINDS}")
+        if kind in ("any_text", "triggered_tags", "sequence", "tag"):
+            return str(make(given, last, end))
+        return str(make(given)) + (f" {self.literal(end)}" if end else "")
+
+    def _const_string(self, given: dict[str, Any]) -> str:
+        return self.literal(_text(given, "value"))
+
+    def _json_schema(self, given: dict[str, Any]) -> str:
+        try:
+            return f"%json {read_schema(given.get('json_schema', {}), self.constraint)}"
+        except Refused as error:
+            raise Refused(f"json_schema: {error}") from error
+
+    def _regex(self, given: dict[str, Any]) -> str:
+        pattern = _text(given, "pattern")
+        check_regex(pattern)
+        return self.rule(f"/{_slashed(pattern)}/", terminal=True)
+
+    def _grammar(self, given: dict[str, Any]) -> str:
+        text = _text(given, "grammar")
+        check_grammar(text)
+        name = f"g{len(self.grammars)}"
+        try:
+            self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
+        except Exception as error:  # the converter raises what it likes
+            raise Refused(f"grammar: it is no EBNF that we can read: {error}") from error
+        return f"@{name}"
+
+    def _any_text(self, given: dict[str, Any], last: bool, end: str | None) -> str:
+        without = _texts(given, "excludes") if given.get("excludes") else []
+        if end:
+            # The shortest text before `end`: that is what makes `end` the end.
+            if self._special is not None and self._special.search(end):
+                return f"{self._free(without)} {self.literal(end)}"
+            return self.rule(
+                self._free_regex(without), f"[suffix={_quoted(end)}]" if not without else "[lazy]"
+            )
+        if not last:
+            raise Refused("any_text must come last, or before the `end` of its tag")
+        return self._free(without)
+
+    def _free(self, without: Sequence[str]) -> str:
+        return self.rule(self._free_regex(without), terminal=True)
+
+    def _free_regex(self, without: Sequence[str]) -> str:
+        if not without:
+            return f"/{ANY}/"
+        barred = "|".join(_slashed(re.escape(text)) for text in without)
+        return f"/{ANY}/ & ~/{ANY}({barred}){ANY}/"
+
+    def _sequence(self, given: dict[str, Any], last: bool, end: str | None) -> str:
+        parts = _formats(given, "elements")
+        made = [self.part(one, last=False) for one in parts[:-1]]
+        return " ".join([*made, f"({self.part(parts[-1], last, end)})"])
+
+    def _or(self, given: dict[str, Any]) -> str:
+        made = (self.part(one, last=False) for one in _formats(given, "elements"))
+        return f"({' | '.join(made)})"
+
+    def _optional(self, given: dict[str, Any]) -> str:
+        return f"({self.part(given.get('content'), last=False)})?"
+
+    def _star(self, given: dict[str, Any]) -> str:
+        return f"({self.part(given.get('content'), last=False)})*"
+
+    def _plus(self, given: dict[str, Any]) -> str:
+        return f"({self.part(given.get('content'), last=False)})+"
+
+    # -- tags -----------------------------------------------------------------------------------
+    def _tag(self, given: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:
+        """`skip`: that much of its beginning is written already."""
+        begin = _text(given, "begin", may_be_empty=True)[skip:]
+        ends = given.get("end")
+        closing = ends if isinstance(ends, list) else [ends]
+        if not closing or not all(isinstance(one, str) for one in closing):
+            raise Refused("the `end` of a tag must be a text, or a list of texts")
+        content, made = given.get("content"), []
+        for one in closing:
+            made.append(self.part(content, last=last and not one and not end, end=one or None))
+        body = made[0] if len(made) == 1 else f"({' | '.join(made)})"
+        whole = f"{self.literal(begin)} {body}" if begin else body
+        return whole + (f" {self.literal(end)}" if end else "")
+
+    def _triggered_tags(self, given: dict[str, Any], last: bool, end: str | None) -> str:
+        """Free text that holds no trigger, but where a tag begins."""
+        if not last or end:
+            raise Refused("triggered_tags must come last: nothing says where their free text ends")
+        triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
+        without = _texts(given, "excludes") if given.get("excludes") else []
+        by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        whole = []
+        for tag in tags:
+            begin = _text(tag, "begin")
+            fits = [trigger for trigger in triggers if begin.startswith(trigger)]
+            if not fits:
+                raise Refused(f"the tag {begin!r} begins with none of the triggers")
+            by_trigger[fits[0]].append(self._tag(tag, False, None, skip=len(fits[0])))
+            whole.append(self._tag(tag, False, None))
+        segments = []
+        for trigger, rest in by_trigger.items():
+            if not rest:
+                raise Refused(f"the trigger {trigger!r} begins no tag")
+            bodies = self.rule(" | ".join(f"({one})" for one in rest))
+            if self._special is not None and self._special.search(trigger):
+                opening = f"{self._free(without)} {self.literal(trigger)}"
+            elif without:
+                raise Refused("triggered_tags: `excludes` beside a trigger that is plain text")
+            else:
+                text = self.rule(f"/{ANY}/", terminal=True)
+                opening = self.rule(f"{text} {_quoted(trigger)}", "[lazy]")
+            segments.append(f"({opening} {bodies})")
+        segment, rest_ = self.rule(" | ".join(segments)), self._free(without)
+        first = self.rule(" | ".join(f"({one})" for one in whole))
+        must, once = bool(given.get("at_least_one")), bool(given.get("stop_after_first"))
+        if once:
+            return first if must else f"({segment} | {rest_})"
+        return f"{first} {segment}* {rest_}" if must else f"{segment}* {rest_}"
+
+    def _tags_with_separator(self, given: dict[str, Any]) -> str:
+        made = (f"({self._tag(tag, False, None)})" for tag in _formats(given, "tags"))
+        tag = self.rule(" | ".join(made))
+        between = _text(given, "separator", may_be_empty=True)
+        more = f"({self.literal(between)} {tag})*" if between else f"{tag}*"
+        many = tag if given.get("stop_after_first") else f"{tag} {more}"
+        return many if given.get("at_least_one") else f"({many})?"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _slashed(pattern: str) -> str:
+    r"""A regex between slashes: each slash that is not escaped becomes \/ and each line break \n."""
+    return re.sub(r"\\.|/", lambda m: m[0] if m[0] != "/" else r"\/", pattern, flags=re.S).replace(
+        "\n", r"\n"
+    )
+
+
+def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
+    value = given.get(name) if isinstance(given, dict) else None
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise Refused(f"`{name}` must be a text that is not empty")
+    if name not in ("grammar", "pattern"):
+        check_text(value)
+    return value
+
+
+def _texts(given: dict[str, Any], name: str) -> list[str]:
+    values = given.get(name)
+    if not isinstance(values, list) or not values:
+        raise Refused(f"`{name}` must be a list of texts")
+    return [_text({name: value}, name) for value in values]
+
+
+def _formats(given: dict[str, Any], name: str) -> list[Any]:
+    values = given.get(name)
+    if not isinstance(values, list) or not values:
+        raise Refused(f"`{name}` must be a list that is not empty")
+    return values

@@ -1,0 +1,76 @@
+"""The check of a constraint before it travels: refused with a 400 that names the fault.
+
+Knows grammars, which engines there are, and how to ask llguidance for its opinion. Does not know tokens, nor which
+process it runs in: reading may take much time and memory, so the front room asks a process that can be ended
+(`checker.py`).
+
+    auto        guidance; a JSON schema that it refuses may be one that xgrammar, where installed, enforces
+    guidance    llguidance or nothing
+    xgrammar    what it is known to enforce exactly (`subset.py`); its compiler has the last word
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import msgspec
+from llguidance import LLMatcher
+
+from quire.errors import ValidationError
+from quire.features.structured import xgrammar_subset
+from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.matcher import PANIC
+from quire.features.structured.refusal import Refused, is_panic
+from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
+
+
+def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> str | None:
+    """What is wrong with it, as far as that can be seen without a vocabulary. `second`: another engine has refused it."""
+    if engine == "xgrammar":
+        if second and (constraint.kind != "json" or not has_xgrammar()):
+            return "it has been refused"
+        try:
+            xgrammar_subset.check(constraint)
+        except Refused as error:
+            return str(error)
+        return None
+    try:
+        text = grammar_of(constraint)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    except Refused as error:
+        return str(error)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return PANIC
+    return explained(" ".join(messages)) if failed or messages else None
+
+
+Verdict = Callable[[StructuredOutputsParams, str, bool], "str | None"]
+
+
+def checked(
+    constraint: StructuredOutputsParams, backend: str = "auto", verdict: Verdict = verdict
+) -> StructuredOutputsParams:
+    """The constraint as it travels, with the engine that is to read it.
+
+    Raises:
+        ValidationError: it cannot be enforced; the message names the keyword or the place.
+    """
+    plain = constraint.plain()
+    engines = ("guidance", "xgrammar") if backend == "auto" else (backend,)
+    refused: list[str] = []
+    for engine in engines:
+        if (why := verdict(plain, engine, backend == "auto")) is None:
+            if engine != plain.engine:
+                plain = msgspec.structs.replace(plain, engine=engine)
+            return plain
+        refused.append(why)
+    where = plain.said if plain.said != FIELD else f"{FIELD}.{plain.kind}"
+    raise ValidationError(f"{where}: {refused[0]}", parameter=plain.said)
+
+
+def has_xgrammar() -> bool:
+    """Looked for and not imported: it would bring torch into the front room."""
+    return importlib.util.find_spec("xgrammar") is not None

@@ -1,0 +1,123 @@
+"""The engine xgrammar behind the face that llguidance's matchers have. An extra: `pip install quire[xgrammar]`.
+
+Knows xgrammar's grammars and matchers. What it may be given is settled before (`subset.py`). Imported by the worker's
+side alone: xgrammar brings torch along.
+
+One special token more than the tokenizer has says that the output may end, as in `vocabulary.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.errors import ConfigError
+from quire.features.structured.json_schema import MAX_BYTES
+from quire.features.structured.refusal import Refused
+from quire.features.structured.vocabulary import Vocabulary
+from quire.features.structured.xgrammar_subset import schema_of, whole
+from quire.protocol.structured_outputs import StructuredOutputsParams
+
+SPACES = 80  # as schema.SPACES
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("xgrammar") is not None
+
+
+class XMatcher:
+    """One output's place in a grammar."""
+
+    def __init__(self, compiled: Any):
+        from xgrammar import GrammarMatcher
+
+        self.compiled, self.matcher = compiled, GrammarMatcher(compiled)
+        self.stuck: int | None = None
+
+    def deep_copy(self) -> XMatcher:
+        return XMatcher(self.compiled)
+
+    def consume_token(self, token: int) -> bool:
+        if self.stuck is None and not self.matcher.accept_token(token):
+            self.stuck = token
+        return self.stuck is None
+
+    def consume_tokens(self, tokens: Sequence[int]) -> bool:
+        return all(self.consume_token(token) for token in tokens)
+
+    def try_consume_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of them fit."""
+        return next(
+            (at for at, token in enumerate(tokens) if not self.consume_token(token)), len(tokens)
+        )
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []  # it knows forced text, and not how the model's tokenizer would write it
+
+    def is_accepting(self) -> bool:
+        return self.stuck is None and bool(self.matcher.is_completed())
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def is_error(self) -> bool:
+        return self.stuck is not None
+
+    def get_error(self) -> str:
+        return f"token {self.stuck} does not fit"
+
+    def fill(self, masks_RW: np.ndarray, row: int) -> None:
+        if not self.matcher.fill_next_token_bitmask(masks_RW, row):
+            masks_RW[row] = -1
+
+
+class XCompiler:
+    """Made when first asked for."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        if not installed():
+            raise ConfigError(
+                "structured_outputs_config.backend=xgrammar: pip install quire[xgrammar]"
+            )
+        from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+
+        tokenizer = vocabulary.tokenizer
+        size, special = tokenizer.vocab_size, tokenizer.is_special_token
+        # A token without bytes is one that no text has.
+        tokens = [b"" if special(id) else tokenizer.decode_bytes([id]) for id in range(size)]
+        about = TokenizerInfo(
+            tokens, VocabType.RAW, vocab_size=size, stop_token_ids=[vocabulary.accepts]
+        )
+        self.compiler = GrammarCompiler(about, max_threads=1, cache_enabled=False)
+
+    def compile(self, constraint: StructuredOutputsParams) -> XMatcher:
+        """Raises Refused: it is no grammar to xgrammar."""
+        try:
+            return XMatcher(self._compile(constraint))
+        except Exception as error:  # what its C++ throws comes as several
+            raise Refused(str(error).strip().rpartition("] ")[2]) from None
+
+    def _compile(self, constraint: StructuredOutputsParams) -> Any:
+        kind, compiler = constraint.kind, self.compiler
+        value: Any = getattr(constraint, kind)
+        if kind in ("json", "json_object"):
+            spaced = not constraint.disable_any_whitespace
+            schema = json.dumps(schema_of(constraint)) if kind == "json" else '{"type": "object"}'
+            return compiler.compile_json_schema(
+                schema, any_whitespace=spaced, strict_mode=False,
+                max_whitespace_cnt=SPACES if spaced else None,
+                separators=None if spaced else (",", ":"),
+            )  # fmt: skip
+        if kind == "regex":
+            return compiler.compile_regex(whole(value))
+        text = value
+        if kind == "choice":
+            quoted = (json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(value))
+            text = "root ::= " + " | ".join(quoted)
+        if len(text) > MAX_BYTES:
+            raise Refused(f"it has {len(text)} characters")
+        return compiler.compile_grammar(text)

@@ -1,0 +1,307 @@
+"""What xgrammar (0.2.8) enforces exactly, and no more: it drops many keywords in silence, so what is not here is refused.
+
+Knows JSON Schema and what was tried (tests/structured/test_xgrammar.py holds every schema of the table against its
+instances). Imports nothing of xgrammar: the front room asks before a request travels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from quire.features.structured.cost import check_grammar, check_regex, check_schema
+from quire.features.structured.json_schema import depth, most_nested
+from quire.features.structured.refusal import Refused
+from quire.protocol.structured_outputs import StructuredOutputsParams
+
+MAX_BYTES = (
+    64 << 10
+)  # its compiler takes a hundred times as long as llguidance's, and cannot be stopped
+MOST = 1000  # that a count may say
+NOTES = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
+     "$defs", "definitions", "strict")
+)  # fmt: skip
+OF_TYPE: dict[str, frozenset[str]] = {
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "string": frozenset(("pattern", "format", "minLength", "maxLength")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "object": frozenset(("properties", "required", "additionalProperties", "propertyNames")),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+FORMATS = (
+    "date",
+    "time",
+    "date-time",
+    "email",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "hostname",
+    "uri",
+    "duration",
+)
+ALONE = ("enum", "const", "anyOf", "$ref")
+POINTER = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[^\W_nrtfvxu0]|\[[^\]]*(&&|--|~~|\[)")
+
+
+def check(constraint: StructuredOutputsParams) -> None:
+    """Raises Refused: xgrammar cannot enforce it, or is not known to."""
+    kind = constraint.kind
+    if constraint.whitespace_pattern is not None:
+        raise Refused("whitespace_pattern: the engine xgrammar cannot enforce it")
+    value: Any = getattr(constraint, kind)
+    if isinstance(value, str) and len(value) > MAX_BYTES:
+        raise Refused(
+            f"it has {len(value)} characters; the engine xgrammar is given at most {MAX_BYTES}"
+        )
+    match kind:
+        case "json":
+            schema = schema_of(constraint)
+            check_schema(schema)
+            try:
+                _Reader(schema).read(schema)
+            except (
+                TypeError,
+                AttributeError,
+            ) as error:  # a list where a text belongs, and the like
+                raise Refused(f"it is no schema: {error}") from error
+        case "json_object":
+            return
+        case "choice":
+            if sum(map(len, value)) > MAX_BYTES:
+                raise Refused(f"its texts have more than {MAX_BYTES} characters together")
+        case "regex":
+            whole(value)
+        case "grammar":
+            if "::=" not in value:
+                raise Refused(
+                    "the engine xgrammar reads EBNF (`root ::= ...`); Lark needs guidance"
+                )
+            check_grammar(value)
+        case _:
+            raise Refused(f"{kind}: the engine xgrammar is not used for it; it needs guidance")
+
+
+def schema_of(constraint: StructuredOutputsParams) -> Any:
+    """The schema, closed if it is to be.
+
+    Raises:
+        Refused: it is no JSON, or nested too deep.
+    """
+    try:
+        schema = json.loads(str(constraint.json))
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"it is no JSON: {error}") from error
+    if depth(schema) > (most := most_nested()):
+        raise Refused(f"it is nested more than {most} deep")
+    return _closed(schema) if constraint.disable_additional_properties else schema
+
+
+def _closed(schema: Any) -> Any:
+    """Objects that say nothing of further properties have none. Looks where `_Reader` allows a schema to stand."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(parts := made.get(name), dict):
+            made[name] = {key: _closed(part) for key, part in parts.items()}
+    for name in ("anyOf", "prefixItems"):
+        if isinstance(parts := made.get(name), list):
+            made[name] = [_closed(part) for part in parts]
+    for name in ("items", "additionalProperties"):
+        if name in made:
+            made[name] = _closed(made[name])
+    if "properties" in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _no(what: str) -> Refused:
+    return Refused(f"{what}: this is not known to be enforced by the engine xgrammar")
+
+
+class _Reader:
+    def __init__(self, root: Any):
+        self.root = root
+
+    def read(self, schema: Any) -> None:
+        """One part, and the parts in it."""
+        if schema is True:
+            return
+        if not isinstance(schema, dict):
+            raise _no("a schema that is no object" if schema is not False else "false")
+        for name in ("$defs", "definitions"):
+            for part in schema.get(name, {}).values() if isinstance(schema.get(name), dict) else ():
+                self.read(part)
+        said = {name: value for name, value in schema.items() if name not in NOTES}
+        if not said:
+            return
+        alone = [name for name in ALONE if name in said]
+        if alone:
+            self._alone(alone[0], said)
+        else:
+            self._typed(said)
+
+    def _alone(self, name: str, said: dict[str, Any]) -> None:
+        """A keyword that stands for the whole; a type beside values must be theirs."""
+        value = said.pop(name)
+        kind = said.pop("type", None) if name in ("enum", "const") else None
+        if said:
+            raise _no(f"{', '.join(sorted(said))} beside {name}")
+        if name == "anyOf":
+            if not isinstance(value, list) or not value:
+                raise _no("anyOf that is no list")
+            for part in value:
+                self.read(part)
+        elif name == "$ref":
+            found = POINTER.fullmatch(value) if isinstance(value, str) else None
+            if found is None or found[2] not in self.root.get(found[1], {}):
+                raise _no(f"$ref {value!r}")
+        else:
+            values = value if name == "enum" else [value]
+            if not isinstance(values, list) or not values:
+                raise _no(f"{name} that is no list")
+            for one in values:
+                if isinstance(one, dict | list):
+                    raise _no(f"{name} of objects and lists")
+                if kind is not None and kind != _type_of(one):
+                    raise _no(f"{name} with values that are no {kind}")
+
+    def _typed(self, said: dict[str, Any]) -> None:
+        kind = said.pop("type", None)
+        if isinstance(kind, list) and all(one in OF_TYPE for one in kind):
+            if said:
+                raise _no(f"{', '.join(sorted(said))} beside several types")
+            return
+        if not isinstance(kind, str) or kind not in OF_TYPE:
+            raise _no(f"{', '.join(sorted(said)) or 'type'} without one type")
+        if strange := sorted(set(said) - OF_TYPE[kind]):
+            raise Refused(
+                f"{', '.join(strange)}: the engine xgrammar cannot enforce"
+                f" {'these keywords' if len(strange) > 1 else 'this keyword'}; leave it out, or use guidance"
+            )
+        getattr(self, f"_{kind}", lambda said: None)(said)
+
+    def _integer(self, said: dict[str, Any]) -> None:
+        for name, value in said.items():
+            if type(value) is not int:
+                raise _no(f"{name} of {value!r}")
+        _ordered(said, "minimum", "maximum")
+
+    def _number(self, said: dict[str, Any]) -> None:
+        for name, value in said.items():
+            if type(value) not in (int, float):
+                raise _no(f"{name} of {value!r}")
+        _ordered(said, "minimum", "maximum")
+
+    def _string(self, said: dict[str, Any]) -> None:
+        if len({"pattern", "format"} & set(said)) and len(said) > 1:
+            raise _no(" beside ".join(sorted(said)))
+        if said.get("format", "date") not in FORMATS:
+            raise _no(f"format {said['format']!r}")
+        _count(said, "minLength", "maxLength")
+        if (pattern := said.get("pattern")) is not None:
+            whole = isinstance(pattern, str) and re.fullmatch(r"\^[^|]*\$", pattern)
+            if not whole or re.search(r"(?<!\\)[$^.]|\[\^", pattern[1:-1]):
+                raise _no("pattern that is not `^...$`, or has other anchors, dots or [^ in it")
+            _pattern(pattern)
+            _within_a_string(pattern)
+
+    def _array(self, said: dict[str, Any]) -> None:
+        _count(said, "minItems", "maxItems")
+        if "prefixItems" in said and len(said) > 1 and set(said) != {"prefixItems", "items"}:
+            raise _no("prefixItems beside a count")
+        self._each(said.get("prefixItems", []))
+        if "items" in said and said["items"] is not False:
+            self.read(said["items"])
+
+    def _object(self, said: dict[str, Any]) -> None:
+        own, needed = said.get("properties", {}), said.get("required", [])
+        if not isinstance(own, dict) or not isinstance(needed, list) or not set(needed) <= set(own):
+            raise _no("required names that are no properties")
+        if any(re.search(r'["\\\x00-\x1f]', name) for name in own):
+            raise _no("a name with quotes, backslashes or control characters")
+        rest = said.get("additionalProperties", True)
+        if own and rest is not False:
+            raise Refused(
+                "additionalProperties: beside properties the engine xgrammar would take a name twice; say"
+                " false (disable_additional_properties does), or use guidance"
+            )
+        if "propertyNames" in said and (own or rest is not True):
+            raise _no("propertyNames beside properties")
+        self._each([*own.values(), *([] if isinstance(rest, bool) else [rest])])
+        self.read(said.get("propertyNames", True))
+
+    def _each(self, parts: Any) -> None:
+        if not isinstance(parts, Iterable):
+            raise _no("a list of schemas that is none")
+        for part in parts:
+            self.read(part)
+
+
+def _count(said: dict[str, Any], *names: str) -> None:
+    for name in names:
+        value = said.get(name, 0)
+        if type(value) is not int or not 0 <= value <= MOST:
+            raise _no(f"{name} of {value!r}")
+    _ordered(said, *names)
+
+
+def _ordered(said: dict[str, Any], least: str, most: str) -> None:
+    if least in said and most in said and said[least] > said[most]:
+        raise Refused(f"Unsatisfiable schema: {least} is greater than {most}")
+
+
+def _pattern(pattern: str) -> None:
+    if (odd := ODD_IN_PATTERN.search(pattern)) is not None:
+        raise _no(f"{odd[0]!r} in a pattern")
+    if any(
+        int(n) > MOST for n in re.findall(r"\d+", " ".join(re.findall(r"\{([\d, ]+)\}", pattern)))
+    ):
+        raise _no(f"a repetition of more than {MOST}")
+
+
+def _within_a_string(pattern: str) -> None:
+    """It writes what a pattern says as it stands, where JSON needs an escape."""
+    if '"' in pattern or re.search(r"\\[\\\w]|[\x00-\x1f]", pattern):
+        raise _no("a pattern with a quote, or an escape that is not of punctuation,")
+    if "(" in pattern and "{" in pattern:  # `(a{2})?` admits one a
+        raise _no("a group and a count in one pattern")
+    for ends in re.findall(r"(\\?.)-(\\?.)", pattern):
+        if ends[1] != "]" and not any(
+            re.fullmatch(f"[{kind}][{kind}]", "".join(ends)) for kind in ("a-z", "A-Z", "0-9")
+        ):
+            raise _no(f"the range {'-'.join(ends)} in a pattern")
+
+
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def whole(pattern: str) -> str:
+    """A regex that the whole output matches, for xgrammar: to it a dot is any character, and anchors within are nothing.
+
+    Raises:
+        Refused: it has an anchor elsewhere than at its ends, or what `_pattern` refuses.
+    """
+    _pattern(pattern)
+    check_regex(pattern)
+    pieces = PIECE.findall(pattern)
+    pieces = pieces[pieces[:1] == ["^"] :]
+    if pieces[-1:] == ["$"]:
+        pieces.pop()
+    if {"^", "$"} & set(pieces):
+        raise _no("an anchor within a regex")
+    return "".join("[^\\n]" if piece == "." else piece for piece in pieces)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    return kinds.get(type(value), "")

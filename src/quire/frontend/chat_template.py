@@ -1,0 +1,227 @@
+"""Chat templates: a conversation -> the text that the model was trained on.
+
+Renders what transformers' apply_chat_template renders (a test compares). Knows the shape of a message and where
+checkpoints keep their templates. Does not know Jinja (`sandbox` does), nor tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.errors import ConfigError, ValidationError
+from quire.frontend.jinja_sandbox import SECONDS, run
+
+ContentFormat = Literal["string", "openai"]
+
+# Stands at the end of a message that is to be continued. Its last space shows whether the template trims.
+MARK = "⁂continue⁂ "
+PROBE = "⁂probe⁂"
+PROBE_SECONDS = 1.0
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, newest last
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+SETTINGS = (
+    "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "tokenizer_kwargs", "return_assistant_tokens_mask", "conversation",
+)  # fmt: skip
+
+
+def plain(value: Any) -> Any:
+    """The same in JSON's types, copied: nothing that a template sees has methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return plain(value.item())
+    return f"<{type(value).__name__}>"
+
+
+class ChatTemplate:
+    """A template's text, compiled at first use."""
+
+    def __init__(self, source: str, named: dict[str, str] | None = None):
+        self.source = source
+        self.named = named or {}
+        """Other templates of the checkpoint, by name: "tool_use" is taken when there are tools."""
+
+    @classmethod
+    def given(cls, given: str, may_be_path: bool = True) -> ChatTemplate:
+        """From a path, or from the text itself; equal ones are one object, for what is known of it costs time.
+
+        Raises:
+            ConfigError: neither a file nor a template.
+        """
+        return _of_source(read_given(given) if may_be_path else given)
+
+    @classmethod
+    def find(cls, folder: Path, config: dict[str, Any], given: str | None) -> ChatTemplate | None:
+        """The one given (a path, or the text itself), else the checkpoint's; None when it has none.
+
+        Raises:
+            ConfigError: `given` is neither a file nor a template.
+        """
+        if given is not None:
+            return cls.given(given)
+        file, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+        named = {
+            path.stem: path.read_text(encoding="utf-8") for path in sorted(more.glob("*.jinja"))
+        }
+        if file.is_file():
+            return cls(file.read_text(encoding="utf-8"), named)
+        found = config.get("chat_template")
+        if isinstance(found, list):  # the older form of several templates
+            named = {entry["name"]: entry["template"] for entry in found} | named
+            found = named.pop("default", None)
+        if found is None and (file := folder / "chat_template.json").is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        return cls(found, named) if isinstance(found, str) else None
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        seconds: float = SECONDS,
+    ) -> str:
+        """The prompt's text. `variables`: special tokens by name, and the request's own.
+
+        Raises:
+            ValidationError: the conversation does not suit the template (its own words), or is empty.
+            TooSlow: it takes longer than `seconds`.
+            ConfigError: the template does not parse.
+        """
+        if not messages:
+            raise ValidationError("messages must not be empty", parameter="messages", value=[])
+        if continue_final_message and add_generation_prompt:
+            raise ValidationError(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+                parameter="continue_final_message", value=True,
+            )  # fmt: skip
+        chat = [_message(message) for message in messages]
+        if continue_final_message:
+            _mark_last(chat)
+        extra = {
+            k: v for k, v in plain(dict(variables or {})).items() if k not in RESERVED + SETTINGS
+        }
+        source = self.named.get("tool_use", self.source) if tools else self.source
+        known = {
+            "messages": chat,
+            "tools": None if tools is None else [_tool(tool) for tool in tools],
+            "documents": plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = run(source, known | extra, seconds)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    @functools.cached_property
+    def content_format(self) -> ContentFormat:
+        """Whether the template reads a message's content as a list of parts (openai) or as one string."""
+        parts = [{"type": "text", "text": PROBE}]
+        for role in ("user", "system"):
+            before, found, _ = self._probe(role, parts).partition(PROBE)
+            if found and not before.endswith(("'text': '", '"text": "', '"text":"')):
+                return "openai"
+        return "string"
+
+    @functools.cached_property
+    def takes_strings(self) -> bool:
+        """Whether content may be a string; a template that reads parts often takes both."""
+        return PROBE in self._probe("user", PROBE)
+
+    def _probe(self, role: str, content: Any) -> str:
+        variables = {
+            "messages": [{"role": role, "content": content}], "tools": None, "documents": None,
+            "add_generation_prompt": False, "bos_token": "", "eos_token": "",
+        }  # fmt: skip
+        try:
+            return run(self.source, variables, PROBE_SECONDS)
+        except Exception:  # whatever it is, the template does not take this
+            return ""
+
+
+@functools.lru_cache(maxsize=32)
+def _of_source(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def read_given(given: str) -> str:
+    """`given` as a template: the file of that name, or the text itself.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if "{" not in given and "\n" not in given:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"chat_template={given!r} is neither a file nor a Jinja template")
+        return path.read_text(encoding="utf-8")
+    return given
+
+
+def _message(message: Any) -> dict[str, Any]:
+    found = plain(message)
+    if not isinstance(found, dict):
+        raise ValidationError(
+            f"each message must be an object with role and content, not {type(message).__name__}",
+            parameter="messages",
+        )
+    found = {key: value for key, value in found.items() if value is not None}
+    thought = next((found[key] for key in REASONING if key in found), None)
+    if thought is not None:
+        found = {"thinking": thought, **found, "reasoning_content": thought}
+    return found
+
+
+def _tool(tool: Any) -> Any:
+    if callable(tool):
+        from transformers.utils import get_json_schema
+
+        return plain(get_json_schema(tool))
+    return plain(tool)
+
+
+def _mark_last(chat: list[dict[str, Any]]) -> None:
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + MARK
+        return
+    for part in reversed(content if isinstance(content, list) else []):
+        if isinstance(part, dict) and "text" in part:
+            part["text"] += MARK
+            return
+    raise ValidationError(
+        "continue_final_message needs a final message with text to continue", parameter="messages"
+    )
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(MARK.rstrip())
+    if at < 0:
+        raise ValidationError(
+            "continue_final_message cannot be used here: the chat template changes or drops the final message",
+            parameter="continue_final_message", value=True,
+        )  # fmt: skip
+    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

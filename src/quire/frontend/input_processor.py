@@ -1,0 +1,327 @@
+"""A prompt and its parameters -> engine requests that the engine can serve, or an error that says why not.
+
+Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) come through
+`Inputs.accept`, which checks every rule that needs a model. The server checks the length of a prompt before (`prompts.py`
+there). Does not know how answers come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire import env
+from quire.config.structured import Wishes
+from quire.config.vllm_flags import LORA
+from quire.errors import Unsupported, ValidationError
+from quire.features.structured.check_process import ConstraintChecker
+from quire.frontend.generation_config import GenerationDefaults
+from quire.frontend.parallel_sampling import child_id, fan_out, mix
+from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.prompts import Prompt, read_prompt
+from quire.frontend.thinking_markers import thoughts
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol import validators as read
+from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams, StructuredOutputsParams, truncation
+
+WIDEST = (
+    4  # how many times longer than its tokens' spellings a text may be before it is read at all
+)
+
+
+@dataclass(slots=True)
+class Accepted:
+    """A request that passed every check."""
+
+    id: str
+    prompt: str | None
+    """The prompt's text, if it was given as text."""
+    tokens: list[int]
+    params: SamplingParams
+    """What was asked, n included, with max_tokens and seed settled."""
+    children: list[EngineRequest]
+    """What goes to the engine: one for each output."""
+    arrived: float
+    inner: bool = False
+    """As of an EngineRequest."""
+
+    def rename_children(self, number: int) -> None:
+        """Ids that the engine does not know yet; `id`, which the user knows, stays."""
+        count = len(self.children)
+        for index, child in enumerate(self.children):
+            child.id = child_id(f"{self.id}~{number}", index, count)
+
+
+@dataclass(slots=True)
+class TokenizeOptions:
+    """How a prompt's text becomes ids."""
+
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    """Keep that many tokens; -1: as many as the context holds beside one output token."""
+    keep_first: bool = False
+    """Cut the end instead of the beginning."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> TokenizeOptions:
+        """From `tokenization_kwargs`.
+
+        Raises:
+            ValidationError: a key that we do not have, or a wrong value.
+        """
+        options, given = cls(), dict(given or {})
+        options.add_special_tokens = read.truth(
+            "add_special_tokens", given.pop("add_special_tokens", True)
+        )
+        side = given.pop("truncation_side", None)
+        if given.pop("truncation", False) and (length := given.pop("max_length", None)) is not None:
+            options.truncate, options.keep_first = truncation(length), True
+        if (limit := given.pop("truncate_prompt_tokens", None)) is not None:
+            options.truncate, options.keep_first = truncation(limit), False
+        given.pop("max_length", None)
+        if side is not None:
+            if side not in ("left", "right"):
+                raise read.wrong(
+                    "truncation_side", side, "left (keep the end) or right (keep the beginning)"
+                )
+            options.keep_first = side == "right"
+        if given:
+            known = "add_special_tokens, truncate_prompt_tokens, truncation_side, truncation, max_length"
+            raise ValidationError(
+                f"tokenization_kwargs has no {', '.join(sorted(given))}; it may have {known}",
+                parameter="tokenization_kwargs", value=given,
+            )  # fmt: skip
+        return options
+
+
+@dataclass(slots=True)
+class Inputs:
+    """One for each front room; `accept` may be called from any thread."""
+
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    vocab_size: int
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    max_logprobs: int = 20
+    seed: int = 0
+    client: int = 0
+    """Number of this front room: seeds of different ones differ."""
+    eos_token_ids: list[int] = field(default_factory=list)
+    structured: Wishes = field(default_factory=Wishes)
+    reasoning: Callable[[], Reasoning | None] = lambda: None
+    """How the model marks its thoughts."""
+    checker: ConstraintChecker = field(default_factory=ConstraintChecker)
+    _numbers: Iterable[int] = field(default_factory=itertools.count)
+    _longest: int = 0
+    """Characters of the vocabulary's longest token; 0: not looked up yet."""
+    _words: tuple[list[str], list[list[int]]] | None = None
+    """The last bad words, and what they are in tokens."""
+
+    def __post_init__(self) -> None:
+        ends = list(self.defaults.eos_token_ids)
+        if self.tokenizer is not None and (own := self.tokenizer.eos_token_id) is not None:
+            ends.append(own)
+        self.eos_token_ids = sorted({i for i in ends if 0 <= i < self.vocab_size})
+
+    def accept(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        id: str,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
+        arrived: float | None = None,
+        inner: bool = False,
+        tenant: str = "",
+    ) -> Accepted:
+        """Check and complete one request. `inner`: a part of a larger one, to which max_logprobs does not apply.
+
+        Raises:
+            ValidationError: `parameter` names what is wrong; the message says what to do.
+            Unsupported: a feature that is not here yet.
+        """
+        if lora_request is not None:
+            raise Unsupported("lora_request", LORA[1])
+        arrived = time.time() if arrived is None else arrived
+        params = self.defaults.params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise read.wrong("sampling_params", params, "a SamplingParams")
+        given = read_prompt(prompt)
+        options = TokenizeOptions.read(tokenization_kwargs)
+        if params.truncate_prompt_tokens is not None:
+            options.truncate = params.truncate_prompt_tokens
+        tokens = self.tokens(given, options)
+        self._check_prompt(tokens)
+        settled = self._settle(params, len(tokens), limited=not inner)
+        if (budget := params.thinking_token_budget) is not None and budget >= 0:
+            marks = thoughts(budget, self.reasoning(), self.tokenizer, tokens)
+            settled = settled.settled(thoughts=marks)
+        request = EngineRequest(
+            id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
+            priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
+            tenant=tenant, inner=inner,
+        )  # fmt: skip
+        asked = params.settled(
+            max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
+        )
+        return Accepted(id, given.text, tokens, asked, fan_out(request), arrived, inner)
+
+    # -- the prompt -----------------------------------------------------------------------------
+    def tokens(self, prompt: Prompt, options: TokenizeOptions | None = None) -> list[int]:
+        """Token ids of a prompt, truncated if asked for. Not checked against the model's limits.
+
+        Raises:
+            ValidationError: text without a tokenizer, or far too much of it.
+        """
+        options = options or TokenizeOptions()
+        found = prompt.tokens
+        if found is None:
+            if self.tokenizer is None:
+                raise ValidationError(
+                    "text needs a tokenizer, and skip_tokenizer_init=True left it out: give prompt_token_ids",
+                    parameter="prompt",
+                )
+            text = prompt.text or ""
+            if options.truncate is None:
+                self.check_width(text)
+            found = self.tokenizer.encode(text, options.add_special_tokens)
+        if options.truncate is not None:
+            keep = self.max_model_len - 1 if options.truncate == -1 else options.truncate
+            found = found[:keep] if options.keep_first else found[-keep:]
+        return found
+
+    def check_width(self, text: str) -> None:
+        """Refuse a text that cannot fit before time is spent on it.
+
+        Raises:
+            ValidationError: even if all its tokens were the longest of the vocabulary, they would be too many.
+        """
+        if len(text) <= self.max_model_len:
+            return
+        if not self._longest and self.tokenizer is not None:
+            self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        if len(text) > self.max_model_len * self._longest * WIDEST:
+            raise ValidationError(
+                f"This model's maximum context length is {self.max_model_len} tokens; the prompt's"
+                f" {len(text)} characters cannot fit. Shorten it, or set truncate_prompt_tokens.",
+                parameter="input_tokens", value=len(text),
+            )  # fmt: skip
+
+    def _check_prompt(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise ValidationError(
+                "the prompt is empty: it needs at least one token", parameter="prompt", value=[]
+            )
+        if len(tokens) >= self.max_model_len:
+            raise ValidationError(
+                f"This model's maximum context length is {self.max_model_len} tokens: the prompt has"
+                f" {len(tokens)}, and an output needs at least 1. Shorten the prompt, set"
+                " truncate_prompt_tokens, or start the engine with a larger max_model_len.",
+                parameter="input_tokens", value=len(tokens),
+            )  # fmt: skip
+        self._check_ids("prompt_token_ids", tokens)
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if not ids:
+            return
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValidationError(
+                f"{name} has {wrong}, which is no token of this model: ids go from 0 to"
+                f" {self.vocab_size - 1}",
+                parameter=name, value=wrong,
+            )  # fmt: skip
+
+    # -- the parameters -------------------------------------------------------------------------
+    def _settle(self, params: SamplingParams, num_prompt: int, *, limited: bool) -> SamplingParams:
+        """What the engine gets: nothing left open, nothing that only the front room reads."""
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        if self.tokenizer is None and params.stop:
+            raise ValidationError(
+                "stop needs a tokenizer, and skip_tokenizer_init=True left it out: use stop_token_ids",
+                parameter="stop", value=params.stop,
+            )  # fmt: skip
+        room = self.max_model_len - num_prompt
+        if params.min_tokens > room:
+            raise ValidationError(
+                f"min_tokens={params.min_tokens} does not fit: the context of {self.max_model_len} tokens"
+                f" has room for {room} after the prompt's {num_prompt}",
+                parameter="min_tokens", value=params.min_tokens,
+            )  # fmt: skip
+        skip = params.skip_reading_prefix_cache
+        own_seed = mix(self.seed, self.client, next(iter(self._numbers)))
+        return params.settled(
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=own_seed if params.seed is None else params.seed & ((1 << 63) - 1),
+            logprobs=self._count("logprobs", params.logprobs, limited),
+            prompt_logprobs=self._count("prompt_logprobs", params.prompt_logprobs, limited),
+            # Log-probabilities need every prompt position computed.
+            skip_reading_prefix_cache=params.prompt_logprobs is not None if skip is None else skip,
+            eos_token_ids=self.eos_token_ids,
+            bad_word_ids=self._bad_word_ids(params.bad_words),
+            structured_outputs=self._constraint(params),
+            stop=[], bad_words=[], truncate_prompt_tokens=None, stream_interval=None,
+        )  # fmt: skip
+
+    def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
+        if params.structured_outputs is None:
+            return None
+        if not self.eos_token_ids:
+            raise ValidationError(
+                "structured_outputs needs an end-of-text token, and this model names none: give one as"
+                " eos_token_id in its generation_config.json",
+                parameter="structured_outputs",
+            )
+        ours = ("disable_any_whitespace", "disable_additional_properties")
+        form = params.structured_outputs
+        if more := {name: True for name in ours if getattr(self.structured, name)}:
+            form = msgspec.structs.replace(form, **more)
+        return self.checker.checked(form, self.structured.backend)
+
+    def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
+        if asked is None:
+            return None
+        wanted = self.vocab_size if asked == -1 else asked
+        if limited and self.max_logprobs != -1 and wanted > self.max_logprobs:
+            raise ValidationError(
+                f"{name}={asked} is more than this engine's max_logprobs of {self.max_logprobs};"
+                " ask for fewer, or start the engine with a larger max_logprobs (-1: no limit)",
+                parameter=name, value=asked,
+            )  # fmt: skip
+        return min(wanted, self.vocab_size)
+
+    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise ValidationError(
+                "bad_words needs a tokenizer, and skip_tokenizer_init=True left it out: use logit_bias",
+                parameter="bad_words", value=words,
+            )  # fmt: skip
+        before = self._words  # the prompts of one request have the same words
+        if before is not None and before[0] == words:
+            return before[1]
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        found = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
+        if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # each step looks them up
+            raise ValidationError(
+                f"bad_words makes {len(found)} token sequences; at most {most} are allowed:"
+                " give fewer words",
+                parameter="bad_words", value=len(found),
+            )  # fmt: skip
+        self._words = (list(words), found)
+        return found

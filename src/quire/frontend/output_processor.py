@@ -1,0 +1,261 @@
+"""What the engine says of one request, collected into what its user reads.
+
+    EngineOutput of a child -> `Collector.add` -> state of the child (tokens, text, log-probabilities)
+                               `Collector.take` -> RequestOutput with what is new, or all, as was asked
+
+Building an output is put off until somebody takes it, so a slow reader costs nothing. Knows one request.
+Does not know how outputs arrive or who waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from quire.frontend.detokenize import Detokenizer
+from quire.frontend.input_processor import Accepted
+from quire.frontend.logprobs import (
+    FlatLogprobs,
+    PackedLogprobs,
+    Position,
+    Positions,
+    PromptLogprobs,
+    positions,
+)
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.parallel_sampling import best
+from quire.frontend.repetition_detector import Circles
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
+from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class Child:
+    """One of a request's outputs as it grows."""
+
+    id: str
+    index: int
+    detokenizer: Detokenizer | None
+    circles: Circles | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Position | None] | PackedLogprobs | None = None
+    cumulative: float | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    error_kind: ErrorKind = "internal"
+    taken: int = 0
+    """Tokens that were given out."""
+    told: bool = False
+    """Its end was given out."""
+
+    def add(self, output: EngineOutput) -> None:
+        """Tokens after a stop string or in a circle do not count; `finish` is then ours whatever the engine says."""
+        kept, finish = len(output.tokens), None
+        if self.detokenizer is not None or self.circles is not None:
+            kept, finish = self._read(output)
+        self.tokens += output.tokens[:kept]
+        if finish is not None:
+            self.finish = finish
+            if finish == "stop" and self.detokenizer is not None:
+                self.stop_reason = self.detokenizer.stopped_by
+        elif output.finish is not None:
+            self.finish, self.stop_reason = output.finish, output.stopped_by
+            self.error, self.error_kind = output.error, output.error_kind
+        if output.logprobs is not None:
+            chosen = output.logprobs.values[:kept]
+            self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
+
+    def _read(self, output: EngineOutput) -> tuple[int, FinishReason | None]:
+        """How many of the tokens count, and why no more do: they completed a stop string, or they circle."""
+        detokenizer, circles = self.detokenizer, self.circles
+        # A token that stops is no part of the text.
+        silent = output.finish == "stop" and (detokenizer is None or not detokenizer.include_stop)
+        for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
+            if detokenizer is not None and detokenizer.add(token_id):
+                return at, "stop"
+            if circles is not None and circles.add(token_id):
+                stopped = detokenizer is not None and detokenizer.end()
+                return at, "stop" if stopped else "repetition"
+        if output.finish is not None and detokenizer is not None and detokenizer.end():
+            return len(output.tokens), "stop"
+        return len(output.tokens), None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    def is_ready(self, interval: int) -> bool:
+        """There is something to tell: a first token, `interval` more, or the end."""
+        new = len(self.tokens) - self.taken
+        if self.finish is not None:
+            return new > 0 or not self.told
+        return new >= interval or (new > 0 and not self.taken)
+
+
+class Collector:
+    """One request. Not for several threads at once."""
+
+    def __init__(self, accepted: Accepted, tokenizer: Tokenizer | None, packs: bool = False):
+        """`packs`: whole outputs come with PackedLogprobs, as the server's do, not with lists."""
+        self.packs = packs
+        self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
+        self.tokenizer = tokenizer
+        self.children = [
+            Child(child.id, index, _detokenizer(accepted, tokenizer), _circles(accepted.params))
+            for index, child in enumerate(accepted.children)
+        ]
+        self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
+        kind = self.params.output_kind
+        self._ranked = len(self.children) > self.params.n
+        self._at_the_end = self._ranked or kind == RequestOutputKind.FINAL_ONLY
+        self._deltas = kind == RequestOutputKind.DELTA
+        self._interval = self.params.stream_interval or 1
+        self._wants_logprobs = (
+            self.params.logprobs is not None or self.params.logprob_token_ids is not None
+        )
+        self.cached: int | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
+        self._prompt_told = False
+        self.finished = False
+        self.failed = False
+        """A child ended with an error."""
+
+    @property
+    def _names(self) -> Tokenizer | None:
+        return self.tokenizer if self.params.detokenize else None
+
+    # -- in -------------------------------------------------------------------------------------
+    def add(self, index: int, output: EngineOutput, now: float) -> bool:
+        """What is new of child `index`. True: it ended here while the engine still runs it, so abort it."""
+        child = self.children[index]
+        if child.finish is not None:
+            return False  # its end was found here before the engine heard of it
+        self._note_times(output, now)
+        before = len(child.tokens)
+        child.add(output)
+        if self._wants_logprobs:
+            self._add_logprobs(child, output.logprobs, len(child.tokens) - before)
+        if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs.add(output.prompt_logprobs)
+        if not child.ended:
+            return False
+        self.failed |= child.finish == "error"
+        if all(one.finish is not None for one in self.children):
+            self.finished = True
+            self.metrics.finished_time = now
+        return output.finish is None
+
+    def _add_logprobs(self, child: Child, found: Logprobs | None, count: int) -> None:
+        ranked = self.params.logprob_token_ids is None
+        if child.logprobs is None:
+            child.logprobs = PackedLogprobs(self._names, ranked) if self.packs else []
+        if found is None:
+            return
+        if isinstance(child.logprobs, PackedLogprobs):
+            child.logprobs.add(found, range(min(count, len(found.ranks))))
+            return
+        entries = positions(found, self._names, ranked)
+        child.logprobs.extend(entry for entry, _ in zip(entries, range(count), strict=False))
+
+    def _note_times(self, output: EngineOutput, now: float) -> None:
+        metrics = self.metrics
+        if output.tokens:
+            metrics.first_token_ts = metrics.first_token_ts or now
+            metrics.last_token_ts = now
+            metrics.num_generation_tokens += len(output.tokens)
+            if self.cached is None or output.cached > self.cached:
+                self.cached = output.cached
+        if output.queued and not metrics.scheduled_ts:
+            metrics.scheduled_ts = metrics.queued_ts + output.queued
+        if output.preemptions > metrics.num_preemptions:
+            metrics.num_preemptions = output.preemptions
+
+    def end(self, finish: FinishReason, error: str | None = None) -> list[str]:
+        """End what still runs; the ids of those children, for the engine."""
+        ended = []
+        for child in self.children:
+            if child.finish is None:
+                if child.detokenizer is not None:
+                    child.detokenizer.end()
+                child.finish, child.error = finish, error
+                ended.append(child.id)
+        self.finished = True
+        self.failed |= finish == "error"
+        self.metrics.finished_time = time.time()
+        return ended
+
+    # -- out ------------------------------------------------------------------------------------
+    def take(self) -> RequestOutput | None:
+        """What is to be told now, of the kind that was asked for; None when that is nothing."""
+        if self._at_the_end and not self.finished:
+            return None
+        ready = [child for child in self.children if child.is_ready(self._interval)]
+        if not ready:
+            return None
+        if self._ranked:
+            scores = [child.cumulative or 0.0 for child in self.children]
+            chosen = [self.children[index] for index in best(scores, self.params.n)]
+            outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
+            for child in self.children:  # of the others nobody is told
+                child.taken, child.told = len(child.tokens), True
+        else:
+            chosen = ready if self._deltas else self.children
+            outputs = [self._completion(child, child.index) for child in chosen]
+        return RequestOutput(
+            self.id, self.accepted.prompt, self.accepted.tokens, self._take_prompt_logprobs(),
+            outputs, self.finished, self.metrics, num_cached_tokens=self.cached,
+        )  # fmt: skip
+
+    def _completion(self, child: Child, index: int) -> CompletionOutput:
+        start, text = child.taken if self._deltas else 0, ""
+        if child.detokenizer is not None:
+            text = child.detokenizer.take(child.finish is not None)
+            if not self._deltas:
+                text = child.detokenizer.settled
+        child.taken, child.told = len(child.tokens), child.finish is not None
+        logprobs = None if child.logprobs is None else self._logprobs(child.logprobs, start)
+        return CompletionOutput(
+            index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
+            child.stop_reason, None, child.error, child.error_kind,
+        )  # fmt: skip
+
+    def _logprobs(self, found: list[Position | None] | PackedLogprobs, start: int) -> Positions:
+        if isinstance(found, PackedLogprobs) and not self._deltas:
+            return found
+        if not self.params.flat_logprobs:
+            return found[start:]
+        flat = FlatLogprobs()
+        flat.extend(found[start:])
+        return flat
+
+    def _take_prompt_logprobs(self) -> Positions | None:
+        if self.prompt_logprobs is None or (self._deltas and self._prompt_told):
+            return None
+        self._prompt_told = True
+        return self.prompt_logprobs.result(self.params.flat_logprobs, self.packs)
+
+
+def _circles(params: SamplingParams) -> Circles | None:
+    asked = params.repetition_detection
+    return (
+        Circles(asked, params.min_tokens) if asked is not None and asked.max_pattern_size else None
+    )
+
+
+def _detokenizer(accepted: Accepted, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    params: SamplingParams = accepted.params
+    if tokenizer is None or not params.detokenize:
+        return None
+    return Detokenizer(
+        tokenizer,
+        accepted.tokens,
+        stop=params.stop,
+        include_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )

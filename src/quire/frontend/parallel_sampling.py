@@ -1,0 +1,63 @@
+"""One request with n outputs -> n engine requests, and which of the results are returned.
+
+Knows seeds, ids and ranking. Does not know text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+
+MASK64 = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A well spread 63-bit number from whole numbers, the same everywhere (SplitMix64's finalizer)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & MASK64) + 0x9E3779B97F4A7C15) & MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
+        state ^= state >> 31
+    return state >> 1
+
+
+def num_children(params: SamplingParams) -> int:
+    return max(params.n, params.best_of or 1)
+
+
+def child_id(request_id: str, index: int, count: int) -> str:
+    return request_id if count == 1 else f"{request_id}_{index}"
+
+
+def fan_out(request: EngineRequest) -> list[EngineRequest]:
+    """n (or best_of) requests of one output each, from one whose params are resolved.
+
+    The first draws with the request's own seed, so it equals what n=1 would give. Only the first computes the
+    prompt's log-probabilities.
+    """
+    params, count = request.params, num_children(request.params)
+    logprobs = params.logprobs
+    if count > params.n and logprobs is None and params.logprob_token_ids is None:
+        logprobs = 0  # ranking needs those of the chosen tokens, which logprob_token_ids bring too
+    seed = params.seed or 0
+    children = []
+    for index in range(count):
+        own = params.settled(
+            n=1, best_of=None, logprobs=logprobs, checked=True,
+            seed=seed if index == 0 else mix(seed, index),
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        )  # fmt: skip
+        children.append(
+            msgspec.structs.replace(request, id=child_id(request.id, index, count), params=own)
+        )
+    return children
+
+
+def best(scores: Sequence[float], n: int) -> list[int]:
+    """Indices of the n highest scores, best first; equal ones in their order."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])[:n]

@@ -1,0 +1,226 @@
+"""Readers of one tool call: a JSON object with a name and arguments, or a call as Python writes it.
+
+Knows how a call is written. What is read goes to a sink (the parser) at once. Each character is read once. Does
+not know what stands around a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Protocol
+
+from quire.frontend.parsers.value_reader import (
+    MOST_WORD,
+    SPACE,
+    Malformed,
+    ValueReader,
+    quoted,
+    whole,
+)
+
+NAMES = ("name", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
+KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "description"))
+IDENTIFIER = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+class Sink(Protocol):
+    known_only: bool
+
+    def begin(self, name: str) -> None:
+        """Raises Malformed: that is no tool's name."""
+
+    def arguments(self, text: str) -> None: ...
+
+
+class CallObject:
+    """`{"name": ..., "arguments": {...}}`, keys in any order; also `parameters`."""
+
+    def __init__(self, sink: Sink):
+        self.sink = sink
+        self.done = False
+        self._want = "open"
+        self._key = ""
+        self._seen: set[str] = set()
+        self._reader: ValueReader | None = None
+        self._early: list[str] = []
+        self._name = False
+        self._first = ""
+
+    def feed(self, text: str, at: int) -> int:
+        """As ValueReader.feed."""
+        end = len(text)
+        while at < end and not self.done:
+            if self._reader is not None:
+                try:
+                    reached = self._reader.feed(text, at)
+                except Malformed:
+                    self._read_on(self._reader)  # what came before it
+                    raise
+                try:
+                    self._read_on(self._reader)
+                except Malformed as error:
+                    error.at = reached
+                    raise
+                if reached == at:
+                    return at
+                at = reached
+            elif (space := SPACE.match(text, at)) is not None:
+                at = space.end()
+            else:
+                try:
+                    at = self._mark(text[at], at)
+                except Malformed as error:
+                    error.at, error.lost = at, quoted(self._key) if self._want == "colon" else ""
+                    raise
+        return at
+
+    def _mark(self, char: str, at: int) -> int:
+        want = self._want
+        if want == "open" and char == "{":
+            self._want = "key or end"
+        elif char == "}" and want in ("key or end", "after"):
+            self._finish()
+        elif want == "after" and char == ",":
+            self._want = "key"
+        elif want in ("key", "key or end") and char == '"':
+            self._want = "key"
+            self._reader = ValueReader("json", '"')
+            return at
+        elif want == "colon" and char == ":":
+            self._want = "value"
+        elif want == "value":
+            group = self._group()
+            only = {"name": '"', "arguments": '{"n'}.get(group, "")
+            self._reader = ValueReader("json", only)
+            return at
+        else:
+            raise Malformed(f"{char!r} where {want} was due")
+        return at + 1
+
+    def _group(self) -> str:
+        return "name" if self._key in NAMES else "arguments" if self._key in ARGUMENTS else ""
+
+    def _read_on(self, reader: ValueReader) -> None:
+        if self._want == "key":
+            if reader.done:
+                self._key = json.loads(reader.take())
+                self._reader, self._want = None, "colon"
+                group = self._group() or self._key
+                if group in self._seen:
+                    raise Malformed(f"{self._key[:40]!r} stands there twice")
+                if self.sink.known_only and self._key not in KNOWN:
+                    raise Malformed(f"{self._key[:40]!r} is no part of a call")
+                self._seen.add(group)
+            return
+        group = self._group()
+        if group == "arguments":
+            self._read_arguments(reader)
+        if reader.done:
+            if group == "name":
+                self._begin(json.loads(reader.take()))
+            self._reader, self._want = None, "after"
+
+    def _begin(self, name: str) -> None:
+        self.sink.begin(name)
+        self._name = True
+        if self._early:
+            self.sink.arguments("".join(self._early))
+            self._early.clear()
+
+    def _read_arguments(self, reader: ValueReader) -> None:
+        if not self._first and reader.out:
+            self._first = reader.out[0][0]
+        if self._first != "{" and not reader.done:
+            return  # a string that holds them
+        text = reader.take()
+        if self._first == '"':
+            text = whole(json.loads(text), only="{")
+        elif self._first == "n":
+            text = "{}"
+        if self._name:
+            self.sink.arguments(text)
+        else:
+            self._early.append(text)
+
+    def _finish(self) -> None:
+        if not self._name:
+            raise Malformed("a call without a name")
+        if "arguments" not in self._seen:
+            self.sink.arguments("{}")
+        self.done = True
+
+
+class PythonCall:
+    """`name(key=value, ...)`."""
+
+    def __init__(self, sink: Sink):
+        self.sink = sink
+        self.done = False
+        self._want = "name"
+        self._word = ""
+        self._first = True
+        self._reader: ValueReader | None = None
+
+    def feed(self, text: str, at: int) -> int:
+        """As ValueReader.feed."""
+        end = len(text)
+        while at < end and not self.done:
+            if self._reader is not None:
+                try:
+                    reached = self._reader.feed(text, at)
+                finally:
+                    if new := self._reader.take():
+                        self.sink.arguments(new)
+                if self._reader.done:
+                    self._reader, self._want = None, "after"
+                elif reached == at:
+                    return at
+                at = reached
+                continue
+            try:
+                reached = self._step(text, at)
+            except Malformed as error:
+                error.at, error.lost = at, self._word if self._want == "=" else ""
+                raise
+            if reached < 0:
+                return at
+            at = reached
+        return at
+
+    def _step(self, text: str, at: int) -> int:
+        """-1: it needs more text."""
+        if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
+            word = found[0]
+            if len(word) > MOST_WORD:
+                raise Malformed("too long a name")
+            if found.end() == len(text):
+                return -1
+            self._word = word
+            self._want = "(" if self._want == "name" else "="
+            return found.end()
+        if (space := SPACE.match(text, at)) is not None:
+            return space.end()
+        return self._mark(text[at], at)
+
+    def _mark(self, char: str, at: int) -> int:
+        want, word = self._want, self._word
+        if char == "(" and want == "(":
+            if word[0].isdigit():
+                raise Malformed(f"{word[:40]!r} is no name")
+            self.sink.begin(word)
+            self.sink.arguments("{")
+            self._want = "key or end"
+        elif char == "=" and want == "=":
+            self.sink.arguments(("" if self._first else ", ") + quoted(word) + ": ")
+            self._first = False
+            self._reader = ValueReader("python")
+        elif char == "," and want == "after":
+            self._want = "key or end"
+        elif char == ")" and want in ("after", "key or end"):
+            self.sink.arguments("}")
+            self.done = True
+        else:
+            raise Malformed(f"{char!r} in a call, where {want} was due")
+        return at + 1

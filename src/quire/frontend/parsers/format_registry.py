@@ -1,0 +1,110 @@
+"""Which format a model writes: by the name that a user gives, or by its chat template.
+
+Knows names (also those that vLLM accepts) and signs. Does not parse. `choose_tools` and `choose_reasoning` say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.frontend.parsers.format_table import Format, Reasoning
+from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.tool_formats import TOOLS
+
+AUTO, OFF = "auto", ("", "none", "off")
+
+TOOL_NAMES = {
+    "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "qwen3_json": "hermes", "step3p5": "qwen3_coder",
+    "granite4": "hermes", "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45",
+    "harmony": "openai", "gpt_oss": "openai", "nemotron_v3": "qwen3_coder",
+    "ernie45": "hermes", "internlm2": "internlm", "granite_20b_fc": "granite-20b-fc",
+    "phi4_mini": "phi4_mini_json", "longcat_flash": "longcat", "hunyuan_a13b": "jamba",
+    "cohere_command4": "cohere_command3", "minimax_m1": "minimax", "hy_v4": "hy_v3",
+}  # fmt: skip
+REASONING_NAMES = {
+    "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45", "hy_v4": "hy_v3",
+    "nemotron_v3": "deepseek_r1", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1",
+    "deepseek_v32": "deepseek_r1", "deepseek_v4": "deepseek_r1", "deepseek_v41": "deepseek_r1",
+    "step3": "deepseek_r1", "step3p5": "deepseek_r1", "holo2": "deepseek_r1", "minimax_m2_append_think": "minimax_m2",
+    "openai": "openai_gptoss", "gpt_oss": "openai_gptoss", "harmony": "openai_gptoss",
+    "magistral": "mistral", "qwen3_thinking": "qwen3", "mimo": "qwen3",
+}  # fmt: skip
+LATER = {
+    "hf": "auto reads the checkpoint's response_template",
+    "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
+}  # fmt: skip
+"""Names that others know and we refuse, with a remedy where there is one."""
+
+# The first of which all signs are there is taken: those with the rarest signs come first.
+TOOL_ORDER = (
+    "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
+    "seed_oss", "step3", "gemma4", "functiongemma", "hy_v3", "glm45", "qwen3_coder", "minicpm5", "deepseek_v3",
+    "deepseek_v31", "olmo3", "lfm2", "llama4_pythonic", "internlm", "longcat", "apertus", "cohere_command3",
+    "gigachat3", "jamba", "phi4_mini_json", "granite", "granite-20b-fc", "mistral", "hermes", "llama3_json",
+)  # fmt: skip
+REASONING_ORDER = (
+    "openai_gptoss", "gemma4", "mistral", "seed_oss", "granite", "cohere_command3", "cohere_command4", "apertus", "k2_horizon",
+    "minimax_m3", "minimax_m2", "kimi_k2", "hy_v3", "glm45", "olmo3", "hunyuan_a13b", "ernie45", "deepseek_r1", "qwen3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A format's name ("": none) and why it is that one."""
+
+    name: str
+    why: str
+
+
+class Registry:
+    """Formats by name: ours, and those that plugins add."""
+
+    def __init__(self) -> None:
+        self.tools: dict[str, Format] = dict(TOOLS)
+        self.reasoning: dict[str, Reasoning] = dict(REASONING)
+
+    def add_tools(self, name: str, format: Format) -> None:
+        self.tools[name] = format
+
+    def add_reasoning(self, name: str, reasoning: Reasoning) -> None:
+        self.reasoning[name] = reasoning
+
+    def choose_tools(self, asked: str | None, template: str) -> Choice:
+        """`template`: the chat template's text, or the checkpoint's response_template.
+
+        Raises:
+            ConfigError: a name that is not known.
+        """
+        signs = {name: self.tools[name].signs for name in TOOL_ORDER}
+        return _choose(asked, template, "tool_call_parser", self.tools, TOOL_NAMES, signs)
+
+    def choose_reasoning(self, asked: str | None, template: str) -> Choice:
+        """As `choose_tools`."""
+        signs = {name: self.reasoning[name].signs for name in REASONING_ORDER}
+        return _choose(asked, template, "reasoning_parser", self.reasoning, REASONING_NAMES, signs)
+
+
+def _choose(
+    asked: str | None, template: str, field: str, known: Iterable[str],
+    others: Mapping[str, str], signs: Mapping[str, tuple[str, ...]],
+) -> Choice:  # fmt: skip
+    if asked in OFF:
+        return Choice("", f"{field}={asked!r}")
+    if asked is None or asked == AUTO:
+        text = template.replace('\\"', '"').replace("\\'", "'")
+        for name, texts in signs.items():
+            if texts and all(one in text for one in texts):
+                return Choice(
+                    name, "the checkpoint's template has " + " and ".join(map(repr, texts))
+                )
+        return Choice("", "the checkpoint's template shows no format that is known")
+    name = asked if asked in known else others.get(asked, "")
+    if not name:
+        names = ", ".join(sorted({*known, *others}))
+        remedy = LATER.get(asked) or f"there are auto, none, {names}"
+        what = "is not supported yet" if asked in LATER else "is not known"
+        raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
+    why = f"{field}={asked!r}"
+    return Choice(name, why if name == asked else f"{why}, which writes as {name}")

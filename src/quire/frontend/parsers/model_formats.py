@@ -1,0 +1,97 @@
+"""How one model writes: its tool calls and its thoughts, and what a request makes of that.
+
+Knows which formats were chosen, and why. Does not know HTTP. One for each model, parsers for each output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.frontend.parsers import tool_constraints
+from quire.frontend.parsers.format_registry import Choice, Registry
+from quire.frontend.parsers.format_table import Format, Grammar, Reasoning, compose
+from quire.frontend.parsers.stream_parser import Parser
+from quire.frontend.parsers.tool_schemas import Tools
+
+
+class ModelFormats:
+    """Chosen by name or by the chat template.
+
+    Args:
+        specials: special tokens' texts: they are left out of a text unless marks hold them.
+
+    Raises:
+        ConfigError: a name that is not known.
+    """
+
+    def __init__(
+        self, tools: str | None, reasoning: str | None, template: str,
+        specials: Iterable[str] = (), registry: Registry | None = None,
+    ):  # fmt: skip
+        registry = registry or Registry()
+        self.tool_choice: Choice = registry.choose_tools(tools, template)
+        self.reasoning_choice: Choice = registry.choose_reasoning(reasoning, template)
+        self.tools: Format | None = registry.tools.get(self.tool_choice.name)
+        self.reasoning: Reasoning | None = registry.reasoning.get(self.reasoning_choice.name)
+        if self.reasoning is not None and self.reasoning.whole:
+            self.tools = registry.tools[self.reasoning.whole]
+        elif self.tools is not None and self.tools.whole:
+            self.reasoning = next(r for r in registry.reasoning.values() if r.whole)
+        self.specials = frozenset(specials)
+
+    def opened(self, prompt: str, last: str = "") -> bool | None:
+        """Whether a prompt ends within thoughts (True) or after them (False); None: it says nothing.
+
+        `last`: the message that the output continues, if it does.
+        """
+        if self.reasoning is None or self.reasoning.whole:
+            return None
+        end, spots = prompt.rstrip(), (self.reasoning.starts, self.reasoning.ends)
+        if last:
+            starts, ends = (
+                max((last.rfind(mark) for mark in marks), default=-1) for marks in spots
+            )
+            return None if starts == ends else starts > ends
+        if spots[0] and end.endswith(spots[0]):
+            return True
+        return False if spots[1] and end.endswith(spots[1]) else None
+
+    def reading(
+        self, tools: Sequence[Mapping[str, Any]], must: bool = False, opened: bool | None = None
+    ) -> Reading | None:
+        """How the outputs of a request are read; None: they are content as they are.
+
+        `tools`: those that may be called. `must`: the output is made to call one.
+        """
+        format = self.tools if tools else None
+        if must:
+            format = tool_constraints.forced(self.tools, tools)
+        if self.tools is not None and self.tools.whole and not must:
+            format = self.tools
+        if format is None and self.reasoning is None:
+            return None
+        reasoning = None if self.reasoning is None or self.reasoning.whole else self.reasoning
+        grammar = compose(format, reasoning, opened)
+        return Reading(grammar, Tools(tools), self.specials, self.reasoning is not None)
+
+
+@dataclass
+class Reading:
+    """For the outputs of one request."""
+
+    grammar: Grammar
+    tools: Tools
+    specials: frozenset[str] = frozenset()
+    reasons: bool = False
+    """Thoughts are told apart."""
+    marks_are_special: bool = field(init=False)
+    """Special tokens must not be left out of the text: some of them are marks."""
+
+    def __post_init__(self) -> None:
+        marks = [mark for state in self.grammar.states.values() for mark in state.on]
+        self.marks_are_special = any(token in mark for token in self.specials for mark in marks)
+
+    def parser(self) -> Parser:
+        return Parser(self.grammar, self.tools)

@@ -1,0 +1,278 @@
+"""What the grammar demands of calls and answers: structural tags.
+
+Knows formats and the shape of structural tags. Does not know grammars. Calls are written as the model's own format
+writes them, where a grammar can write it, and else as a JSON list (`formats.ANY_CALLS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.frontend.parsers.format_table import Format, Parameter, Reasoning, Wrap
+from quire.frontend.parsers.literal_constraints import any_arguments, arguments
+from quire.frontend.parsers.tool_formats import ANY_CALLS
+from quire.frontend.parsers.tool_schemas import Tools, function
+from quire.protocol.structured_outputs import KINDS, StructuredOutputsParams
+
+JSON = dict[str, Any]
+
+MOST_SAID = (
+    10_000  # members of schemas for calls that are not JSON: they are read in the event loop
+)
+MOST_PARTS = 50_000  # of calls that are not JSON; 128 tools of six parameters have 20,000
+ANY_OBJECT: JSON = {"type": "object"}
+FREE_KEY = r"[^<>\"\s]{1,64}"
+ANY_TEXT: JSON = {"type": "any_text"}
+GAP: JSON = {"type": "optional", "content": {"type": "const_string", "value": "\n"}}
+TO_THE_END = r"(.|\n)*"
+# What a schema may say beside its parameters, and a text beside its type, where each parameter has marks of its own.
+ROOT = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "description", "title",
+     "$schema", "default", "examples", "strict")
+)  # fmt: skip
+TEXT = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))  # fmt: skip
+
+
+# -- demands --------------------------------------------------------------------------------------
+def forced(format: Format | None, tools: Sequence[Mapping[str, Any]] = ()) -> Format:
+    """The format in which calls are written that must come: the model's, or one that any model can follow."""
+    sayable = format is not None and _calls(format, tools, True, "parameter") is not None
+    return format if format is not None and sayable else ANY_CALLS
+
+
+def calls_only(
+    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool,
+    reasoning: Reasoning | None = None, opened: bool | None = None,
+) -> JSON:  # fmt: skip
+    """A structural tag: thoughts, if the model has any, and then one of the tools or several."""
+    calls = _calls(format, tools, parallel, "parameter")
+    if calls is None:
+        raise ValueError("the format cannot be said")
+    return _whole([*_thoughts(reasoning, opened), *calls])
+
+
+def auto_calls(
+    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str,
+    reasoning: Reasoning | None = None, opened: bool | None = None,
+) -> JSON | None:  # fmt: skip
+    """A structural tag: any text, in which calls have their form; None: it cannot be said.
+
+    Where a call opens, it is one of the tools, with arguments of its schema if the tool is strict (or all are, by
+    `level`), and else with any.
+    """
+    calls = _calls(format, tools, parallel, level)
+    if format.wrap is None or calls is None:
+        return None
+    if reasoning is not None and reasoning.answer:
+        # Answers have a mark too, so there is no free text at all.
+        thought = {"type": "star", "content": _between(reasoning.starts[0], reasoning.ends[0])}
+        answer = _sequence([*_text(reasoning.answer), {"type": "regex", "pattern": TO_THE_END}])
+        return _whole([thought, {"type": "or", "elements": [answer, _sequence(calls)]}])
+    opening = format.wrap.first or format.wrap.begin
+    marks = [mark for mark in format.states["content"].on if opening.startswith(mark)]
+    if not marks:
+        return None
+    found = {
+        "type": "triggered_tags", "triggers": marks, "stop_after_first": not parallel,
+        "tags": _enclosed(format.wrap, calls),
+    }  # fmt: skip
+    return _whole([*_thoughts(reasoning, opened), found])
+
+
+def answer_or_calls(
+    form: StructuredOutputsParams, reasoning: Reasoning | None, opened: bool | None,
+    calls: Sequence[JSON] = (),
+) -> StructuredOutputsParams:  # fmt: skip
+    """The same form for the answer alone: the model may think first, and may call instead, by `calls`.
+
+    A form that cannot be so put stays as it is.
+    """
+    inner = _as_part(form)
+    before = [] if reasoning is None else _thoughts(reasoning, opened)
+    mark = [] if reasoning is None else _text(reasoning.answer)
+    if inner is None or not (before or mark or calls):
+        return form
+    answer = [*mark, inner]
+    if calls:
+        answer = [{"type": "or", "elements": [_sequence(answer), _sequence(list(calls))]}]
+    others = {kind: None for kind in KINDS}
+    return replace(form, **{**others, "structural_tag": _whole([*before, *answer])})
+
+
+def calls_of(
+    format: Format | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
+) -> list[JSON]:  # fmt: skip
+    """Calls and nothing else, as parts of a tag; []: they cannot be said."""
+    return [] if format is None else _calls(format, tools, parallel, level) or []
+
+
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    return function(tool).get("strict", tool.get("strict")) is True
+
+
+# -- calls ----------------------------------------------------------------------------------------
+def _calls(
+    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
+) -> list[JSON] | None:  # fmt: skip
+    wrap = format.wrap
+    if wrap is None:
+        return None
+    own = wrap.parameter is not None or wrap.dialect
+    if own and not weighs_at_most(MOST_SAID, [function(tool).get("parameters") for tool in tools]):
+        return None
+    tags = [_tag(wrap, tool, level != "parameter" and not is_strict(tool)) for tool in tools]
+    if None in tags or (own and not weighs_at_most(MOST_PARTS, tags)):
+        return None
+    calls: JSON = {
+        "type": "tags_with_separator", "tags": tags, "separator": wrap.between, "at_least_one": True,
+        "stop_after_first": wrap.one or not parallel,
+    }  # fmt: skip
+    return [*_text(wrap.first), calls, *_text(wrap.last)]
+
+
+def weighs_at_most(most: int, parts: Any) -> bool:
+    """Whether there are so many parts within parts, if each is counted as often as it is written."""
+    todo, count = [parts], 0
+    while todo:
+        one = todo.pop()
+        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        count += len(inner)
+        if count > most:
+            return False
+        todo += inner
+    return True
+
+
+def _enclosed(wrap: Wrap, calls: list[JSON]) -> list[JSON]:
+    """The same as tags, each of which begins with the mark that opens calls."""
+    (inner,) = (part for part in calls if part["type"] == "tags_with_separator")
+    if not wrap.first:
+        return list(inner["tags"])
+    return [{"type": "tag", "begin": wrap.first, "content": inner, "end": wrap.last}]
+
+
+def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None:
+    """One call; None: the tool's schema cannot be said in this format."""
+    found = function(tool)
+    name = str(found.get("name"))
+    schema = ANY_OBJECT if free else found.get("parameters") or ANY_OBJECT
+    begin, end = wrap.begin.replace("NAME", name), wrap.end
+    parts: list[JSON] | None = [{"type": "json_schema", "json_schema": schema}]
+    if wrap.dialect:
+        parts = any_arguments(wrap.dialect) if free else arguments(wrap.dialect, schema)
+    elif wrap.parameter is not None:
+        parts = _parameters(wrap.parameter, Tools([tool]), name, schema)
+    if parts is None:
+        return None
+    if not parts:
+        return {"type": "tag", "begin": begin, "content": _text(end)[0], "end": ""}
+    return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
+
+
+def _parameters(
+    parameter: Parameter, tools: Tools, name: str, schema: Mapping[str, Any]
+) -> list[JSON] | None:
+    """One part for each parameter, in the schema's order."""
+    if "properties" not in schema and set(schema) <= ROOT:
+        return [_free_parameters(parameter)]
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if (
+        not set(schema) <= ROOT
+        or schema.get("type", "object") != "object"
+        or not isinstance(properties, Mapping)
+        or not isinstance(required, list)
+        or not all(isinstance(key, str) and key in properties for key in required)
+    ):
+        return None
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts: list[JSON] = []
+    for key, value in properties.items():
+        if not isinstance(value, Mapping):
+            return None
+        text = tools.is_text(name, key)
+        content = _as_text(value) if text else {"type": "json_schema", "json_schema": {**value, **shared}}  # fmt: skip
+        if content is None:
+            return None
+        begin = (parameter.text or parameter.begin) if text else parameter.begin
+        end = parameter.end if content is ANY_TEXT else parameter.before_end + parameter.end
+        tag = {"type": "tag", "begin": begin.replace("KEY", key), "content": content, "end": end}
+        part = _sequence([tag, GAP])
+        parts.append(part if key in required else {"type": "optional", "content": part})
+    return parts
+
+
+def _as_text(schema: Mapping[str, Any]) -> JSON | None:
+    """A string as it stands between marks, without quotes; None: not every text will do, and no list says which."""
+    if not set(schema) <= TEXT:
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is None:
+        return ANY_TEXT
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(value, str) and value for value in values)
+    ):
+        return None
+    return {"type": "or", "elements": [part for value in values for part in _text(value)]}
+
+
+def _free_parameters(parameter: Parameter) -> JSON:
+    """Any parameters, with any text."""
+    before, _, after = (parameter.text or parameter.begin).partition("KEY")
+    named = [*_text(before), {"type": "regex", "pattern": FREE_KEY}]
+    text: JSON = {"type": "tag", "begin": after, "content": ANY_TEXT, "end": parameter.end}
+    if parameter.text:
+        json_ = {
+            "type": "tag", "begin": parameter.begin.partition("KEY")[2],
+            "content": {"type": "json_schema", "json_schema": {}}, "end": parameter.end,
+        }  # fmt: skip
+        text = {"type": "or", "elements": [text, json_]}
+    return {"type": "star", "content": _sequence([*named, text, GAP])}
+
+
+# -- parts ----------------------------------------------------------------------------------------
+def _whole(parts: list[JSON]) -> JSON:
+    return {"type": "structural_tag", "format": _sequence(parts)}
+
+
+def _sequence(parts: list[JSON]) -> JSON:
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+
+
+def _text(text: str) -> list[JSON]:
+    return [{"type": "const_string", "value": text}] if text else []
+
+
+def _between(begin: str, end: str) -> JSON:
+    return {"type": "tag", "begin": begin, "content": ANY_TEXT, "end": end}
+
+
+def _as_part(form: StructuredOutputsParams) -> JSON | None:
+    if form.json is not None:
+        return {"type": "json_schema", "json_schema": form.json}
+    if form.json_object is not None:
+        return {"type": "json_schema", "json_schema": ANY_OBJECT}
+    if form.regex is not None:
+        return {"type": "regex", "pattern": form.regex}
+    if form.grammar is not None:
+        return {"type": "grammar", "grammar": form.grammar}
+    if form.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in form.choice]
+        return {"type": "or", "elements": texts}
+    tag = form.structural_tag
+    return tag.get("format") if isinstance(tag, dict) else None
+
+
+def _thoughts(reasoning: Reasoning | None, opened: bool | None) -> list[JSON]:
+    if reasoning is None or not reasoning.ends or opened is False:
+        return []
+    begin = "" if opened or (reasoning.implied and opened is None) else reasoning.starts[0]
+    tag = _between(begin, reasoning.ends[0])
+    after = [{"type": "optional", "content": part} for part in _text(reasoning.after)]
+    if begin:
+        return [{"type": "optional", "content": _sequence([tag, *after])}]
+    return [tag, *after]

@@ -1,0 +1,339 @@
+"""The formats of tool calls, each a table: those whose calls are JSON or Python, and the list of all.
+
+Knows what models write. The notation is `table`'s. Formats with parameters one by one are in `parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.frontend.parsers import tool_formats_xml
+from quire.frontend.parsers.format_table import Format, State, Wrap
+
+
+def tagged(
+    begin: str, end: str, *, signs: tuple[str, ...] = (), separator: str = "\n", newline: str = "\n"
+) -> Format:
+    """`begin {"name": ..., "arguments": {...}} end`, again and again."""
+    states = {
+        "content": State("content", {begin: "call"}),
+        "call": State("call", then="close"),
+        "close": State("close", {end: "content"} if end else {}, other="" if end else "content"),
+    }
+    wrap = Wrap(
+        f'{begin}{newline}{{"name": "NAME", "arguments": ', f"}}{newline}{end}".rstrip(), separator
+    )
+    return Format(states, signs=signs, wrap=wrap)
+
+
+def listed(
+    begin: str, end: str = "", *, signs: tuple[str, ...] = (), ids: str = "random"
+) -> Format:
+    """`begin [{"name": ..., "arguments": {...}}, ...] end`."""
+    closing = {end: "content"} if end else {}
+    states = {
+        "content": State("content", {begin: "open"}),
+        "open": State("skip", {"[": "item"}),
+        "item": State("call", then="separator"),
+        "separator": State("close", {",": "item", "]": "closed"}),
+        "closed": State("close", closing, other="content"),
+    }
+    wrap = Wrap('{"name": "NAME", "arguments": ', "}", ", ", first=f"{begin}[", last=f"]{end}")
+    return Format(states, wrap=wrap, signs=signs, ids="short" if ids == "short" else "random")
+
+
+def pythonic(begin: str, end: str) -> dict[str, State]:
+    """`begin [f(a=1), g()] end`; the brackets may be left out where there are marks around."""
+    closing = {end: "content"} if end else {}
+    inner = {",": "item", "]": "closed"} | closing
+    opening = State("skip", {"[": "item"}, other="item") if end else State("skip", {"[": "item"})
+    separator = State("close", inner, other="item") if end else State("close", inner)
+    states = {
+        "list": opening,
+        "item": State("python", then="separator"),
+        "separator": separator,
+        "closed": State("close", closing, other="content"),
+    }
+    return states | {"content": State("content", {begin: "list"} if begin else {})}
+
+
+HERMES = tagged("<tool_call>", "</tool_call>", signs=("<tool_call>", '"arguments"'))
+
+# What an output of nothing but calls may begin with. Anything else is content to its end.
+_BARE_OBJECT = {
+    "content": State("content", {"<|python_tag|>": "tag"}),
+    "opening": State("skip", {"<|python_tag|>": "tag", "{": "peek call"}, other="content"),
+    "tag": State("skip", {"{": "peek call"}),
+    "call": State("call", then="separator"),
+    "separator": State("close", {";": "tag", ",": "tag", "<|python_tag|>": "tag", "{": "peek call"}, other="content"),
+}  # fmt: skip
+
+_BARE_LIST = {
+    "content": State("content"),
+    "opening": State("skip", {"[": "item"}, other="content"),
+    "item": State("call", then="separator"),
+    "separator": State("close", {",": "item", "]": "closed"}),
+    "closed": State("close", other="content"),
+}
+
+LLAMA3 = Format(
+    _BARE_OBJECT, start="opening", known_only=True, signs=('"parameters"', "<|start_header_id|>"),
+    wrap=Wrap('{"name": "NAME", "parameters": ', "}", "; "),
+)  # fmt: skip
+
+XLAM_MARKS = {"[TOOL_CALLS]": "open", "<tool_call>": "open", "```json": "open"}
+XLAM = Format(
+    {
+        "content": State("content", {m: "open" for m in XLAM_MARKS if m != "```json"}),
+        "opening": State("skip", {**XLAM_MARKS, "[": "item", "{": "peek item"}, other="content"),
+        "open": State("skip", {"[": "item", "{": "peek item"}),
+        "item": State("call", then="separator"),
+        "separator": State(
+            "close", {",": "item", "]": "closed", "</tool_call>": "content", "```": "content"},
+            other="content",
+        ),
+        "closed": State("close", {"</tool_call>": "content", "```": "content"}, other="content"),
+    },
+    start="opening",
+    known_only=True,
+    wrap=Wrap('{"name": "NAME", "arguments": ', "}", ", ", first="[", last="]"),
+)  # fmt: skip
+
+PYTHONIC = Format(
+    pythonic("", "") | {"opening": State("skip", {"[": "item"}, other="content")},
+    start="opening",
+    known_only=True,
+    wrap=Wrap("NAME(", ")", ", ", first="[", last="]", dialect="python"),
+)
+LLAMA4 = Format(
+    pythonic("<|python_start|>", "<|python_end|>")
+    | {"opening": State("skip", {"[": "item", "<|python_start|>": "list"}, other="content")},
+    start="opening",
+    known_only=True,
+    signs=("<|python_start|>",),
+    wrap=Wrap("NAME(", ")", ", ", "<|python_start|>[", "]<|python_end|>", dialect="python"),
+)
+OLMO3 = Format(
+    pythonic("<function_calls>", "</function_calls>"),
+    signs=("<function_calls>", "<functions>"),
+    wrap=Wrap("NAME(", ")\n", "", "<function_calls>\n", "</function_calls>", dialect="python"),
+)
+LFM2 = Format(
+    pythonic("<|tool_call_start|>", "<|tool_call_end|>"),
+    signs=("<|tool_call_start|>",),
+    wrap=Wrap("NAME(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", dialect="python"),
+)
+
+# [TOOL_CALLS][{...}] in old checkpoints; [TOOL_CALLS]name[ARGS]{...}, or without [ARGS], in newer ones.
+MISTRAL = Format(
+    {
+        "content": State("content", {"[TOOL_CALLS]": "open"}),
+        "open": State("skip", {"[": "item"}, other="name"),
+        "item": State("call", then="separator"),
+        "separator": State("close", {",": "item", "]": "closed"}),
+        "name": State("name", {"[ARGS]": "arguments", "[CALL_ID]": "id", "{": "peek arguments"}),
+        "id": State("head", {"[ARGS]": "arguments", "{": "peek arguments"}),
+        "arguments": State("arguments", then="closed"),
+        "closed": State("close", {"[TOOL_CALLS]": "open"}, other="content"),
+    },
+    ids="short",
+    signs=("[TOOL_CALLS]",),
+    wrap=Wrap("[TOOL_CALLS]NAME[ARGS]", ""),
+)
+
+DEEPSEEK = {
+    "content": State("content", {"<｜tool▁calls▁begin｜>": "calls"}),
+    "calls": State("skip", {"<｜tool▁call▁begin｜>": "call"}),
+    "more": State("close", {"<｜tool▁call▁begin｜>": "call", "<｜tool▁calls▁end｜>": "content"}),
+}
+DEEPSEEK_V3 = Format(
+    DEEPSEEK
+    | {
+        "call": State("head", {"<｜tool▁sep｜>": "name"}),
+        "name": State("name", {"```json": "arguments"}),
+        "arguments": State("arguments", then="fence"),
+        "fence": State("close", {"```": "end"}),
+        "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
+    },
+    signs=("<｜tool▁call▁begin｜>", "```json"),
+    wrap=Wrap(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        first="<｜tool▁calls▁begin｜>",
+        last="<｜tool▁calls▁end｜>",
+    ),
+)
+DEEPSEEK_V31 = Format(
+    DEEPSEEK
+    | {
+        "call": State("name", {"<｜tool▁sep｜>": "arguments"}),
+        "arguments": State("arguments", then="end"),
+        "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
+    },
+    signs=("<｜tool▁call▁begin｜>",),
+    wrap=Wrap(
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        first="<｜tool▁calls▁begin｜>",
+        last="<｜tool▁calls▁end｜>",
+    ),
+)
+# [{"NAME": {...}}, ...]
+APERTUS = Format(
+    {
+        "content": State("content", {"<|tools_prefix|>": "open"}),
+        "open": State("skip", {"[": "item"}),
+        "item": State("skip", {"{": "quote"}),
+        "quote": State("skip", {'"': "name"}),
+        "name": State("name", {'"': "colon"}),
+        "colon": State("skip", {":": "arguments"}),
+        "arguments": State("arguments", then="end"),
+        "end": State("close", {"}": "separator"}),
+        "separator": State("close", {",": "item", "]": "closed"}),
+        "closed": State("close", {"<|tools_suffix|>": "content"}, other="content"),
+    },
+    signs=("<|tools_prefix|>",),
+    wrap=Wrap('{"NAME": ', "}", ", ", first="<|tools_prefix|>[", last="]<|tools_suffix|>"),
+)
+COHERE = replace(
+    listed("<|START_ACTION|>", "<|END_ACTION|>", signs=("<|START_ACTION|>",)),
+    wrap=Wrap(
+        '\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}", ",",
+        first="<|START_ACTION|>[", last="\n]<|END_ACTION|>",
+    ),
+)  # fmt: skip
+MINIMAX_M1 = Format(
+    {
+        "content": State("content", {"<tool_calls>": "open"}),
+        "open": State("skip", {"{": "peek call"}),
+        "call": State("call", then="more"),
+        "more": State("close", {"{": "peek call", "</tool_calls>": "content"}),
+    },
+    wrap=Wrap(
+        '{"name": "NAME", "arguments": ', "}\n", first="<tool_calls>\n", last="</tool_calls>"
+    ),
+)
+GIGACHAT3 = Format(
+    {
+        "content": State(
+            "content",
+            {
+                "<|message_sep|>\n\nfunction call<|role_sep|>": "call",
+                "function call<|role_sep|>": "call",
+                "<|function_call|>": "call",
+            },
+        ),
+        "call": State("call", then="content"),
+    },
+    signs=("function call", "<|role_sep|>"),
+    wrap=Wrap('function call<|role_sep|>\n{"name": "NAME", "arguments": ', "}", one=True),
+)
+
+KIMI_K2 = Format(
+    {
+        "content": State("content", {"<|tool_calls_section_begin|>": "calls"}),
+        "calls": State("skip", {"<|tool_call_begin|>": "head"}),
+        "head": State(
+            "head", {"<|tool_call_argument_begin|>": "arguments"},
+            routes=(("functions.", "arguments"), ("", "arguments")), gives_id=True,
+        ),
+        "arguments": State("arguments", then="end"),
+        "end": State("close", {"<|tool_call_end|>": "more"}),
+        "more": State(
+            "close", {"<|tool_call_begin|>": "head", "<|tool_calls_section_end|>": "content"}
+        ),
+    },
+    signs=("<|tool_calls_section_begin|>",),
+    wrap=Wrap(
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        first="<|tool_calls_section_begin|>", last="<|tool_calls_section_end|>", one=True,
+    ),
+)  # fmt: skip
+
+
+def called(begin: str, end: str, dialect: str) -> Format:
+    """`begin call:NAME{key:value} end`."""
+    states = {
+        "content": State("content", {begin: "call"}),
+        "call": State("skip", {"call:": "name"}),
+        "name": State("name", {"{": "peek arguments"}),
+        "arguments": State("arguments", then="close", dialect=dialect),
+        "close": State("close", {end: "content"}),
+    }
+    return Format(
+        states, signs=(begin,), wrap=Wrap(f"{begin}call:NAME{{", f"}}{end}", dialect=dialect)
+    )
+
+
+GEMMA4 = called("<|tool_call>", "<tool_call|>", "gemma")
+FUNCTIONGEMMA = called("<start_function_call>", "<end_function_call>", "functiongemma")
+
+_TURN_ENDS = {"<|end|>": "turn", "<|return|>": "turn", "<|call|>": "turn"}
+_BODY = {**_TURN_ENDS, "<|start|>": "head", "<|channel|>": "head"}
+HARMONY = Format(
+    {
+        "head": State(
+            "head", {"<|message|>": "content"}, spaced=True,
+            routes=(
+                ("to=functions.", "arguments"), ("to=", "reasoning"), ("analysis", "reasoning"),
+                ("", "content"),
+            ),
+        ),
+        "reasoning": State("reasoning", _BODY),
+        "content": State("content", _BODY),
+        "arguments": State("arguments", then="end"),
+        "end": State("close", _TURN_ENDS, other="content"),
+        "turn": State("close", {"<|start|>": "head", "<|channel|>": "head"}, other="content"),
+    },
+    start="head",
+    signs=("<|channel|>", "<|message|>"),
+    whole=True,
+    wrap=Wrap(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", one=True
+    ),
+)  # fmt: skip
+
+TOOLS: dict[str, Format] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA3,
+    "llama4_pythonic": LLAMA4,
+    "pythonic": PYTHONIC,
+    "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+    "granite": listed("<|tool_call|>", signs=("<|tool_call|>",)),
+    "granite-20b-fc": tagged("<function_call>", "", signs=("<function_call>",), newline=" "),
+    "phi4_mini_json": listed("functools", signs=("<|tool|>", "<|/tool|>")),
+    "gemma4": GEMMA4,
+    "functiongemma": FUNCTIONGEMMA,
+    "olmo3": OLMO3,
+    "xlam": XLAM,
+    "internlm": replace(
+        tagged(
+            "<|action_start|><|plugin|>", "<|action_end|>", signs=("<|action_start|>", "<|plugin|>")
+        ),
+        wrap=Wrap(
+            '<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ', "}<|action_end|>", "\n"
+        ),
+    ),
+    "jamba": listed("<tool_calls>", "</tool_calls>", signs=("<tool_calls>",)),
+    "lfm2": LFM2,
+    "longcat": tagged(
+        "<longcat_tool_call>", "</longcat_tool_call>", signs=("<longcat_tool_call>",)
+    ),
+    "openai": HARMONY,
+    "apertus": APERTUS,
+    "cohere_command3": COHERE,
+    "gigachat3": GIGACHAT3,
+    "minimax": MINIMAX_M1,
+    **tool_formats_xml.FORMATS,
+}
+
+# What a constraint makes of an output where the model's own format is none that it can write.
+ANY_CALLS = Format(
+    _BARE_LIST,
+    start="opening",
+    wrap=Wrap('{"name": "NAME", "parameters": ', "}", ", ", first="[", last="]"),
+)

@@ -1,0 +1,208 @@
+"""The formats of tool calls whose parameters stand one by one, each in marks of its own.
+
+Knows what models write. The notation is `table`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from quire.frontend.parsers.format_table import Format, Parameter, State, Wrap
+
+GAP = "\n"
+"""Between what stands on lines of its own, where a grammar writes. At the end of a call, where calls stand within
+outer marks: llguidance takes the longest token, so nothing that may follow a call may begin like the outer end."""
+
+
+def tagged_parameters(
+    outer: tuple[str, str] | None,
+    call: tuple[str, str, str],
+    parameter: tuple[str, str, str],
+    signs: tuple[str, ...],
+    *,
+    typed: tuple[str, str] | None = None,
+    lines: bool = False,
+    exact: bool = False,
+    together: bool = True,
+) -> Format:
+    """`outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
+
+    Args:
+        typed: marks after a key that say that a text follows, or another value.
+        lines: values stand on lines of their own.
+        exact: line breaks around a value are its own.
+        together: several calls stand within one outer mark.
+    """
+    begin, named, end = call
+    first, after_key, last = parameter
+    known = {first: "key", end: "end content"}
+    states = {"content": State("content", {begin: "name"})}
+    if outer is not None:
+        known |= {end: "end more", outer[1]: "end content"}  # where the call's own end was left out
+        states = {
+            "content": State("content", {outer[0]: "calls"}),
+            "calls": State("skip", {begin: "name"}),
+            "more": State("close", {begin: "name", outer[1]: "content"}),
+        }
+    marks = {after_key: "value"} | ({typed[0]: "text", typed[1]: "value"} if typed else {})
+    states |= {
+        "name": State("name", {named: "parameters"}),
+        "parameters": State("skip", known),
+        "key": State("key", marks),
+        "value": State("value", {last: "parameters"}, exact=exact),
+        "text": State("text", {last: "parameters"}, exact=exact),
+    }
+    around = GAP if lines else ""
+    spelled = Parameter(f"{first}KEY{after_key}{around}", last, before_end=around)
+    if typed:
+        spelled = Parameter(f"{first}KEY{typed[1]}", last, f"{first}KEY{typed[0]}")
+    wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
+    if outer is not None and together:
+        wrap = _together(wrap, outer)
+    elif outer is not None:
+        wrap = Wrap(f"{outer[0]}{GAP}{wrap.begin}", f"{end}{GAP}{outer[1]}", GAP, parameter=spelled)
+    return Format(states, signs=signs, wrap=wrap)
+
+
+def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
+    """The same for calls that stand within outer marks."""
+    return replace(wrap, end=wrap.end + GAP, between="", first=outer[0] + GAP, last=outer[1])
+
+
+def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> Format:
+    return tagged_parameters(
+        (f"<{mark}>", f"</{mark}>"),
+        ("<function=", ">", "</function>"),
+        ("<parameter=", ">", "</parameter>"),
+        signs,
+        lines=not exact,
+        exact=exact,
+        together=False,
+    )
+
+
+def invokes(mark: str, outer: str, signs: tuple[str, ...], typed: bool = False) -> Format:
+    return tagged_parameters(
+        (f"<{outer}>", f"</{outer}>"),
+        (f'<{mark}invoke name="', '">', f"</{mark}invoke>"),
+        (f'<{mark}parameter name="', '">', f"</{mark}parameter>"),
+        signs,
+        typed=('" string="true">', '" string="false">') if typed else None,
+    )
+
+
+def pairs(
+    call: tuple[str, str], outer: tuple[str, str] | None, named: str, signs: tuple[str, ...],
+    mark: str = "", more: Mapping[str, State] | None = None,
+) -> Format:  # fmt: skip
+    """`call NAME named (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* call`; `named` may be nothing.
+
+    `mark` stands before `arg_key` and `arg_value`; `more` takes the place of states.
+    """
+    begin, end = call
+    key, value = f"{mark}arg_key>", f"{mark}arg_value>"
+    after = "end more" if outer else "end content"
+    # A name also ends where the first parameter begins, or the call ends.
+    ends = {f"<{key}": "peek parameters", **({named: "parameters"} if named else {})}
+    states = {
+        "content": State("content", {outer[0] if outer else begin: "calls" if outer else "name"}),
+        "name": State("name", {**ends, end: after}),
+        "parameters": State("skip", {f"<{key}": "key", end: after}),
+        "key": State("key", {f"</{key}": "between"}),
+        "between": State("skip", {f"<{value}": "value"}),
+        "value": State("value", {f"</{value}": "parameters"}),
+    }
+    if outer is not None:
+        states["calls"] = State("skip", {begin: "name"})
+        states["more"] = State("close", {begin: "name", outer[1]: "content"})
+    spelled = Parameter(f"<{key}KEY</{key}{GAP}<{value}", f"</{value}")
+    wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
+    if outer is not None:
+        wrap = _together(wrap, outer)
+    return Format(states | dict(more or {}), signs=signs, wrap=wrap)
+
+
+def also(suffix: str, format: Format) -> Format:
+    """The same with `suffix` at the end of each mark, or of some."""
+    states = {
+        name: replace(state, on={**{f"{mark[:-1]}{suffix}>": to for mark, to in state.on.items()}, **state.on})
+        for name, state in format.states.items()
+    }  # fmt: skip
+    return replace(format, states=states)
+
+
+_QWEN = ("<tool_call>", "<function=", "<parameter=")
+_MINICPM5 = tagged_parameters(
+    None,
+    ('<function name="', '">', "</function>"),
+    ('<param name="', '">', "</param>"),
+    ('<function name="', '<param name="'),
+)
+_STEP3 = tagged_parameters(
+    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    ('<steptml:invoke name="', '">', "</steptml:invoke>"),
+    ('<steptml:parameter name="', '">', "</steptml:parameter>"),
+    ("<steptml:",),
+)
+
+FORMATS: dict[str, Format] = {
+    "qwen3_coder": functions("tool_call", _QWEN),
+    "mimo": functions("tool_call", (), exact=True),
+    "seed_oss": functions("seed:tool_call", ("<seed:tool_call>",)),
+    "minimax_m2": invokes("", "minimax:tool_call", ("<minimax:tool_call>",)),
+    "dots": invokes("", "dots_function_call", ("<dots_function_call>",)),
+    "deepseek_v32": invokes("｜DSML｜", "｜DSML｜function_calls", ("｜DSML｜function_calls",), typed=True),
+    "deepseek_v4": invokes("｜DSML｜", "｜DSML｜tool_calls", ("｜DSML｜tool_calls",), typed=True),
+    "deepseek_v41": invokes("｜DSML｜ ", "｜DSML｜ calls", ("｜DSML｜ calls",), typed=True),
+    "glm45": pairs(("<tool_call>", "</tool_call>"), None, "", ("<tool_call>", "<arg_key>")),
+    "hy_v3": also(
+        ":opensource",
+        pairs(
+            ("<tool_call>", "</tool_call>"), ("<tool_calls>", "</tool_calls>"), "<tool_sep>",
+            ("<tool_call", "<arg_key", "<tool_sep"),
+        ),
+    ),
+    # A call may be JSON; a parameter may have its type beside it, which the tool's schema has as well.
+    "k2_horizon": pairs(
+        ("<ifm|tool_call>", "</ifm|tool_call>"), ("<ifm|tool_calls>", "</ifm|tool_calls>"), "",
+        ("<ifm|tool_call>",), "ifm|",
+        {
+            "calls": State("skip", {"<ifm|tool_call>": "form"}),
+            "more": State("close", {"<ifm|tool_call>": "form", "</ifm|tool_calls>": "content"}),
+            "form": State("skip", {"{": "peek call"}, other="name"),
+            "call": State("call", then="end"),
+            "end": State("close", {"</ifm|tool_call>": "more"}),
+            "between": State("skip", {"<ifm|arg_type>": "type", "<ifm|arg_value>": "value"}),
+            "type": State("head", {"</ifm|arg_type>": "between"}),
+        },
+    ),
+    # A value may stand in <![CDATA[ ]]>, and is then any text.
+    "minicpm5": Format(
+        {
+            **_MINICPM5.states,
+            "key": State("key", {'"': "opened"}),
+            "opened": State("skip", {"><![CDATA[": "data", ">": "value"}),
+            "data": State("value", {"]]></param>": "parameters"}, exact=True),
+        },
+        signs=_MINICPM5.signs,
+        wrap=Wrap('<function name="NAME">', "</function>", GAP, parameter=Parameter('<param name="KEY">', "</param>")),
+    ),
+    "step3": Format(
+        {
+            **_STEP3.states,
+            "calls": State("skip", {"<｜tool_call_begin｜>": "kind"}),
+            "kind": State("head", {"<｜tool_sep｜>": "invoke"}),
+            "invoke": State("skip", {'<steptml:invoke name="': "name"}),
+            "parameters": State("skip", {'<steptml:parameter name="': "key", "</steptml:invoke>": "end closing"}),
+            "closing": State("close", {"<｜tool_call_end｜>": "more"}),
+            "more": State("close", {"<｜tool_call_begin｜>": "kind", "<｜tool_calls_end｜>": "content"}),
+        },
+        signs=_STEP3.signs,
+        wrap=Wrap(
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\n',
+            "</steptml:invoke><｜tool_call_end｜>\n", "", "<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>",
+            parameter=Parameter('<steptml:parameter name="KEY">', "</steptml:parameter>"),
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,221 @@
+"""The front room of one engine: prompts in, answers out, and who still waits for one.
+
+Knows a client, a tokenizer, and the requests that live. Threads are its callers' matter: `accept` and `render`
+may be called from any, the rest from one at a time. `api/llm.py` drives it from the caller's thread,
+`api/async_llm.py` from an event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.config.structured import wishes
+from quire.engine.client import EngineClient
+from quire.errors import ValidationError
+from quire.frontend import chat
+from quire.frontend.generation_config import generation_defaults
+from quire.frontend.input_processor import Accepted, Inputs
+from quire.frontend.output_processor import Collector
+from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.parsers.model_formats import ModelFormats
+from quire.frontend.parsers.plugins import registry
+from quire.frontend.tokenizer import Tokenizer, load
+from quire.logging import get_logger
+from quire.models import hf_config
+from quire.protocol.output import EngineOutput, FinishReason
+from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+
+log = get_logger(__name__)
+
+
+class FrontRoom:
+    """`submit`, then feed what the client gives to `take_in`, and `take` from the collectors that it names."""
+
+    def __init__(self, client: EngineClient, number: int = 0):
+        self.client = client
+        resolved, ready = client.resolved, client.ready
+        asked = resolved.asked.model
+        self.content_format = asked.chat_template_content_format
+        self.tokenizer: Tokenizer | None = None
+        if not asked.skip_tokenizer_init:
+            self.tokenizer = load(
+                tokenizer_folder(client),
+                mode=asked.tokenizer_mode,
+                trust_remote_code=asked.trust_remote_code,
+                chat_template=asked.chat_template,
+            )
+        known = 0 if self.tokenizer is None else len(self.tokenizer)
+        self.inputs = Inputs(
+            self.tokenizer,
+            ready.max_model_len,
+            ready.vocab_size or int(resolved.hf_config.get("vocab_size") or known),
+            generation_defaults(resolved.path, asked, resolved.hf_config),
+            asked.max_logprobs,
+            asked.seed,
+            number,
+            structured=wishes(resolved.asked.structured.structured_outputs_config),
+            reasoning=functools.cache(self._reasoning),
+        )
+        self.logs_requests = False
+        """A line for each; the server writes its own."""
+        self.packs_logprobs = False
+        """Whole outputs come with PackedLogprobs: the server's answers may be large."""
+        self.live: dict[str, Collector] = {}
+        self._children: dict[str, tuple[Collector, int]] = {}
+        self._echoes: set[str] = set()
+        """Children given up here, of which the engine has still to say that they ended."""
+
+    @property
+    def template_text(self) -> str:
+        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
+        if self.tokenizer is None:
+            return ""
+        texts = [response_template(Path(tokenizer_folder(self.client)))]
+        if (template := self.tokenizer.template) is not None:
+            texts += [template.source, *template.named.values()]
+        return "\n".join(texts)
+
+    def _reasoning(self) -> Reasoning | None:
+        """Chosen by name or by the chat template, as the server does."""
+        server = self.client.resolved.asked.server
+        files = [file for file in (server.reasoning_parser_plugin,) if file]
+        found = ModelFormats(None, server.reasoning_parser, self.template_text, (), registry(files))
+        return found.reasoning
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        if self.tokenizer is None:
+            raise ValidationError(
+                "there is no tokenizer: skip_tokenizer_init=True left it out",
+                parameter="skip_tokenizer_init",
+                value=True,
+            )
+        return self.tokenizer
+
+    # -- in -------------------------------------------------------------------------------------
+    def accept(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Accepted:
+        """Check a request; `Inputs.accept` has the options and the errors."""
+        return self.inputs.accept(prompt, params, **options)
+
+    def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
+        """The prompt's text of a conversation; `chat.render` has the errors."""
+        options = options or chat.ChatOptions()
+        if options.content_format == "auto":
+            options = dataclasses.replace(options, content_format=self.content_format)
+        return chat.render(self.tokenizer, messages, options)
+
+    def submit(self, accepted: Accepted) -> Collector:
+        """Send it to the engine. Raises: as `register` and `send`."""
+        collector = self.register(accepted)
+        for child in accepted.children:
+            self.send(collector, child)
+        return collector
+
+    def send(self, collector: Collector, child: EngineRequest) -> None:
+        """One output's request of those that were registered.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        try:
+            self.client.submit(child)
+        except BaseException:
+            self._forget(collector)
+            raise
+
+    def register(self, accepted: Accepted) -> Collector:
+        """What collects its outputs; `send` each of its children next.
+
+        Raises:
+            ValidationError: a request of this id lives.
+        """
+        if accepted.id in self.live:
+            raise ValidationError(
+                f"request_id {accepted.id!r} is that of a request which still runs; choose another",
+                parameter="request_id", value=accepted.id,
+            )  # fmt: skip
+        # An id that the engine still knows, or that another's child has, stays the user's word only.
+        for number in itertools.count(1):
+            if not any(c.id in self._echoes or c.id in self._children for c in accepted.children):
+                break
+            accepted.rename_children(number)
+        if self.logs_requests:
+            self._log(accepted)
+        collector = Collector(accepted, self.tokenizer, self.packs_logprobs)
+        self.live[accepted.id] = collector
+        for index, child in enumerate(accepted.children):
+            self._children[child.id] = (collector, index)
+        return collector
+
+    # -- out ------------------------------------------------------------------------------------
+    def take_in(self, outputs: Iterable[EngineOutput]) -> list[Collector]:
+        """Collect; the requests with news, each once. Those that are finished live no more."""
+        now = time.time()
+        changed: dict[str, Collector] = {}
+        ended: dict[FinishReason, list[str]] = {}
+        for output in outputs:
+            place = self._children.get(output.id)
+            if place is None:  # given up before
+                if output.finish is not None:
+                    self._echoes.discard(output.id)
+                continue
+            collector, index = place
+            stopped = collector.add(index, output, now)
+            if (why := collector.children[index].finish) is not None and stopped:
+                ended.setdefault(why, []).append(output.id)
+                self._echoes.add(output.id)
+            if stopped or output.finish is not None:
+                del self._children[output.id]
+                if collector.finished:
+                    self._forget(collector)
+            changed[collector.id] = collector
+        for why, ids in ended.items():
+            self.client.abort(ids, why)
+        return list(changed.values())
+
+    def abort(self, ids: Iterable[str]) -> list[Collector]:
+        """Give requests up: each ends at once with finish_reason "abort". Unknown ids mean nothing."""
+        found = [self.live[id] for id in ids if id in self.live]
+        ended = [child for collector in found for child in collector.end("abort")]
+        self._echoes.update(ended)
+        for collector in found:
+            self._forget(collector)
+        if ended:
+            self.client.abort(ended)
+        return found
+
+    def _log(self, accepted: Accepted) -> None:
+        most = self.client.resolved.asked.observe.max_log_len
+        text = None if accepted.prompt is None else accepted.prompt[:most]
+        log.info(
+            "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
+            accepted.id, text, accepted.tokens[:most], accepted.params,
+        )  # fmt: skip
+
+    def _forget(self, collector: Collector) -> None:
+        self.live.pop(collector.id, None)
+        for child in collector.children:
+            self._children.pop(child.id, None)
+
+
+def response_template(folder: Path) -> str:
+    """What tokenizer_config.json says of the shape of outputs, as text without escapes; "": nothing."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = config.get("response_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
+
+
+def tokenizer_folder(client: EngineClient) -> str:
+    resolved = client.resolved
+    return hf_config.locate_tokenizer(resolved.path, resolved.asked.model, resolved.asked.load)

@@ -1,0 +1,50 @@
+"""The marks of a model's thoughts as tokens, for a budget of thinking: the worker counts tokens and knows no text.
+
+Knows the table of reasoning formats and a tokenizer. Does not know how the budget is kept (`worker/sampling/thinking_budget.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.errors import ValidationError
+from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.sampling_params import Thoughts
+
+FIELD = "thinking_token_budget"
+TAIL = 32  # tokens of a prompt that say whether it ends within thoughts
+
+
+def thoughts(
+    budget: int, reasoning: Reasoning | None, tokenizer: Tokenizer | None, prompt: Sequence[int]
+) -> Thoughts:
+    """What the worker must know to keep a budget.
+
+    Raises:
+        ValidationError: it is not known how the model marks its thoughts, or not by tokens of their own.
+    """
+    if reasoning is None or tokenizer is None or not reasoning.ends:
+        raise ValidationError(
+            f"{FIELD} needs a model whose marks of thoughts are known: start the engine with reasoning_parser=NAME",
+            parameter=FIELD, value=budget,
+        )  # fmt: skip
+    starts = [_tokens(mark, tokenizer, budget) for mark in reasoning.starts]
+    ends = [_tokens(mark, tokenizer, budget) for mark in reasoning.ends]
+    tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False).rstrip()
+    opened = tail.endswith(reasoning.starts) if reasoning.starts else False
+    closed = tail.endswith(reasoning.ends)
+    within = opened or (reasoning.implied and not closed)
+    return Thoughts(budget, starts, ends, within, reasoning.again or bool(reasoning.whole))
+
+
+def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:
+    """A mark that is plain text may be spelt in several ways, and run together with what stands before it."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if not ids or not tokenizer.is_added(ids[0]):
+        raise ValidationError(
+            f"{FIELD}: this model marks its thoughts by the text {mark!r}, which is no token of its own; bound"
+            " the whole output with max_tokens",
+            parameter=FIELD, value=budget,
+        )  # fmt: skip
+    return ids

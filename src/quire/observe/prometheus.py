@@ -1,0 +1,382 @@
+"""/metrics: the rows of `rows.py` brought to Prometheus.
+
+Knows snapshots of the engine and times of requests. Does not know HTTP routes or how text is made. One
+registry for each instance, so that two servers in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import time
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import PurePath
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+from quire import __version__
+from quire.config.engine import Resolved
+from quire.logging import get_logger
+from quire.observe.buckets import buckets, checked
+from quire.observe.http_metrics import HttpMetrics
+from quire.observe.metric_table import (
+    ALIASES,
+    COUNTS,
+    OBSERVED,
+    RESIDENCY,
+    SNAPSHOTS,
+    STAYS,
+    Snapshot,
+)
+from quire.observe.processes import FamilyCollector, Processes, allocate_files
+from quire.protocol.output import EngineStats, Ready
+
+log = get_logger(__name__)
+
+BY_KEY = b"quire:key_"
+"""The families whose label `key` is the name of an API key begin with this text."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ENGINE = "0"
+LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
+"""Of the queue: why requests are turned away."""
+
+
+class SnapshotCollector(Collector):
+    """Reads the engine's statistics at each scrape."""
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        legacy: bool,
+        custom: Mapping[str, tuple[float, ...]],
+    ):
+        self.model_name, self.stats = model_name, stats
+        self.bounds = buckets(RESIDENCY, 0, custom)
+        self.rows = [row for row in SNAPSHOTS if legacy or not row.legacy]
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats()
+        for row in self.rows:
+            yield self.metric(row, stats)
+        for key, told in stats.residency.items():
+            yield self.histogram(*STAYS[key], told)
+        for key, count in stats.counts.items():
+            counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
+            counter.add_metric([self.model_name, ENGINE], count)
+            yield counter
+
+    def histogram(self, name: str, help: str, told: list[float]) -> Metric:
+        metric = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
+        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
+        counts = zip(bounds, accumulate(told[:-1]), strict=True)
+        metric.add_metric([self.model_name, ENGINE], list(counts), told[-1])
+        return metric
+
+    def metric(self, row: Snapshot, stats: EngineStats) -> Metric:
+        labels = ["model_name", "engine"] + ([row.label] if row.label else [])
+        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+        metric = kind(row.name, row.help, labels=labels)
+        value = row.value(stats)
+        if isinstance(value, Mapping):
+            for label, number in value.items():
+                metric.add_metric([self.model_name, ENGINE, label], number)
+        else:
+            metric.add_metric([self.model_name, ENGINE], value)
+        return metric
+
+
+class AliasCollector(Collector):
+    """A histogram once more, under its old name."""
+
+    def __init__(self, name: str, source: Histogram):
+        self.name, self.source = name, source
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self.source.collect():
+            yield renamed(metric, self.name)
+
+
+def renamed(metric: Metric, name: str) -> Metric:
+    alias = Metric(name, f"Old name of {metric.name}.", metric.type)
+    alias.samples = [
+        Sample(name + s.name.removeprefix(metric.name), *s[1:]) for s in metric.samples
+    ]
+    return alias
+
+
+class MergedCollector(Collector):
+    """What several processes have counted, from the files that prometheus_client keeps in `folder`: sums of counters
+    and histograms, of those that are gone too; old names beside them."""
+
+    def __init__(self, folder: str, legacy: bool):
+        self.files = MultiProcessCollector(None, folder)  # type: ignore[no-untyped-call]
+        self.legacy = legacy
+
+    def collect(self) -> Iterable[Metric]:
+        try:
+            merged = list(self.files.collect())  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, RuntimeError, struct.error) as why:
+            log.warning_every("files", 60.0, "the files of metrics could not be read: %s", why)
+            return
+        for metric in merged:
+            yield metric
+            for alias, source in ALIASES.items() if self.legacy else ():
+                if source == metric.name:
+                    yield renamed(metric, alias)
+
+
+class Histograms(Histogram):
+    """A histogram that finds a value's bucket by halves, and takes in many values at once."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+        self._sum.inc(amount)
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        places = Counts(bisect_left(self._upper_bounds, value) for value in values)
+        for place, count in places.items():
+            self._buckets[place].inc(count)
+        self._sum.inc(sum(values))
+
+
+class Metrics:
+    """All metrics of one server, or of one `LLM`.
+
+    Args:
+        shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process began: `render` then
+            tells of all processes that share it. The engine's own numbers come to each process, so they are told once.
+        custom: buckets of one's own, by family.
+        processes: with `shared`: the server's processes, pid -> name.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        legacy: bool = True,
+        process: bool = True,
+        http: bool = True,
+        shared: str | None = None,
+        custom: Mapping[str, Any] | None = None,
+        processes: Processes | None = None,
+    ):
+        self.model_name, self.legacy = model_name, legacy
+        self.custom = checked(custom or {})
+        process = process and shared is None
+        self.registry = self._told = CollectorRegistry()
+        self._observed: dict[str, Histograms] = {}
+        self._latest: Callable[[], EngineStats] = EngineStats
+        snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
+        self.registry.register(snapshots)
+        if shared is not None:
+            allocate_files()
+            self._told = CollectorRegistry()
+            self._told.register(snapshots)
+            self._told.register(MergedCollector(shared, legacy))
+            if processes is not None:
+                self._told.register(FamilyCollector(processes))
+        if process:
+            ProcessCollector(registry=self.registry)
+            PlatformCollector(registry=self.registry)
+            GCCollector(registry=self.registry)
+        self.http = HttpMetrics(self.registry) if http else None
+        self._make_counters()
+        self._make_gauges()
+
+    def _make_counters(self) -> None:
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, ["model_name", *labels], registry=self.registry)
+
+        self.rejected = counter(
+            "vllm:admission_rejections", "Requests refused because too many wait.", "reason"
+        )
+        for limit in LIMITS:  # a series that begins at 1 hides the first from rate()
+            self.rejected.labels(self.model_name, limit)
+        self.tools = counter(
+            "vllm:tool_call_parser_invocations",
+            "Completions that were read for tool calls, by whether there were any.",
+            "mode", "outcome", "request_type",
+        )  # fmt: skip
+        self.errors = counter(
+            "quire:request_errors", "Requests answered with an error, by status.", "status"
+        )
+        self.restarts = counter(
+            "quire:process_restarts", "Processes that were replaced: engine or http.", "process"
+        )
+        for process in ("engine", "http"):
+            self.restarts.labels(self.model_name, process)
+        self.key_requests = counter("quire:key_requests", "Requests by key.", "key")
+        self.key_tokens = counter(
+            "quire:key_tokens", "Tokens by key: of prompts, and of outputs.", "key", "kind"
+        )
+        self.key_rejections = counter(
+            "quire:key_rejections", "Requests refused because their key may not have more now.", "key"
+        )  # fmt: skip
+
+    def _make_gauges(self) -> None:
+        def gauge(name: str, help: str, *labels: str, mode: str = "max") -> Gauge:
+            """`mode`: which of several processes' values is told."""
+            return Gauge(name, help, labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+        self.throughput: dict[str, Gauge] = {}
+        for kind in ("prompt", "generation") if self.legacy else ():
+            made = gauge(
+                f"vllm:avg_{kind}_throughput_toks_per_s",
+                f"Tokens of {kind}s a second, as the log line has it.",
+                "model_name", "engine", mode="mostrecent",
+            )  # fmt: skip
+            self.throughput[kind] = made.labels(self.model_name, ENGINE)
+        rows = gauge("quire:max_num_seqs", "The most requests that run at once.", "model_name", "engine")  # fmt: skip
+        self.rows = rows.labels(self.model_name, ENGINE)
+        self.operations = gauge(
+            "vllm:sleep_mode_operations_in_flight", "Sleeps and wake-ups under way.",
+            "model_name", "engine", "operation", mode="livesum",
+        )  # fmt: skip
+        self.slept = Histograms(
+            "vllm:sleep_mode_operation_duration_seconds", "How long going to sleep and waking up took.",
+            ["model_name", "engine", "operation"], buckets=buckets("request_latency", 0, self.custom), registry=self.registry,
+        )  # fmt: skip
+        self.startup = gauge("quire:startup_seconds", "How long each stage of start-up took.", "stage")  # fmt: skip
+        gauge("quire:build_info", "1 for the version that runs.", "version").labels(__version__).set(1)  # fmt: skip
+
+    def attach(
+        self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
+    ) -> None:
+        """The engine is there: where its statistics come from, and how it is set up."""
+        self._latest = stats
+        for row in OBSERVED:
+            histogram = Histograms(
+                row.name,
+                row.help,
+                ["model_name", "engine"],
+                buckets=buckets(row.family, max_model_len, self.custom),
+                registry=self.registry,
+            )
+            self._observed[row.name] = histogram.labels(self.model_name, ENGINE)
+            for alias, source in ALIASES.items():
+                if self.legacy and source == row.name:
+                    self.registry.register(AliasCollector(alias, histogram))
+        labels = {key: str(value) for key, value in info.items()} | {"engine": ENGINE}
+        gauge = Gauge(
+            "vllm:cache_config_info", "How the KV cache is set up.", list(labels),
+            registry=self.registry, multiprocess_mode="max",
+        )  # fmt: skip
+        gauge.labels(**labels).set(1)
+
+    def observe(self, name: str, value: float) -> None:
+        """Put a value into a histogram; nothing happens before `attach`."""
+        if (histogram := self._observed.get(name)) is not None:
+            histogram.observe(value)
+
+    def observe_all(self, name: str, values: Sequence[float]) -> None:
+        """Many values; as `observe`."""
+        if values and (histogram := self._observed.get(name)) is not None:
+            histogram.observe_all(values)
+
+    def refused(self, reason: str = REQUESTS) -> None:
+        """A request was turned away because too many wait."""
+        self.rejected.labels(self.model_name, reason).inc()
+
+    def read_for_calls(self, streamed: bool, called: bool, kind: str) -> None:
+        """A completion of a request with tools has ended."""
+        mode, outcome = ("non_streaming", "streaming")[streamed], ("no_tool_call", "tool_call")[called]  # fmt: skip
+        self.tools.labels(self.model_name, mode, outcome, kind).inc()
+
+    def replaced(self, process: str, count: int = 1) -> None:
+        """A process died or hung, and another has its place."""
+        self.restarts.labels(self.model_name, process).inc(count)
+
+    def by_key(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
+        """A request of this key has ended."""
+        self.key_requests.labels(self.model_name, key).inc()
+        self.key_tokens.labels(self.model_name, key, "prompt").inc(prompt_tokens)
+        self.key_tokens.labels(self.model_name, key, "output").inc(output_tokens)
+
+    def key_refused(self, key: str) -> None:
+        """A request of this key was turned away by the key's own limits."""
+        self.key_rejections.labels(self.model_name, key).inc()
+
+    def failed(self, status: int) -> None:
+        """A request was answered with an error."""
+        self.errors.labels(self.model_name, str(status)).inc()
+
+    @contextmanager
+    def resting(self, operation: str) -> Iterator[None]:
+        """The engine is put to sleep, or woken up, meanwhile."""
+        began = time.monotonic()
+        under_way = self.operations.labels(self.model_name, ENGINE, operation)
+        under_way.inc()
+        try:
+            yield
+        finally:
+            under_way.dec()
+            taken = time.monotonic() - began
+            self.slept.labels(self.model_name, ENGINE, operation).observe(taken)
+
+    def rates(self, prompt: float, generation: float) -> None:
+        """Tokens a second since the last line of statistics."""
+        for kind, value in (("prompt", prompt), ("generation", generation)):
+            if kind in self.throughput:
+                self.throughput[kind].set(value)
+
+    def latest(self) -> EngineStats:
+        return self._latest()
+
+    def render(self, named: bool = True) -> bytes:
+        """All metrics. `named` False: without the families by key, and without the directory of a model's path."""
+        text = generate_latest(self._told)
+        if named:
+            return text
+        lines = [
+            line for line in text.splitlines(keepends=True) if BY_KEY not in line.split(b"{")[0]
+        ]
+        return b"".join(lines).replace(
+            self._label(self.model_name), self._label(self._public_name())
+        )
+
+    def _public_name(self) -> str:
+        is_path = self.model_name.startswith(("/", "./", "../", "~"))
+        return PurePath(self.model_name).name if is_path else self.model_name
+
+    @staticmethod
+    def _label(model_name: str) -> bytes:
+        """The label as the text format escapes it."""
+        escaped = model_name.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        return f'model_name="{escaped}"'.encode()
+
+    def value(self, name: str) -> float:
+        """A metric's sum over its labels."""
+        samples = [sample for metric in self._told.collect() for sample in metric.samples]
+        return sum(sample.value for sample in samples if sample.name == name)
+
+
+def cache_info(cache_config: Any, ready: Ready, resolved: Resolved) -> dict[str, Any]:
+    """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
+    asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
+    return asked | {
+        "num_gpu_blocks": ready.num_blocks,
+        "block_size": ready.block_size,
+        "cache_dtype": resolved.kv_dtype,
+        "enable_prefix_caching": resolved.prefix_caching,
+        "kv_cache_size_tokens": ready.num_tokens,
+        "kv_cache_max_concurrency": round(ready.num_tokens / max(1, ready.max_model_len), 2),
+    }

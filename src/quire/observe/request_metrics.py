@@ -1,0 +1,110 @@
+"""What becomes of one request, told to the metrics and the log.
+
+Knows times and counts. Does not know text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.observe.prometheus import Metrics
+
+MOST_GAPS = 64  # seconds of a stream, so that dashboards see long ones before they end
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one request, in seconds; None: not known."""
+
+    since_arrival: float
+    """Until now; the others end with the last token."""
+    whole: float
+    queued: float
+    inference: float
+    first_token: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
+@dataclass(slots=True)
+class RequestTimer:
+    """Made when a request arrives; told of each output; ended once. Times are of time.monotonic().
+
+    Gaps between outputs reach the histogram MOST_GAPS at a time: one by one they would cost more than the text does.
+    """
+
+    metrics: Metrics
+    arrived: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float | None = None
+    gaps: list[float] = field(default_factory=list)
+
+    def output(self, *, whole: bool = False) -> None:
+        """New tokens came; `whole`: all of them at once, which says nothing of when the first one did."""
+        now = time.monotonic()
+        if whole:
+            pass
+        elif self.last is None:
+            self.first = now
+            self.metrics.observe("vllm:time_to_first_token_seconds", now - self.arrived)
+        else:
+            self.gaps.append(now - self.last)
+            if len(self.gaps) == MOST_GAPS:
+                self._tell_gaps()
+        self.last = now
+
+    def _tell_gaps(self) -> None:
+        self.metrics.observe_all("vllm:inter_token_latency_seconds", self.gaps)
+        self.gaps.clear()
+
+    def end(
+        self,
+        *,
+        prompt_tokens: int,
+        cached: int,
+        output_tokens: list[int],
+        max_tokens: int | None,
+        n: int,
+        times: Any = None,
+    ) -> Latencies:
+        """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
+        self._tell_gaps()
+        now = self.last or time.monotonic()
+        queued = float(getattr(times, "queued", 0.0) or 0.0)
+        preemptions = int(getattr(times, "num_preemptions", 0) or 0)
+        latency = getattr(times, "first_token_latency", None)
+        if self.first is None and latency:
+            self.first = self.arrived + latency
+            self.metrics.observe("vllm:time_to_first_token_seconds", latency)
+        total, observe = sum(output_tokens), self.metrics.observe
+        told = self._latencies(now, queued)
+        observe("vllm:e2e_request_latency_seconds", told.whole)
+        observe("vllm:request_queue_time_seconds", queued)
+        observe("vllm:request_inference_time_seconds", told.inference)
+        if self.first is not None and told.prefill is not None and told.decode is not None:
+            observe("vllm:request_prefill_time_seconds", told.prefill)
+            observe("vllm:request_decode_time_seconds", told.decode)
+            if (longest := max(output_tokens, default=0)) > 1 and now > self.first:
+                observe(
+                    "vllm:request_time_per_output_token_seconds", (now - self.first) / (longest - 1)
+                )
+        observe("vllm:request_prompt_tokens", prompt_tokens)
+        observe("vllm:request_prefill_kv_computed_tokens", max(0, prompt_tokens - cached))
+        observe("vllm:request_generation_tokens", total)
+        observe("vllm:request_max_num_generation_tokens", max(output_tokens, default=0))
+        if max_tokens is not None:
+            observe("vllm:request_params_max_tokens", max_tokens)
+        observe("vllm:request_params_n", n)
+        observe("vllm:request_num_preemptions", preemptions)
+        return told
+
+    def _latencies(self, now: float, queued: float) -> Latencies:
+        since, whole = time.monotonic() - self.arrived, now - self.arrived
+        inference = max(0.0, whole - queued)
+        if self.first is None:
+            return Latencies(since, whole, queued, inference)
+        first = self.first - self.arrived
+        prefill = max(0.0, first - queued)
+        return Latencies(since, whole, queued, inference, first, prefill, now - self.first)

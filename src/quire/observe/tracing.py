@@ -1,0 +1,144 @@
+"""Spans of requests, sent to an OpenTelemetry collector: only with --otlp-traces-endpoint, and only then imported.
+
+Knows times, counts and the headers in which a caller names its own span. Does not know text. A collector that is
+not there costs lines in the log and nothing else: spans are sent by a thread, and given up when too many wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire import env
+from quire.errors import ConfigError
+from quire.observe.request_metrics import Latencies
+from quire.protocol.sampling_params import SamplingParams
+
+SPAN = "llm_request"
+HTTP_PORT = 4318
+CLOSE_MS = 2000
+
+CARRIED: ContextVar[Mapping[str, str] | None] = ContextVar("CARRIED", default=None)
+"""traceparent and tracestate of the HTTP request that is being answered."""
+
+EXPORTERS = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
+
+
+def protocol_of(endpoint: str) -> str:
+    """As the environment says (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL), or as the endpoint looks.
+
+    Raises:
+        ConfigError: no such protocol.
+    """
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if asked := env.outer(name):
+            if asked not in EXPORTERS:
+                raise ConfigError(f"{name}={asked}: choose from {', '.join(EXPORTERS)}")
+            return asked
+    parts = urlsplit(endpoint)
+    web = parts.scheme in ("http", "https")
+    return "http/protobuf" if web and (parts.path.strip("/") or parts.port == HTTP_PORT) else "grpc"
+
+
+def exporter_for(endpoint: str) -> Any:
+    """
+    Raises:
+        ConfigError: the packages are not installed.
+    """
+    protocol = protocol_of(endpoint)
+    try:
+        found = all(map(find_spec, ("opentelemetry.sdk.trace", EXPORTERS[protocol])))
+    except ImportError:  # a parent package is not there
+        found = False
+    if not found:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint} needs OpenTelemetry's packages for {protocol}: install quire[otlp]"
+        )
+    if protocol == "http/protobuf" and not urlsplit(endpoint).path.strip("/"):
+        endpoint = endpoint.rstrip("/") + "/v1/traces"
+    return import_module(EXPORTERS[protocol]).OTLPSpanExporter(endpoint=endpoint)
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a span says of a request."""
+
+    name: str
+    model: str
+    params: SamplingParams
+    prompt_tokens: int
+    output_tokens: list[int]
+    """Of each completion."""
+
+
+class Tracer:
+    """Sends a span for each request.
+
+    Raises:
+        ConfigError: the packages are not installed.
+    """
+
+    def __init__(self, endpoint: str):
+        exporter = exporter_for(endpoint)
+        resources = import_module("opentelemetry.sdk.resources")
+        tracing = import_module("opentelemetry.sdk.trace")
+        export = import_module("opentelemetry.sdk.trace.export")
+        carried = import_module("opentelemetry.trace.propagation.tracecontext")
+        told = {} if env.outer("OTEL_SERVICE_NAME") else {"service.name": "quire"}
+        # A program's own provider, if it has one, is left alone: ours is not made the global one.
+        self._provider = tracing.TracerProvider(
+            resource=resources.Resource.create(told), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("quire")
+        self._carried = carried.TraceContextTextMapPropagator()
+        self._server = import_module("opentelemetry.trace").SpanKind.SERVER
+
+    def request(self, asked: Asked, latencies: Latencies) -> None:
+        """It has ended just now."""
+        end = time.time_ns()
+        span = self._tracer.start_span(
+            SPAN,
+            context=self._carried.extract(CARRIED.get() or {}),
+            kind=self._server,
+            start_time=end - int(latencies.since_arrival * 1e9),
+            attributes=attributes(asked, latencies),
+        )
+        span.end(end_time=end)
+
+    def close(self) -> None:
+        """Send what waits, if that is quick."""
+        self._provider.force_flush(CLOSE_MS)
+        self._provider.shutdown()
+
+
+def attributes(asked: Asked, latencies: Latencies) -> dict[str, str | int | float]:
+    """Under the names that dashboards of traces read."""
+    params = asked.params
+    found: dict[str, str | int | float | None] = {
+        "gen_ai.request.id": asked.name,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.response.model": asked.model,
+        "gen_ai.usage.prompt_tokens": asked.prompt_tokens,
+        "gen_ai.usage.completion_tokens": sum(asked.output_tokens),
+        "gen_ai.usage.num_sequences": len(asked.output_tokens),
+        "gen_ai.latency.time_in_queue": latencies.queued,
+        "gen_ai.latency.time_to_first_token": latencies.first_token,
+        "gen_ai.latency.e2e": latencies.whole,
+        "gen_ai.latency.time_in_model_prefill": latencies.prefill,
+        "gen_ai.latency.time_in_model_decode": latencies.decode,
+        "gen_ai.latency.time_in_model_inference": latencies.inference,
+    }
+    return {name: value for name, value in found.items() if value is not None}

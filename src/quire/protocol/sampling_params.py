@@ -1,0 +1,370 @@
+"""What a user asks of one generation: how tokens are chosen, when to stop, what to report.
+
+Knows the rules that a value must keep by itself; each is checked when the object is made, and made again
+from bytes. Rules that need a model (vocabulary size, limits of a server) are checked where the model is
+known, in `frontend/input_processor.py`. Reading a value as what it should be is `values.py`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import Struct
+
+from quire import env
+from quire.errors import Unsupported, ValidationError
+from quire.logging import get_logger
+from quire.protocol import validators as read
+from quire.protocol.repetition import RepetitionDetectionParams as RepetitionDetectionParams
+from quire.protocol.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+
+log = get_logger(__name__)
+
+GREEDY_BELOW = 1e-5
+LOWEST_TEMPERATURE = 0.01  # below it, logits / temperature overflows to what greedy gives anyway
+
+
+class RequestOutputKind(IntEnum):
+    """What each RequestOutput of a stream holds."""
+
+    CUMULATIVE = 0
+    """All that was generated so far."""
+    DELTA = 1
+    """What is new since the last one."""
+    FINAL_ONLY = 2
+    """Nothing until the end, then all."""
+
+
+class Thoughts(Struct, array_like=True):
+    """How a model marks its thoughts, in tokens, and how many tokens they may have."""
+
+    budget: int
+    starts: list[list[int]]
+    ends: list[list[int]]
+    """The first is what ends thoughts that have become too long."""
+    opened: bool
+    """The output begins within thoughts."""
+    again: bool
+    """There may be more of them after the first have ended."""
+
+
+class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
+    """One generation's wishes. Making one checks it.
+
+    Raises:
+        ValidationError: a value is out of its range; `parameter` names the field.
+        Unsupported: a field that is known by name and not built yet.
+    """
+
+    n: int = 1
+    """Outputs to return."""
+    best_of: int | None = None
+    """Outputs to generate, of which the n with the highest cumulative log-probability are returned."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 (or -1): all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = []
+    """Text that ends the output; given as one string or a list."""
+    stop_token_ids: list[int] = []
+    bad_words: list[str] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as fit."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Log-probabilities of that many of the likeliest tokens beside the chosen one; -1: all."""
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    """Tokens between two outputs of a stream; unset: an output whenever there is something new."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only that many of the prompt's last tokens; -1: as many as the context holds."""
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """The older name of structured_outputs."""
+
+    thinking_token_budget: int | None = None
+    """Tokens of thoughts, after which the mark that ends them must come; -1: no limit."""
+
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End an output that goes round in circles, with finish_reason "repetition"."""
+
+    # known by name, refused until built: `REFUSED`
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: Any = None
+    watermarking: Any = None
+    routed_experts_prompt_start: Any = None
+    trace_decode_token_ids: Any = None
+    logits_processors: Any = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    skip_clone: bool = False
+    """Accepted; there is nothing to skip."""
+
+    # filled by frontend/input_processor.py
+    eos_token_ids: list[int] = []
+    """The model's own ends of text: they stop unless ignore_eos, and are masked before min_tokens."""
+    bad_word_ids: list[list[int]] = []
+    """Token sequences whose last token must not complete them."""
+    thoughts: Thoughts | None = None
+    """What thinking_token_budget means for this model and prompt."""
+    checked: bool = False
+    """The rules were checked, and the engine must not check them again: what `frontend/parallel_sampling.py` settles may
+    break a rule that only a user's own values must keep."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "prompt_logprob_token_ids": "use prompt_logprobs",
+        "prompt_logprob_start": "use prompt_logprobs",
+        "watermarking": "leave it out",
+        "routed_experts_prompt_start": "leave it out",
+        "trace_decode_token_ids": "read token_ids of the outputs",
+        "logits_processors": "give logits processors to the engine: LLM(logits_processors=[...])",
+        "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(beam_width=...))",
+        "length_penalty": "it belongs to beam search: BeamSearchParams(length_penalty=...)",
+        "early_stopping": "it belongs to beam search: LLM.beam_search",
+    }
+
+    def __post_init__(self) -> None:
+        if self.checked:
+            return
+        for name, remedy in self.REFUSED.items():
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise Unsupported(f"sampling parameter {name}={value!r}", remedy)
+        self._read_counts()
+        self._read_numbers()
+        self._read_stops()
+        self._read_logprobs()
+        self._read_vocabulary()
+        self._read_constraint()
+        self._check_together()
+
+    def _read_constraint(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ValidationError(
+                    "guided_decoding is the older name of structured_outputs; give only the newer one",
+                    parameter="guided_decoding",
+                )
+            log.warning_every(
+                "guided_decoding", 3600.0, "guided_decoding is now structured_outputs"
+            )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        asked: Any = self.structured_outputs
+        if isinstance(asked, dict):  # as JSON and old programs have it
+            self.structured_outputs = StructuredOutputsParams.read(asked)
+        elif asked is not None and not isinstance(asked, StructuredOutputsParams):
+            raise read.wrong("structured_outputs", asked, "a StructuredOutputsParams")
+
+    def _read_counts(self) -> None:
+        most = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
+        limit = f"(the limit is QUIRE_MAX_N_SEQUENCES={most})"
+        self.n = read.whole("n", self.n, 1, most, limit)
+        if self.best_of is not None:
+            self.best_of = read.whole("best_of", self.best_of, self.n, most, f"at least n {limit}")
+        self.top_k = read.whole("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
+        # -1 is all; and so is more than any vocabulary has, which need not fit a machine word.
+        self.top_k = 0 if self.top_k < 0 else min(self.top_k, (1 << 31) - 1)
+        if self.seed is not None:
+            self.seed = read.whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+            if self.seed == -1:
+                self.seed = None
+        if self.max_tokens is not None:
+            remedy = "or None for as many as fit"
+            self.max_tokens = read.whole("max_tokens", self.max_tokens, 1, None, remedy)
+        self.min_tokens = read.whole("min_tokens", self.min_tokens, 0)
+        if self.thinking_token_budget is not None:
+            self.thinking_token_budget = read.whole(
+                "thinking_token_budget", self.thinking_token_budget, -1, None, "-1 for no limit"
+            )
+        if self.stream_interval is not None:
+            self.stream_interval = read.whole("stream_interval", self.stream_interval, 1)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = truncation(self.truncate_prompt_tokens)
+        self.output_kind = read.member("output_kind", self.output_kind, RequestOutputKind)
+
+    def _read_numbers(self) -> None:
+        self.presence_penalty = read.number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = read.number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = read.number(
+            "repetition_penalty", self.repetition_penalty, 0, None, open_low=True
+        )
+        self.temperature = read.number("temperature", self.temperature, 0, 2)
+        self.top_p = read.number("top_p", self.top_p, 0, 1, open_low=True)
+        self.min_p = read.number("min_p", self.min_p, 0, 1)
+        if self.greedy:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < LOWEST_TEMPERATURE:
+            log.warning_every(
+                "temperature", 60.0, "temperature %g is raised to %g; use 0 for greedy",
+                self.temperature, LOWEST_TEMPERATURE,
+            )  # fmt: skip
+            self.temperature = LOWEST_TEMPERATURE
+
+    def _read_stops(self) -> None:
+        if self.repetition_detection is not None:  # a dict, as JSON and old programs have it
+            self.repetition_detection = RepetitionDetectionParams.read(self.repetition_detection)
+        self.stop = read.texts("stop", self.stop)
+        self.bad_words = read.texts("bad_words", self.bad_words)
+        ids = read.token_ids(
+            "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids
+        )
+        self.stop_token_ids = list(dict.fromkeys(ids))
+        for name in (
+            "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens",
+            "spaces_between_special_tokens", "flat_logprobs",
+        ):  # fmt: skip
+            setattr(self, name, read.truth(name, getattr(self, name)))
+        if self.skip_reading_prefix_cache is not None:
+            self.skip_reading_prefix_cache = read.truth(
+                "skip_reading_prefix_cache", self.skip_reading_prefix_cache
+            )
+
+    def _read_logprobs(self) -> None:
+        self.logprobs = read.count_or_switch("logprobs", self.logprobs)
+        self.prompt_logprobs = read.count_or_switch("prompt_logprobs", self.prompt_logprobs)
+
+    def _read_vocabulary(self) -> None:
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = read.token_ids("logprob_token_ids", self.logprob_token_ids)
+            if len(self.logprob_token_ids) > (most := env.get("MAX_LIST_ENTRIES")):
+                raise ValidationError(
+                    f"logprob_token_ids may have at most {most} entries, not {len(self.logprob_token_ids)}",
+                    parameter="logprob_token_ids", value=len(self.logprob_token_ids),
+                )  # fmt: skip
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = read.token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValidationError(
+                    "allowed_token_ids must not be empty; leave it out to allow every token",
+                    parameter="allowed_token_ids", value=[],
+                )  # fmt: skip
+        if self.logit_bias is not None:
+            self.logit_bias = read.biases("logit_bias", self.logit_bias)
+        if self.extra_args is not None:
+            self.extra_args = read.small_data("extra_args", self.extra_args)
+
+    def _check_together(self) -> None:
+        if self.greedy and max(self.n, self.best_of or 1) > 1:
+            name = "n" if self.n > 1 else "best_of"
+            raise ValidationError(
+                f"{name} must be 1 with temperature 0: all outputs would be equal; raise temperature",
+                parameter=name, value=getattr(self, name),
+            )  # fmt: skip
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValidationError(
+                f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}",
+                parameter="min_tokens", value=self.min_tokens,
+            )  # fmt: skip
+        if self.stop and not self.detokenize:
+            raise ValidationError(
+                "stop needs detokenize=True, because it is searched in the text; use stop_token_ids",
+                parameter="stop", value=self.stop,
+            )  # fmt: skip
+        ids, k = self.logprob_token_ids, self.logprobs
+        if ids and k is not None and k != len(ids):
+            raise ValidationError(
+                f"logprobs={k} with logprob_token_ids must be their number, {len(ids)}; leave one out",
+                parameter="logprobs", value=k,
+            )  # fmt: skip
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def settled(self, **values: Any) -> SamplingParams:
+        """A copy with values that are known to keep the rules: nothing is read again, which costs time."""
+        new = copy.copy(self)
+        for name, value in values.items():
+            setattr(new, name, value)
+        return new
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """As the constructor, with None for what was not given.
+
+        Raises:
+            ValidationError, Unsupported: as the constructor.
+            TypeError: a name that is no sampling parameter.
+        """
+        keeps_none = ("max_tokens",)
+        return cls(**{k: v for k, v in given.items() if v is not None or k in keeps_none})
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list or dict with this one."""
+        changed = {
+            name: value.copy()
+            for name in self.__struct_fields__
+            if isinstance(value := getattr(self, name), (list, dict))
+        }
+        return msgspec.structs.replace(self, **changed)
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{field.name}={value!r}"
+            for field in msgspec.structs.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            and not (field.default is msgspec.NODEFAULT and not value)
+        ]
+        return f"SamplingParams({', '.join(changed)})"
+
+
+class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
+    """What `LLM.beam_search` looks for.
+
+    Raises:
+        ValidationError: a value is out of its range.
+        Unsupported: structured_outputs.
+    """
+
+    beam_width: int
+    """Sequences kept at each step, and returned."""
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    """A sequence's score is its log-probability divided by its length to this power."""
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise Unsupported("structured_outputs in beam search", "leave it out")
+        self.beam_width = read.whole("beam_width", self.beam_width, 1, 128)
+        self.max_tokens = read.whole("max_tokens", self.max_tokens, 1)
+        self.temperature = read.number("temperature", self.temperature, 0, 2)
+        self.length_penalty = read.number("length_penalty", self.length_penalty, None, None)
+
+
+def truncation(value: Any) -> int:
+    """truncate_prompt_tokens: at least 1 token, or -1 for as many as the context holds."""
+    number = read.whole("truncate_prompt_tokens", value, -1)
+    if number == 0:
+        raise ValidationError(
+            "truncate_prompt_tokens must be at least 1 (or -1 for as many as the context holds)",
+            parameter="truncate_prompt_tokens", value=0,
+        )  # fmt: skip
+    return number

@@ -1,0 +1,157 @@
+"""What form an output is to have: exactly one of six.
+
+Knows the fields and that one of them is given. Does not know what a schema or a grammar means: that is
+`features/structured`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from quire.errors import ValidationError
+from quire.protocol import validators as read
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FIELD = "structured_outputs"
+OURS = ("said", "engine")
+
+
+class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
+    """How an output is constrained. Exactly one of the first six is given.
+
+    Raises:
+        ValidationError: none is given, or several; or one is not of its type.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, as text or as an object; a pydantic model's class gives its own."""
+    regex: str | None = None
+    """The whole output matches it."""
+    choice: list[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """EBNF (`root ::= ...`) or Lark (`start: ...`)."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text in which tags open constrained parts; JSON, as text or as an object."""
+    disable_any_whitespace: bool = False
+    """JSON is written without spaces and line breaks."""
+    disable_additional_properties: bool = False
+    """Objects of a schema that says nothing of further properties have none."""
+    whitespace_pattern: str | None = None
+    """A regex for what may stand between the tokens of JSON."""
+    said: str = FIELD
+    """The field that the user wrote: messages name it."""
+    engine: str = "guidance"
+    """Who reads it: `features/structured/validate.py` settles that."""
+
+    def __post_init__(self) -> None:
+        self._read_schema()
+        if self.json_object is not None:
+            self.json_object = read.truth("structured_outputs.json_object", self.json_object)
+            if not self.json_object:
+                self.json_object = None
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            setattr(self, name, read.truth(f"{FIELD}.{name}", getattr(self, name)))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise read.wrong(f"{FIELD}.{name}", value, "text")
+        self._read_choice()
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            what = "has none" if not given else f"has {' and '.join(given)}"
+            raise ValidationError(
+                f"{FIELD} must have exactly one of {', '.join(KINDS)}; it {what}",
+                parameter=FIELD, value=given,
+            )  # fmt: skip
+
+    def _read_schema(self) -> None:
+        if (schema := getattr(self.json, "model_json_schema", None)) is not None:
+            self.json = schema()
+        for name in ("json", "structural_tag"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str | dict):
+                continue
+            if name == "json" and isinstance(value, bool):
+                continue
+            raise read.wrong(f"{FIELD}.{name}", value, "a JSON object, or the text of one")
+
+    def _read_choice(self) -> None:
+        if self.choice is None:
+            return
+        given: Any = self.choice
+        if isinstance(given, str) or not all(isinstance(c, str) for c in given):
+            raise read.wrong(f"{FIELD}.choice", self.choice, "a list of texts")
+        self.choice = list(self.choice)
+        if not self.choice or not all(self.choice):
+            raise ValidationError(
+                f"{FIELD}.choice must have at least one text, and none that is empty",
+                parameter=FIELD, value=self.choice,
+            )  # fmt: skip
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> StructuredOutputsParams:
+        """From an object of HTTP or of an old program; what is None or False is as if not there.
+
+        Raises:
+            ValidationError: a field that there is not, and as the constructor.
+        """
+        fields = {name: value for name, value in given.items() if value is not None}
+        for name in OURS:
+            fields.pop(name, None)
+        for name in ("json_object", "backend", "_backend", "_backend_was_auto"):
+            if fields.get(name) is False or name.startswith(("_", "backend")):
+                fields.pop(name, None)
+        known = [name for name in cls.__struct_fields__ if name not in OURS]
+        if unknown := sorted(set(fields) - set(known)):
+            raise ValidationError(
+                f"{FIELD} has no field {', '.join(unknown)}; it may have {', '.join(known)}",
+                parameter=FIELD, value=unknown,
+            )  # fmt: skip
+        return cls(**fields)
+
+    @property
+    def kind(self) -> str:
+        """The one that is given."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    def plain(self) -> StructuredOutputsParams:
+        """The same with objects as text, which is what crosses to the engine: it is hashed there.
+
+        Raises:
+            ValidationError: an object that is no JSON, or text that is no UTF-8.
+        """
+        changed: dict[str, str] = {}
+        try:
+            for name in ("json", "structural_tag"):
+                value = getattr(self, name)
+                if value is not None and not isinstance(value, str):
+                    changed[name] = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            made = msgspec.structs.replace(self, **changed) if changed else self
+            for text in (getattr(made, made.kind), made.whitespace_pattern):
+                for one in text if isinstance(text, list) else [text]:
+                    str(one).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            why = "it has half of a character" if isinstance(error, UnicodeError) else str(error)
+            raise ValidationError(
+                f"{self.said}: {self.kind} cannot be written as JSON in UTF-8: {why}",
+                parameter=self.said,
+            ) from error
+        return made
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal constraints, if `plain`."""
+        return (
+            self.json, self.regex, self.grammar, self.json_object, self.structural_tag,
+            None if self.choice is None else tuple(self.choice),
+            self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern,
+            self.engine,
+        )  # fmt: skip

@@ -1,0 +1,98 @@
+"""FairQueue: tenants take turns by the service they had, weighted, and nobody waits behind a flood.
+
+Knows tenants, weights and tokens served. Does not know API keys (the front room names tenants) or devices. The
+rule is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024):
+
+    served[t] += cost / weight[t]        a prompt token costs 1, an output token OUTPUT
+    who is next: the waiting tenant with the least served
+    a tenant that comes back after a rest starts at the least served of those who are here
+
+It is work-conserving: as long as there is room, everybody runs. When every row is taken and a tenant
+waits that holds less than its share of the rows, the newest request of the tenant that holds the most beyond
+its share gives way; its blocks stay cached, so little is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from quire.scheduler.request import Request
+from quire.scheduler.waiting_queue import WaitingQueue
+
+OUTPUT = 2.0  # an output token takes a pass over the weights, a prompt token a share of one
+MOST_IDLE = 1024  # tenants without requests whose service is remembered
+
+
+class FairQueue(WaitingQueue):
+    """One line a tenant. `weights` may be replaced while running; unknown tenants weigh 1."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self.weights: Mapping[str, float] = weights or {}
+        self.served: dict[str, float] = {}
+        self._lines: dict[str, WaitingQueue] = {}
+        self.here: dict[str, int] = {}  # requests of each tenant, waiting or running
+        self._last = 0.0  # what the tenant had that left last: where the first to come back starts
+
+    def weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Request]:
+        """First in line first; service charged meanwhile counts."""
+        lines = {tenant: iter(line) for tenant, line in self._lines.items()}
+        firsts = {tenant: next(line) for tenant, line in lines.items()}
+        while firsts:
+            tenant = min(firsts, key=lambda t: (self.served[t], firsts[t].order))
+            yield firsts.pop(tenant)
+            if (following := next(lines[tenant], None)) is not None:
+                firsts[tenant] = following
+
+    def add(self, request: Request) -> None:
+        tenant = request.tenant
+        if request.preemptions == 0:
+            self._arrive(tenant)
+        self._lines.setdefault(tenant, WaitingQueue()).add(request)
+        self.num_tokens += request.num_prompt
+
+    def remove(self, request: Request) -> None:
+        line = self._lines[request.tenant]
+        line.remove(request)
+        if not len(line):
+            del self._lines[request.tenant]
+        self.num_tokens -= request.num_prompt
+
+    def ended(self, request: Request) -> None:
+        self.here[request.tenant] -= 1
+        if not self.here[request.tenant]:
+            del self.here[request.tenant]
+            self._last = self.served[request.tenant]
+            if len(self.served) - len(self.here) > MOST_IDLE:
+                self.served = {tenant: self.served[tenant] for tenant in self.here}
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        is_output = num_tokens == 1 and request.computed > request.num_prompt
+        cost = OUTPUT if is_output else num_tokens
+        self.served[request.tenant] += cost / self.weight(request.tenant)
+
+    def gives_way(self, first: Request, running: Sequence[Request]) -> Request | None:
+        rows: dict[str, int] = {}
+        for request in running:
+            rows[request.tenant] = rows.get(request.tenant, 0) + 1
+
+        def share(tenant: str, more: int = 0) -> float:
+            return (rows.get(tenant, 0) + more) / self.weight(tenant)
+
+        most = max(rows, key=share)
+        # Only if the giver still holds at least as much as the taker then: or they would swap for ever.
+        if share(most, -1) < share(first.tenant, 1):
+            return None
+        return max((r for r in running if r.tenant == most), key=lambda r: r.order)
+
+    def _arrive(self, tenant: str) -> None:
+        if tenant not in self.here:
+            floor = min((self.served[other] for other in self.here), default=self._last)
+            self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
+        self.here[tenant] = self.here.get(tenant, 0) + 1

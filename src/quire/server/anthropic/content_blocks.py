@@ -1,0 +1,190 @@
+"""The content blocks of Anthropic's protocol: earlier ones -> chat messages, and deltas -> new ones.
+
+Knows text, thinking, tool_use and tool_result blocks. Does not know requests or answers as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.server.errors import invalid
+from quire.server.generation import Delta
+from quire.server.openai.chat_output import News, news
+from quire.server.sse import event
+
+JSON = dict[str, Any]
+
+
+# -- in -------------------------------------------------------------------------------------------
+def text_of(content: Any, where: str) -> str:
+    """A text, or blocks of it, as one text.
+
+    Raises:
+        ApiError: 400 for blocks of another kind.
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(block["text"] for block in blocks_of(content, where, ("text",)))
+
+
+def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
+    """Raises ApiError 400: no list of blocks of these kinds."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise invalid(f"`{where}` must be a text or a list of blocks", where)
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        need = {"text": "text", "thinking": "thinking"}.get(str(kind))
+        if kind not in kinds or (need is not None and not isinstance(block.get(need), str)):
+            raise invalid(
+                f"`{where}[{at}]`: blocks of type {kind!r} are not supported by this model",
+                f"{where}[{at}]",
+            )
+    return content
+
+
+def messages_of(role: str, content: Any, where: str) -> list[JSON]:
+    """A message as one of chat's, or several: results of tools come before what the user says."""
+    if role == "assistant":
+        return [_of_assistant(content, where)]
+    if role != "user":
+        return [{"role": role, "content": text_of(content, where)}]
+    found, texts = [], []
+    for at, block in enumerate(blocks_of(content, where, ("text", "tool_result"))):
+        if block["type"] == "text":
+            texts.append(block["text"])
+            continue
+        inner = f"{where}[{at}].content"
+        text = text_of(block.get("content") or "", inner)
+        found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+    if texts or not found:
+        found.append({"role": "user", "content": "".join(texts)})
+    return found
+
+
+def _of_assistant(content: Any, where: str) -> JSON:
+    kinds = ("text", "thinking", "redacted_thinking", "tool_use")
+    blocks = blocks_of(content, where, kinds)
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    calls = []
+    for at, block in enumerate(blocks):
+        if block["type"] != "tool_use":
+            continue
+        name, given = block.get("name"), block.get("input")
+        if not isinstance(name, str) or not isinstance(given, dict):
+            raise invalid(
+                f"`{where}[{at}]` must have a name, and an object as input", f"{where}[{at}]"
+            )
+        function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+        calls.append({"id": block.get("id"), "type": "function", "function": function})
+    message: JSON = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def tools_of(tools: list[JSON]) -> list[JSON]:
+    """Tools as chat has them."""
+    found = []
+    for at, tool in enumerate(tools):
+        if tool.get("type", "custom") != "custom":
+            raise invalid(
+                f"`tools[{at}].type` is {tool.get('type')!r}; this server has no tools of its own", "tools"
+            )  # fmt: skip
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        for name in ("description", "strict"):
+            if tool.get(name) is not None:
+                function[name] = tool[name]
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def choice_of(asked: JSON | None) -> Any:
+    """`tool_choice` as chat has it."""
+    kind = (asked or {}).get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": (asked or {}).get("name")}}
+    known = {"auto": None, "any": "required", "none": "none"}
+    if kind not in known:
+        raise invalid("`tool_choice.type` must be auto, any, tool or none", "tool_choice")
+    return known[kind]
+
+
+# -- out ------------------------------------------------------------------------------------------
+STARTS: dict[str, JSON] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The blocks of one answer as they grow."""
+
+    done: list[JSON] = field(default_factory=list)
+    _kind: str = ""
+    _call: int = -1
+    _parts: list[str] = field(default_factory=list)
+    _head: JSON = field(default_factory=dict)
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        """Events of what is new."""
+        for new in news(delta):
+            if (new.kind, new.index) != (self._kind, self._call):
+                yield from self.close()
+                yield self._open(new)
+            if new.text:
+                self._parts.append(new.text)
+                yield self._event("content_block_delta", delta=_delta(new.kind, new.text))
+
+    def end(self) -> Iterator[bytes]:
+        """An answer has one block at least."""
+        if not self._kind and not self.done:
+            yield self._open(News("text", ""))
+        yield from self.close()
+
+    def close(self) -> Iterator[bytes]:
+        if not self._kind:
+            return
+        yield self._event("content_block_stop")
+        text = "".join(self._parts)
+        if self._kind == "call":
+            self.done.append({**self._head, "input": as_object(text)})
+        else:
+            name = "thinking" if self._kind == "thinking" else "text"
+            self.done.append({**self._head, name: text})
+        self._kind, self._call, self._parts = "", -1, []
+
+    def _open(self, new: News) -> bytes:
+        self._kind, self._call = new.kind, new.index
+        if new.kind == "call":
+            self._head = {"type": "tool_use", "id": new.id, "name": new.name, "input": {}}
+        else:
+            self._head = STARTS[new.kind]
+        return self._event("content_block_start", content_block=self._head)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, "index": len(self.done), **fields})
+
+
+def _delta(kind: str, text: str) -> JSON:
+    if kind == "call":
+        return {"type": "input_json_delta", "partial_json": text}
+    return {"type": f"{kind}_delta", kind: text}
+
+
+def as_object(text: str) -> Any:
+    """Arguments; those that were cut are given as far as they are an object: not at all."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {}

@@ -1,0 +1,233 @@
+"""Who asks, by key, and how much each may.
+
+Knows keys, limits and clocks. Does not know endpoints. Which request of whom runs next is the scheduler's
+matter; here only those are turned away that are beyond what their key may.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from collections.abc import Callable
+from hashlib import sha256
+
+from quire.config.api_key_file import PLAIN, Key, plain_keys, read_keys
+from quire.config.server import ServerConfig
+from quire.server.errors import ApiError, invalid
+from quire.server.shared_usage import Account, Ledger
+
+Clock = Callable[[], float]
+
+
+class Bucket:
+    """So many a minute: what was not used is kept, up to a minute's worth. The level may go below 0.
+
+    Two numbers of an account, from `place` on: the level, and when it was that; 0 at first.
+    """
+
+    def __init__(
+        self, per_minute: int | None, clock: Clock, account: Account | None = None, place: int = 0
+    ):
+        self.per_minute, self.clock = per_minute, clock
+        self.account, self.place = account or Account(), place
+        if not self.account.numbers[place + 1]:
+            self.fill()
+
+    def fill(self) -> None:
+        self._set(float(self.per_minute or 0))
+
+    @property
+    def level(self) -> float:
+        if self.per_minute is None:
+            return math.inf
+        level, at = self.account.numbers[self.place], self.account.numbers[self.place + 1]
+        return min(level + (self.clock() - at) * self.per_minute / 60, float(self.per_minute))
+
+    def take(self, count: float) -> None:
+        if self.per_minute is not None:
+            with self.account.locked():
+                self._set(self.level - count)
+
+    def _set(self, level: float) -> None:
+        numbers = self.account.numbers
+        numbers[self.place], numbers[self.place + 1] = level, self.clock()
+
+    def seconds_until(self, level: float) -> float:
+        if self.per_minute is None:
+            return 0.0
+        return max(0.0, (level - self.level) * 60 / self.per_minute)
+
+
+class Tenant:
+    """One key and what it has used."""
+
+    def __init__(
+        self,
+        key: Key,
+        clock: Clock = time.monotonic,
+        account: Account | None = None,
+        plain: int | None = None,
+    ):
+        """`plain`: which key of --api-key this is; None: a key of the file."""
+        self.key, self.clock, self.plain = key, clock, plain
+        self.account = account or Account()
+        self._limit()
+
+    def _limit(self) -> None:
+        self.requests = Bucket(self.key.requests_per_minute, self.clock, self.account, 0)
+        self.tokens = Bucket(self.key.tokens_per_minute, self.clock, self.account, 2)
+
+    @property
+    def running(self) -> int:
+        return self.account.under_way
+
+    @property
+    def name(self) -> str:
+        """ "" for a key of --api-key: nothing is counted for it."""
+        return self.key.name
+
+    @property
+    def id(self) -> str:
+        """What the engine and the page tell tenants apart by. No two keys have the same."""
+        return self.key.name if self.plain is None else f"{PLAIN} {self.plain}"
+
+    def update(self, key: Key) -> None:
+        """The file was read again. What was used stays used, unless the limits changed."""
+        before, self.key = self.key, key
+        if (before.requests_per_minute, before.tokens_per_minute) != (key.requests_per_minute, key.tokens_per_minute):  # fmt: skip
+            self._limit()
+            with self.account.locked():
+                self.requests.fill()
+                self.tokens.fill()
+
+    def begin(self, completions: int) -> None:
+        """Take the completions of a request from this key's limits, before any work is done for it.
+
+        Raises:
+            ApiError: 429 with Retry-After, or 400 where no wait would help; nothing was used then.
+        """
+        with self.account.locked():
+            self._check(completions)
+            self.requests.take(completions)
+            self.account.begin(completions)
+
+    def end(self, completions: int) -> None:
+        """These completions no longer run."""
+        self.account.begin(-completions)
+
+    def _check(self, completions: int) -> None:
+        for name in ("max_concurrency", "requests_per_minute"):
+            limit = getattr(self.key, name)
+            if limit is not None and completions > limit:
+                raise invalid(
+                    f"this request asks for {completions} completions (its prompts times `n`), and this key's {name}"
+                    f" is {limit}: send fewer prompts, or a smaller `n`",
+                    "n",
+                )
+        most = self.key.max_concurrency
+        if most is not None and self.running + completions > most:
+            raise self._refused(
+                f"{self.running} completions of this key run already; its max_concurrency is {most}",
+                1.0,
+            )
+        if self.requests.level < completions:
+            raise self._refused(
+                f"this key may make {self.key.requests_per_minute} requests a minute",
+                self.requests.seconds_until(completions),
+            )
+        # The cost of an answer is not known yet: its tokens are paid when they are made, so the level may sink below 0.
+        if self.tokens.level <= 0:
+            raise self._refused(
+                f"this key may use {self.key.tokens_per_minute} tokens a minute",
+                self.tokens.seconds_until(1),
+            )
+
+    def _refused(self, why: str, wait: float) -> ApiError:
+        retry = str(max(1, math.ceil(wait)))
+        return ApiError(429, why, headers={"Retry-After": retry, **self.headers()})
+
+    def headers(self) -> dict[str, str]:
+        """x-ratelimit-*: of those limits that there are."""
+        found: dict[str, str] = {}
+        for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket.per_minute is not None:
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                found[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"  # fmt: skip
+        return found
+
+
+class KeyUse:
+    """What one HTTP request has taken from its key's max_concurrency; the key check gives it back at the end."""
+
+    def __init__(self, tenant: Tenant):
+        self.tenant, self.completions = tenant, 0
+
+    def begin(self, completions: int) -> None:
+        """Raises ApiError: the key's limits refuse these completions."""
+        self.tenant.begin(completions)
+        self.completions += completions
+
+    def end(self) -> None:
+        self.tenant.end(self.completions)
+        self.completions = 0
+
+
+class Tenants:
+    """All keys of a server; with a ledger, of one of its processes."""
+
+    def __init__(
+        self, server: ServerConfig, clock: Clock = time.monotonic, ledger: Ledger | None = None
+    ):
+        self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
+        plain, self._needed = plain_keys(server.api_key), server.needs_key
+        self._plain = [
+            Tenant(Key(name="", key=key), clock, plain=at) for at, key in enumerate(plain, 1)
+        ]
+        self._named: dict[str, Tenant] = {}
+        self._digests: list[tuple[bytes, Tenant]] = []
+        self.reload()
+
+    def __bool__(self) -> bool:
+        """Whether a key is needed at all."""
+        return self._needed
+
+    def reload(self) -> None:
+        """Read the file again. Requests that run go on, also those of keys that are gone.
+
+        Raises:
+            ConfigError: the file is wrong; everything stays as it was.
+        """
+        if self.path is not None:
+            before = self._named
+            self._named = {}
+            keys = []
+            try:
+                keys = read_keys(self.path)
+            except BaseException:
+                self._named = before
+                raise
+            for key in keys:
+                tenant = before.get(key.name) or self._tenant(key)
+                tenant.update(key)
+                self._named[key.name] = tenant
+        everyone = [*self._plain, *self._named.values()]
+        self._digests = [(sha256(one.key.key.encode()).digest(), one) for one in everyone]
+
+    def _tenant(self, key: Key) -> Tenant:
+        account = None if self.ledger is None else self.ledger.account(key.name)
+        return Tenant(key, self.clock, account)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: tenant.key.weight for name, tenant in self._named.items()}
+
+    def find(self, given: bytes) -> Tenant | None:
+        """The tenant of a key; None for an unknown or empty one."""
+        if not given:
+            return None
+        digest = sha256(given).digest()
+        # All are compared, so that the time does not tell which one was close.
+        same = [hmac.compare_digest(digest, known) for known, _ in self._digests]
+        return next((tenant for hit, (_, tenant) in zip(same, self._digests, strict=True) if hit), None)  # fmt: skip

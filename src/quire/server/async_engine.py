@@ -1,0 +1,171 @@
+"""The real TextEngine: AsyncLLM and its front room behind the face that the handlers know.
+
+Knows the front room's parts. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from quire import __version__
+from quire.api.async_llm import AsyncLLM
+from quire.api.stream import Stream
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient, InlineClient
+from quire.engine.process_client import ProcessClient
+from quire.errors import Unsupported, ValidationError
+from quire.frontend import chat, prompts
+from quire.frontend.jinja_sandbox import SECONDS, TooSlow
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.untrusted_templates import AT_ONCE, Strangers
+from quire.protocol.output import EngineStats
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.engine_protocol import ChatOptions, Prompt
+from quire.server.text_pool import TextPool
+
+AT_ONCE_S = 0.03  # what a template may take of the event loop; nearly all take less than a tenth
+
+
+class AsyncTextEngine:
+    """A TextEngine. Made in any thread, used in one event loop."""
+
+    def __init__(self, llm: AsyncLLM, client: EngineClient):
+        self.llm, self.client = llm, client
+        self.front = llm.front
+        self.front.packs_logprobs = True
+        ready = client.ready
+        self.max_model_len = ready.max_model_len
+        self.vocab_size = self.front.inputs.vocab_size
+        self.eos_token_ids: Collection[int] = self.front.inputs.eos_token_ids
+        self.created = int(time.time())
+        self.fingerprint = fingerprint(client)
+        self.texts = TextPool()
+        self.templates = TextPool(AT_ONCE)
+        """Threads that wait for the processes of `strangers`."""
+        llm.in_thread = self.texts.run
+
+    @classmethod
+    def over(cls, client: EngineClient, config: EngineConfig) -> AsyncTextEngine:
+        """Loads the tokenizer."""
+        return cls(AsyncLLM.from_client(client, config), client)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.front.tokenizer is not None and self.front.tokenizer.template is not None
+
+    @property
+    def template_text(self) -> str:
+        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
+        return self.front.template_text
+
+    @property
+    def special_texts(self) -> list[str]:
+        return [] if self.front.tokenizer is None else self.front.tokenizer.all_special_tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValidationError where there is none."""
+        if self.front.tokenizer is None:
+            raise ValidationError(
+                "text needs a tokenizer, and --skip-tokenizer-init left it out: give token ids",
+                parameter="prompt",
+            )
+        return self.front.tokenizer
+
+    def defaults(self) -> Mapping[str, Any]:
+        return self.front.inputs.defaults.sampling
+
+    # -- text -----------------------------------------------------------------------------------
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, special)
+
+    def check_width(self, text: str) -> None:
+        self.front.inputs.check_width(text)
+
+    def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
+        return self.tokenizer.decode(tokens, skip_special)
+
+    def token_text(self, token: int) -> str:
+        return "" if self.front.tokenizer is None else self.front.tokenizer.piece(token)
+
+    @functools.cached_property
+    def strangers(self) -> Strangers:
+        """For templates that come with requests."""
+        return Strangers()
+
+    async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        """In the loop if it is quick, else in a thread; a template of the request's own is rendered by a process."""
+        asked = chat.ChatOptions(
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            template=options.template,
+            template_kwargs=options.template_kwargs,
+            tools=options.tools,
+            documents=options.documents,
+            content_format=self.front.content_format,
+            seconds=AT_ONCE_S,
+        )
+        if options.template is not None:
+            specials = self.tokenizer.special_tokens_map
+            return await self.templates.run(self.strangers.render, messages, asked, specials)
+        if not self.texts.inside:
+            with suppress(TooSlow):
+                return self.front.render(messages, asked)
+        slower = replace(asked, seconds=SECONDS)
+        return await self.texts.run(self.front.render, messages, slower)
+
+    # -- requests -------------------------------------------------------------------------------
+    async def open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
+        *, priority: int = 0, tenant: str = "", inner: bool = False,
+    ) -> Stream:  # fmt: skip
+        given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
+        try:
+            return await self.llm.open(
+                given, params, request_id, heard, priority=priority, tenant=tenant, inner=inner
+            )
+        except Unsupported as error:
+            raise ValidationError(str(error)) from error
+
+    async def abort(self, request_id: str) -> None:
+        await self.llm.abort(request_id)
+
+    # -- the engine -----------------------------------------------------------------------------
+    def check_health(self) -> None:
+        if isinstance(self.client, ProcessClient):
+            self.client.check()
+        self.llm.check_alive()
+
+    def serving(self) -> bool:
+        """False while the engine is being replaced."""
+        if isinstance(self.client, ProcessClient):
+            return self.client.state.condition == "ready"
+        return True
+
+    def stats(self) -> EngineStats:
+        if isinstance(self.client, InlineClient):
+            return self.client.core.stats()
+        return self.client.stats if isinstance(self.client, ProcessClient) else EngineStats()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        return await asyncio.to_thread(self.client.call, name, *args)
+
+
+def salted(salt: str, tenant: str) -> str:
+    """Tenants share no cached prefixes: how fast an answer comes would tell what others asked."""
+    return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt
+
+
+def fingerprint(client: EngineClient) -> str:
+    """Changes with what may change an answer: version, model, number format, device."""
+    ready = client.ready
+    what = (__version__, client.resolved.path, ready.dtype, ready.device, ready.model_impl)
+    return f"quire-{__version__}-{sha256(repr(what).encode()).hexdigest()[:8]}"

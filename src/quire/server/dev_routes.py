@@ -1,0 +1,157 @@
+"""Development routes: look into the engine, empty its cache, stop requests. Only in dev mode.
+
+Knows named functions of the engine and the server's state. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import platform
+import sys
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__, env
+from quire.engine import sleep_client
+from quire.engine.sleep import checked_level, checked_tags
+from quire.server.errors import ApiError, invalid
+from quire.server.generation import own_name
+from quire.server.health import state_of
+from quire.server.request_body import json_response, read
+from quire.server.schemas import AbortRequest, RpcRequest
+
+RPC_TIMEOUT_S = 300.0
+PROGRAMS_ONLY = {"apply_model"}
+"""Functions of a worker that take a function. No text of a request names a function to import."""
+SECRET = ("api_key", "hf_token", "ssl_keyfile")
+
+
+def told(value: Any, name: str = "") -> Any:
+    """A configuration as JSON's types; keys are not shown."""
+    if name in SECRET:
+        return None if value is None else "***"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: told(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): told(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [told(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+async def server_info(request: Request) -> Response:
+    """How the server was set up; keys are not shown."""
+    config = told(state_of(request).config)
+    if request.query_params.get("config_format", "text") == "text":
+        config = "\n".join(f"{section}: {fields}" for section, fields in config.items())
+    system = {"quire": __version__, "python": sys.version.split()[0], "system": platform.platform()}
+    info = {"vllm_config": config, "vllm_env": env.given(), "system_env": system}
+    return json_response(info | {"pid": os.getpid(), "torch": "torch" in sys.modules})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached prefixes; `success` is false when running requests hold some, and are not to be set back."""
+    running = request.query_params.get("reset_running_requests", "").lower() in env.TRUE
+    done = await state_of(request).serving().call("reset_prefix_cache", running)
+    return json_response({"success": bool(done)})
+
+
+async def collective_rpc(request: Request) -> Response:
+    """Call a named function of every worker."""
+    engine = state_of(request).serving()
+    body = await read(request, RpcRequest)
+    patience = RPC_TIMEOUT_S if body.timeout is None else body.timeout
+    if not 0 < patience <= RPC_TIMEOUT_S:
+        raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
+    if body.method in PROGRAMS_ONLY:
+        raise invalid(
+            f"`{body.method}` takes a function, which only a program has (LLM.{body.method}): JSON holds none",
+            "method",
+        )
+    call = engine.call("collective_rpc", body.method, body.args, body.kwargs)
+    try:
+        results = await asyncio.wait_for(call, patience)
+    except TimeoutError as error:
+        raise ApiError(408, f"`{body.method}` did not answer in {patience:g} s") from error
+    return json_response({"results": [told(result) for result in results]})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End these generations, or all of them when no ids are given, whichever HTTP process they came through."""
+    state = state_of(request)
+    engine = state.serving()
+    empty = request.headers.get("content-length", "0") == "0"
+    wanted = set(() if empty else (await read(request, AbortRequest)).request_ids)
+    if state.fronts == 1:
+        ids = [name for name in state.active if not wanted or name in wanted]
+        for name in ids:
+            await state.abort(name)
+    else:
+        here = [
+            one for one in await engine.call("requests") if not wanted or own_name(one) in wanted
+        ]
+        await engine.call("end", here)
+        ids = list({own_name(one) for one in here})
+    return json_response({"status": "aborted", "request_ids": sorted(ids)})
+
+
+async def sleep(request: Request) -> Response:
+    """Give memory back, and hold generations back until `/wake_up`. `mode`: as of `/pause`."""
+    engine = state_of(request).serving()
+    asked = request.query_params.get("level", "1")
+    level = checked_level(int(asked) if asked.isdecimal() else -1)
+    with state_of(request).metrics.resting("sleep"):
+        await sleep_client.sleep(engine.call, level, request.query_params.get("mode", "abort"))
+    return json_response({"status": "sleeping", "level": level})
+
+
+async def release_kv_cache_memory(request: Request) -> Response:
+    """Give back the KV cache alone, of an engine that is paused or sleeps at level 0; until `/wake_up`."""
+    await sleep_client.release(state_of(request).serving().call)
+    return json_response({"status": "kv_cache_released"})
+
+
+async def wake_up(request: Request) -> Response:
+    """Take memory back: all of it, or what `tags` say. Generations go on when all is back."""
+    engine = state_of(request).serving()
+    tags = request.query_params.getlist("tags")
+    wanted = list(checked_tags(tags))
+    with state_of(request).metrics.resting("wake_up"):
+        away = await engine.call("wake_up", wanted)
+    return json_response({"status": "sleeping" if away else "awake", "tags": tags or None})
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engine has given its memory back."""
+    asleep = await state_of(request).serving().call("is_sleeping")
+    return json_response({"is_sleeping": bool(asleep)})
+
+
+async def get_world_size(request: Request) -> Response:
+    """On how many devices the model runs."""
+    return json_response({"world_size": 1})
+
+
+async def pause(request: Request) -> Response:
+    """Begin no new generations: they wait. `mode`: abort what runs, wait for its end, or keep it standing still."""
+    engine = state_of(request).serving()
+    await sleep_client.pause(engine.call, request.query_params.get("mode", "abort"))
+    if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
+        await engine.call("reset_prefix_cache")
+    return json_response({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    """Go on."""
+    await state_of(request).serving().call("resume")
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    """Whether generations are held back."""
+    paused = await state_of(request).serving().call("is_paused")
+    return json_response({"is_paused": bool(paused)})

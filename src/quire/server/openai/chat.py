@@ -1,0 +1,298 @@
+"""POST /v1/chat/completions: a message is answered.
+
+Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.frontend.parsers.stream_parser import CallDelta
+from quire.server.engine_protocol import ChatOptions, Prompt, TextEngine
+from quire.server.errors import invalid
+from quire.server.generation import Delta, Generation
+from quire.server.large_answers import json_answer
+from quire.server.limits import completions_of, take_from_key
+from quire.server.middleware import TENANT
+from quire.server.openai import logprobs as shapes
+from quire.server.openai.beam_search import beams_of
+from quire.server.openai.chat_output import reader_for
+from quire.server.openai.chunks import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.openai.sampling_params import chat_params
+from quire.server.openai.tools import choice_of, with_calls_read
+from quire.server.prompts import check_length, check_messages, encode, truncated
+from quire.server.request_body import prepared, read
+from quire.server.respond import answer
+from quire.server.schemas import ChatRequest, TokenizeRequest
+from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.state import ServerState
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def effort_of(asked: Any, said: str) -> str | None:
+    """Raises ApiError 400 that names the field."""
+    if asked is None or asked in EFFORTS:
+        return None if asked is None else str(asked)
+    raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; what else a template knows goes into `chat_template_kwargs`", said)  # fmt: skip
+
+
+def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
+    """Raises ApiError 400: a template of the client's own, where the server does not trust clients."""
+    server = state.config.server
+    if body.chat_template is not None and not server.trust_request_chat_template:
+        raise invalid(
+            "`chat_template`: requests may bring their own only if the server was started with"
+            " --trust-request-chat-template",
+            "chat_template",
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one to false",
+            "continue_final_message",
+        )
+    kwargs = dict(server.default_chat_template_kwargs)
+    effort = effort_of(getattr(body, "reasoning_effort", None), "reasoning_effort")
+    if effort is not None:
+        thinks = effort != "none"
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    kwargs |= body.chat_template_kwargs
+    return ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template=body.chat_template,
+        template_kwargs=kwargs,
+        tools=body.tools,
+        documents=getattr(body, "documents", None),
+    )
+
+
+async def chat_text(
+    body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: TextEngine,
+    state: ServerState,
+) -> str:  # fmt: skip
+    """The one way from messages to a text, for every protocol."""
+    check_messages(messages)
+    return await engine.render(with_calls_read(messages), chat_options(body, state))
+
+
+async def chat_prompt(
+    body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
+) -> Prompt:
+    """The conversation as the model reads it. `check`: that it fits."""
+    text = await chat_text(body, body.messages, engine, state)
+    fits = check and body.truncate_prompt_tokens is None
+    tokens = await encode(engine, text, special=body.add_special_tokens, fits=fits)
+    tokens = truncated(tokens, body, engine)
+    if check:
+        check_length(tokens, body, engine)
+    return Prompt(tokens, text, body.cache_salt or "")
+
+
+@dataclass(slots=True)
+class Shaper:
+    body: ChatRequest
+    generation: Generation
+    name: shapes.Name
+    role: str
+    started: set[int] = field(default_factory=set)
+
+    @property
+    def echo(self) -> str:
+        """The last message, which the answer repeats when asked to and when it is of the same role."""
+        last = self.body.messages[-1]
+        content = last.get("content")
+        if not self.body.echo or last["role"] != self.role or not content:
+            return ""
+        if isinstance(content, str):
+            return content
+        parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
+        return "".join(parts)
+
+    def logprobs(self, delta: Delta, large: bool = False) -> dict[str, Any] | None:
+        if delta.logprobs is None or not self.body.logprobs:
+            return None
+        top = self.body.top_logprobs or 0
+        return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
+
+    def ids(self, delta: Delta) -> list[int] | None:
+        return delta.tokens if self.body.return_token_ids else None
+
+    def choice(self, delta: Delta, large: bool = False) -> dict[str, Any]:
+        """`large`: its lists are made while they are sent."""
+        text = self.echo + delta.text
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": text or None if delta.calls or delta.reasoning else text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            **self.thoughts(delta.reasoning or None),
+        }
+        if delta.calls:
+            message["tool_calls"] = [call_of(call) for call in delta.calls]
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": self.logprobs(delta, large),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": self.ids(delta),
+        }
+
+    def thoughts(self, text: str | None) -> dict[str, Any]:
+        """Under the names that they have."""
+        both = self.generation.state.config.server.enable_reasoning_content
+        return {"reasoning": text, "reasoning_content": text} if both else {"reasoning": text}
+
+    def opening(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks before a choice's first words: its role, and the echo."""
+        if delta.index in self.started:
+            return []
+        self.started.add(delta.index)
+        chunks = [part(delta.index, {"role": self.role, "content": ""})]
+        if self.echo:
+            chunks.append(part(delta.index, {"content": self.echo}))
+        return chunks
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """What is new, thoughts before content before calls; nothing where nothing can be shown."""
+        logprobs, ids = self.logprobs(delta), self.ids(delta)
+        news: list[dict[str, Any]] = []
+        if delta.reasoning:
+            news.append(self.thoughts(delta.reasoning))
+        if delta.text:
+            news.append({"content": delta.text})
+        if delta.calls:
+            news.append({"tool_calls": [call_delta(call) for call in delta.calls]})
+        if not (news or delta.finish_reason or logprobs or ids):
+            return []
+        chunks = [part(delta.index, new) for new in news or [{}]]
+        chunks[0] |= {"logprobs": logprobs, "token_ids": ids}
+        chunks[-1]["finish_reason"] = delta.finish_reason
+        if delta.finish_reason is not None:
+            chunks[-1]["stop_reason"] = delta.stop_reason
+        return chunks
+
+
+class Teller(Splicer):
+    """Deltas -> frames."""
+
+    def __init__(self, shaper: Shaper, frames: Frames, details: bool):
+        super().__init__(frames, details)
+        self.shaper = shaper
+
+    def whole(self, delta: Delta) -> Iterator[bytes]:
+        frames, body, generation = self.frames, self.shaper.body, self.shaper.generation
+        usage = generation.usage(self.details) if frames.running_usage else None
+        for at, opening in enumerate(self.shaper.opening(delta)):
+            if at == 0 and body.return_token_ids:
+                opening["prompt_token_ids"] = generation.prompts[0].tokens
+            if at == 0 and body.return_prompt_text:
+                opening["prompt_text"] = generation.prompts[0].text
+            start = usage and usage | {
+                "completion_tokens": 0,
+                "total_tokens": usage["prompt_tokens"],
+            }
+            yield frames.frame([opening], start)
+        for chunk in self.shaper.chunks(delta):
+            ended = chunk["finish_reason"] is not None
+            yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
+        if not (body.logprobs or body.return_token_ids or frames.running_usage):
+            self.around[delta.index] = frames.around(partial(content, delta.index))
+
+    def end(self) -> Iterator[bytes]:
+        if self.frames.final_usage:
+            yield self.frames.frame([], self.shaper.generation.usage(self.details), last=True)
+        yield DONE
+
+
+def call_of(call: CallDelta) -> dict[str, Any]:
+    """A call that is all there."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def call_delta(call: CallDelta) -> dict[str, Any]:
+    """Id and name come with the first delta of a call."""
+    if call.id is not None:
+        return {"index": call.index, **call_of(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def content(index: int, text: str) -> dict[str, Any]:
+    return part(index, {"content": text}) | {"token_ids": None}
+
+
+def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def generation_of(
+    request: Request, body: ChatRequest, engine: TextEngine, kind: str
+) -> Generation:
+    """A conversation, checked and rendered, ready to be generated. `kind`: what its id begins with.
+
+    Raises:
+        ApiError, ValidationError: it cannot be served as it is.
+    """
+    state: ServerState = request.app.state.quire
+    params = chat_params(body, engine.defaults())
+    choice = choice_of(body)
+    take_from_key(request, completions_of(1, params, state))
+    prompt = await chat_prompt(body, engine, state)
+    reader = reader_for(body, choice, params, prompt, state, engine)
+    return Generation(
+        state, engine, new_id(kind, request, body), [prompt], params,
+        priority(request, body), body.timeout, interval(body, state),
+        request.scope.get(TENANT), reader, beams_of(body, params, engine.defaults()),
+    )  # fmt: skip
+
+
+async def chat(request: Request) -> Response | EventStream:
+    """Answer a conversation."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    body = await read(request, ChatRequest)
+    model = state.check_model(body.model)
+    generation = await prepared(request, generation_of, request, body, engine, "chatcmpl-")
+    (prompt,) = generation.prompts
+    as_ids = body.return_tokens_as_token_ids
+    as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
+    name = shapes.naming(as_ids, engine.token_text)
+    shaper = Shaper(body, generation, name, state.config.server.response_role)
+    details = state.config.server.enable_prompt_tokens_details
+    if body.stream:
+        frames = Frames(
+            "chat.completion.chunk", generation.id, model, engine.fingerprint, body, state
+        )
+        return await answer(request, generation, Teller(shaper, frames, details))
+    created = int(time.time())
+    deltas = await or_hung_up(request.receive, generation.whole())
+    told = generation.counts[0].prompt_logprobs
+    large = generation.is_large(deltas)
+    choices = partial(map, partial(shaper.choice, large=large), deltas)
+    whole = {
+        "id": generation.id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": shapes.listed(choices, large),
+        "service_tier": None,
+        "system_fingerprint": engine.fingerprint,
+        "usage": generation.usage(details),
+        "prompt_logprobs": shapes.prompt(told, large) if body.prompt_logprobs is not None else None,
+        "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
+        "kv_transfer_params": None,
+    }
+    if body.return_prompt_text:
+        whole["prompt_text"] = prompt.text
+    return json_answer(whole, large, state.answering, headers=load_report(request, state))

@@ -1,0 +1,252 @@
+"""A chat request's outputs, read: thoughts, content and tool calls told apart in each delta.
+
+Knows a model's formats, the request's wishes, and deltas. Does not know the shape of an answer. What the request
+demands of its calls goes into its sampling parameters here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.config.server import ServerConfig
+from quire.config.structured import wishes
+from quire.errors import ValidationError
+from quire.frontend.parsers.format_registry import OFF
+from quire.frontend.parsers.model_formats import ModelFormats, Reading
+from quire.frontend.parsers.plugins import registry
+from quire.frontend.parsers.stream_parser import CallDelta, Parsed, Parser
+from quire.frontend.parsers.tool_constraints import (
+    answer_or_calls,
+    auto_calls,
+    calls_of,
+    calls_only,
+    forced,
+    is_strict,
+)
+from quire.logging import get_logger
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_outputs import StructuredOutputsParams
+from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.errors import invalid
+from quire.server.openai.tools import Choice
+from quire.server.schemas import ChatRequest
+from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.server.generation import Delta
+
+log = get_logger(__name__)
+
+
+def formats_of(config: ServerConfig, engine: TextEngine | None) -> ModelFormats:
+    """How the model writes; without an engine, only whether what was asked for exists.
+
+    Raises:
+        ConfigError: a name that is not known, or a plugin that fails.
+    """
+    plugins = [config.tool_parser_plugin, config.reasoning_parser_plugin]
+    return ModelFormats(
+        config.tool_call_parser,
+        config.reasoning_parser,
+        getattr(engine, "template_text", ""),
+        getattr(engine, "special_texts", ()),
+        registry([path for path in plugins if path]),
+    )
+
+
+def model_formats(state: ServerState, engine: TextEngine) -> ModelFormats:
+    """Chosen once, and said."""
+    if state.formats is None:
+        found = state.formats = formats_of(state.config.server, engine)
+        for what, choice in (("tool calls", found.tool_choice), ("thoughts", found.reasoning_choice)):  # fmt: skip
+            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
+    return state.formats
+
+
+def reader_for(
+    body: ChatRequest, choice: Choice, params: SamplingParams, prompt: Prompt,
+    state: ServerState, engine: TextEngine,
+) -> Reader | None:  # fmt: skip
+    """None: outputs are content as they are. `params` gets what the request demands of its calls.
+
+    Raises:
+        ApiError: 400: calls in a format that nobody knows; or two demands on one output.
+    """
+    formats = model_formats(state, engine)
+    last = body.messages[-1].get("content") if body.continue_final_message else None
+    opened = formats.opened(prompt.text or "", last if isinstance(last, str) else "")
+    if choice.kind == "auto" and formats.tools is None:
+        hint = "it was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start it with --tool-call-parser NAME"  # fmt: skip
+        raise invalid(
+            "`tools`: this server does not know how its model writes calls"
+            f' ({formats.tool_choice.why}); {hint}, or ask with `tool_choice: "required"`',
+            "tools",
+        )
+    reading = formats.reading(choice.tools, choice.must, opened)
+    if reading is None:
+        return None
+    level = state.config.server.tool_strict_level
+    if params.structured_outputs is None:
+        params.structured_outputs = demanded(body, choice, formats, opened, level)
+    elif choice.must:
+        said = params.structured_outputs.said
+        raise invalid(f"`{said}` and a `tool_choice` that makes the model call a tool: an output can have one form only", said)  # fmt: skip
+    else:
+        calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
+        asked = state.config.structured.structured_outputs_config
+        thoughts = None if wishes(asked).enable_in_reasoning else formats.reasoning
+        params.structured_outputs = answer_or_calls(
+            params.structured_outputs, thoughts, opened, calls
+        )
+    if reading.marks_are_special:
+        params.skip_special_tokens = False
+    skip = params.skip_special_tokens
+
+    def decode(tokens: list[int]) -> str:
+        return engine.decode(tokens, skip_special=skip)
+
+    return Reader(
+        reading, decode, told=body.include_reasoning, parallel=body.parallel_tool_calls,
+        named=choice.kind == "named",
+    )  # fmt: skip
+
+
+def demanded(
+    body: ChatRequest, choice: Choice, formats: ModelFormats, opened: bool | None, level: str
+) -> StructuredOutputsParams | None:
+    """The form that calls must have."""
+    tag: dict[str, Any] | None = None
+    parallel, tools = body.parallel_tool_calls, choice.tools
+    asked_for = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
+    if choice.must:
+        format = forced(formats.tools, tools)
+        parallel = parallel and choice.kind == "required"
+        tag = calls_only(format, tools, parallel, formats.reasoning, opened)
+    elif tools and formats.tools is not None and (asked_for or level != "strict"):
+        tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
+        if tag is None and asked_for:
+            log.warning_every("strict", 3600, "`strict` does not hold: calls in the format %s, or a tool's schema in it, cannot be told to the grammar", formats.tool_choice.name)  # fmt: skip
+    if tag is None:
+        return None
+    try:
+        return StructuredOutputsParams(structural_tag=tag, said="tools")
+    except ValidationError as error:
+        if not asked_for:
+            return None  # nobody asked for more than that calls be read
+        raise invalid(f"`tools`: {error}", "tools") from error
+
+
+@dataclass(slots=True)
+class Output:
+    """One completion as it is read."""
+
+    parser: Parser
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of which it is not known yet whether they are thoughts."""
+    size: int = 0
+    """Characters of their text."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Of one request's completions; each has a parser of its own."""
+
+    reading: Reading
+    decode: Callable[[list[int]], str]
+    told: bool = True
+    """Thoughts are shown."""
+    parallel: bool = True
+    named: bool = False
+    reasoning_tokens: int = 0
+    outputs: dict[int, Output] = field(default_factory=dict)
+
+    def read(self, delta: Delta) -> None:
+        """Tell the delta's text apart."""
+        output = self.outputs.get(delta.index)
+        if output is None:
+            output = self.outputs[delta.index] = Output(self.reading.parser())
+        parser, ended = output.parser, delta.finish_reason is not None
+        before = parser.thought
+        parsed = parser.feed(delta.text)
+        if ended:
+            parsed.add(parser.finish())
+        if self.reading.reasons:
+            output.tokens += delta.tokens
+            output.size += len(delta.text)
+            count = self._thoughts(output, parser.thought - before)
+            self.reasoning_tokens += count
+            if not self.told:
+                self._hide(delta, parsed, count)
+        delta.text, delta.reasoning = parsed.content, parsed.reasoning
+        delta.calls = parsed.calls if self.parallel else [c for c in parsed.calls if c.index == 0]
+        if ended:
+            self._ended(delta, parser)
+
+    def _thoughts(self, output: Output, thought: int) -> int:
+        """How many of the tokens that waited turned out to be thoughts: those with the first characters."""
+        tokens, known = output.tokens, output.size - output.parser.waiting
+        if thought <= 0:
+            count = 0
+        elif thought >= output.size:
+            count = len(tokens)
+        else:
+            count = bisect_left(range(len(tokens)), thought, key=self._length(tokens))
+        if not output.parser.waiting:
+            output.tokens, output.size = [], 0
+        elif known > 0:
+            done = bisect_right(range(1, len(tokens) + 1), known, key=self._length(tokens))
+            output.tokens = tokens[max(done, count) :]
+            output.size = output.parser.waiting
+        return min(count, len(tokens))
+
+    def _length(self, tokens: list[int]) -> Callable[[int], int]:
+        return lambda count: len(self.decode(tokens[:count]))
+
+    def _hide(self, delta: Delta, parsed: Parsed, count: int) -> None:
+        parsed.reasoning = ""
+        delta.tokens = delta.tokens[count:]
+        if delta.logprobs is not None:
+            delta.logprobs = delta.logprobs[count:]
+
+    def _ended(self, delta: Delta, parser: Parser) -> None:
+        if parser.calls and delta.finish_reason == "stop" and not self.named:
+            delta.finish_reason = "tool_calls"
+        for reason in parser.reasons:
+            log.warning_every(reason, 60, "an output was read as content in part: %s", reason)
+
+
+def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
+    """Calls with what came later of them."""
+    known = {call.index: call for call in calls}
+    for call in later:
+        if (before := known.get(call.index)) is None:
+            calls.append(call)
+            known[call.index] = call
+        else:
+            before.arguments += call.arguments
+    return calls
+
+
+@dataclass(slots=True)
+class News:
+    """A piece of one kind that is new: thinking, text, or a call's arguments."""
+
+    kind: str
+    text: str
+    index: int = -1
+    """Of the call."""
+    id: str | None = None
+    name: str | None = None
+
+
+def news(delta: Delta) -> list[News]:
+    """What a delta brings, in the order in which answers have it."""
+    found = []
+    if delta.reasoning:
+        found.append(News("thinking", delta.reasoning))
+    if delta.text:
+        found.append(News("text", delta.text))
+    return found + [News("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]

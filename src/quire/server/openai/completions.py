@@ -1,0 +1,197 @@
+"""POST /v1/completions: text goes on.
+
+Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become choices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.errors import invalid
+from quire.server.generation import Delta, Generation
+from quire.server.large_answers import json_answer
+from quire.server.limits import completions_of, take_from_key
+from quire.server.middleware import TENANT
+from quire.server.openai import logprobs as shapes
+from quire.server.openai.beam_search import beams_of
+from quire.server.openai.chunks import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.openai.sampling_params import completion_params
+from quire.server.prompts import given_prompts, one_prompt
+from quire.server.request_body import prepared, read
+from quire.server.respond import answer
+from quire.server.schemas import CompletionRequest
+from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.state import ServerState
+
+
+@dataclass(slots=True)
+class Shaper:
+    """Deltas -> choices; remembers how far the text of each completion has come."""
+
+    body: CompletionRequest
+    engine: TextEngine
+    generation: Generation
+    name: shapes.Name
+    offsets: dict[int, int] = field(default_factory=dict)
+    echoed: set[int] = field(default_factory=set)
+
+    def prompt_of(self, delta: Delta) -> Prompt:
+        return self.generation.prompts[delta.prompt]
+
+    def text_of(self, prompt: Prompt) -> str:
+        """The prompt's own, or what its ids stand for."""
+        if prompt.text is None:
+            prompt.text = self.engine.decode(prompt.tokens)
+        return prompt.text
+
+    @property
+    def is_text(self) -> bool:
+        """After a choice has begun, nothing but text is new until it ends."""
+        body = self.body
+        return body.logprobs is None and not body.return_token_ids and body.max_tokens != 0
+
+    def later(self, index: int, text: str) -> dict[str, Any]:
+        """A choice that has begun, as it goes on."""
+        return self.choice(Delta(0, index, text, [], None, None, None), whole=False)
+
+    def choice(self, delta: Delta, whole: bool, large: bool = False) -> dict[str, Any]:
+        """`whole`: an answer of its own, not a part of a stream. `large`: its lists are made while they are sent."""
+        first = delta.index not in self.echoed
+        self.echoed.add(delta.index)
+        text, tokens = delta.text, delta.tokens
+        positions: Iterable[shapes.Position] = delta.logprobs or []
+        finish, stop = delta.finish_reason, delta.stop_reason
+        if self.body.max_tokens == 0:  # one token was drawn, since the engine draws at least one
+            text, tokens, positions, finish, stop = "", [], [], "length", None
+        shown = tokens
+        prompt = self.prompt_of(delta)
+        if self.body.echo and first:
+            text = self.text_of(prompt) + text
+            if self.body.logprobs is not None:
+                before = self.generation.counts[delta.prompt].prompt_logprobs or []
+                shown, positions = prompt.tokens + tokens, shapes.Joined((before, positions))
+        choice: dict[str, Any] = {"index": delta.index, "text": text, "logprobs": None}
+        if self.body.logprobs is not None and shown and large:
+            choice["logprobs"] = shapes.long_legacy(shown, positions, self.body.logprobs, self.name)
+        elif self.body.logprobs is not None and shown:
+            offset = self.offsets.get(delta.index, 0)
+            choice["logprobs"], self.offsets[delta.index] = shapes.legacy(
+                shown, positions, self.body.logprobs, self.name, offset
+            )
+        ids = self.body.return_token_ids
+        choice |= {
+            "finish_reason": finish,
+            "stop_reason": stop,
+            "token_ids": tokens if ids else None,
+        }
+        if whole:
+            told = self.generation.counts[delta.prompt].prompt_logprobs
+            asked = self.body.prompt_logprobs is not None
+            choice["prompt_logprobs"] = shapes.prompt(told, large) if asked else None
+        if whole or first:
+            choice["prompt_token_ids"] = prompt.tokens if ids else None
+            if self.body.return_prompt_text:
+                choice["prompt_text"] = self.text_of(prompt)
+        return choice
+
+    def usage(self, details: bool) -> dict[str, Any]:
+        usage = self.generation.usage(details)
+        if self.body.max_tokens == 0:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+
+class Teller(Splicer):
+    """Deltas -> frames."""
+
+    def __init__(self, shaper: Shaper, frames: Frames, details: bool):
+        super().__init__(frames, details)
+        self.shaper = shaper
+
+    def whole(self, delta: Delta) -> Iterator[bytes]:
+        shaper, frames = self.shaper, self.frames
+        choice = shaper.choice(delta, whole=False)
+        ended = delta.finish_reason is not None
+        if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
+            return  # half a character, or what may become a stop string
+        if shaper.is_text and not frames.running_usage:
+            self.around[delta.index] = frames.around(partial(shaper.later, delta.index))
+        usage = shaper.usage(self.details) if frames.running_usage else None
+        yield frames.frame([choice], usage, last=ended and not frames.final_usage)
+
+    def end(self) -> Iterator[bytes]:
+        if self.frames.final_usage:
+            yield self.frames.frame([], self.shaper.usage(self.details), last=True)
+        yield DONE
+
+
+async def asked_of(
+    request: Request, body: CompletionRequest, engine: TextEngine, state: ServerState
+) -> tuple[SamplingParams, list[Prompt]]:
+    """Raises ApiError, ValidationError: it cannot be served as it is."""
+    params = completion_params(body, engine.defaults())
+    given = given_prompts(body)
+    total = completions_of(len(given), params, state)
+    take_from_key(request, total)
+    prompts = []
+    for prompt in given:
+        prompts.append(await one_prompt(prompt, body, engine))
+        if not engine.texts.inside:
+            await asyncio.sleep(0)  # other callbacks of the loop have their turn
+    return params, prompts
+
+
+async def completions(request: Request) -> Response | EventStream:
+    """Go on with a text, or with several."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    body = await read(request, CompletionRequest)
+    model = state.check_model(body.model)
+    if body.use_beam_search and body.stream:
+        raise invalid("`stream` does not go together with `use_beam_search`", "stream")
+    params, prompts = await prepared(request, asked_of, request, body, engine, state)
+    of_prompt = body.echo or body.return_token_ids or body.return_prompt_text
+    repeated = bool(of_prompt) or body.prompt_logprobs is not None
+    generation = Generation(
+        state, engine, new_id("cmpl-", request, body), prompts, params,
+        priority(request, body), body.timeout, interval(body, state),
+        request.scope.get(TENANT), beams=beams_of(body, params, engine.defaults()),
+        copies=params.n if repeated else 1,
+    )  # fmt: skip
+    as_ids = body.return_tokens_as_token_ids
+    as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
+    shaper = Shaper(body, engine, generation, shapes.naming(as_ids, engine.token_text))
+    details = state.config.server.enable_prompt_tokens_details
+    if body.stream:
+        frames = Frames("text_completion", generation.id, model, engine.fingerprint, body, state)
+        return await answer(request, generation, Teller(shaper, frames, details))
+    created = int(time.time())
+    deltas = await or_hung_up(request.receive, generation.whole())
+    large = generation.is_large(deltas)
+    choices = partial(map, partial(shaper.choice, whole=True, large=large), deltas)
+    return json_answer(
+        {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": shapes.listed(choices, large),
+            "service_tier": None,
+            "system_fingerprint": engine.fingerprint,
+            "usage": shaper.usage(details),
+            "kv_transfer_params": None,
+        },
+        large,
+        state.answering,
+        headers=load_report(request, state),
+    )

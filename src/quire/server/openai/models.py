@@ -1,0 +1,65 @@
+"""GET /v1/models: the names under which the model is served.
+
+Knows model cards. Does not know what a model is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.engine_protocol import TextEngine
+from quire.server.errors import ApiError
+from quire.server.health import state_of
+from quire.server.request_body import json_response
+from quire.server.state import ServerState
+
+OWNER = "vllm"  # clients in the field look for it
+
+
+def card(name: str, state: ServerState, engine: TextEngine) -> dict[str, Any]:
+    """One entry of the list."""
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": engine.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": engine.created,
+        "owned_by": OWNER,
+        "root": state.config.model.model,
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+        "permission": [permission],
+    }
+
+
+async def models(request: Request) -> Response:
+    """Every name under which the model is served."""
+    state = state_of(request)
+    engine = state.serving()
+    cards = [card(name, state, engine) for name in state.model_names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def model(request: Request) -> Response:
+    """One card. A name may have slashes."""
+    state = state_of(request)
+    engine = state.serving()
+    name = request.path_params["name"]
+    if name not in state.model_names:
+        raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model")
+    return json_response(card(name, state, engine))

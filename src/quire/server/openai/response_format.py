@@ -1,0 +1,108 @@
+"""The form that an answer must have, from whichever field says so.
+
+    response_format          OpenAI's
+    structured_outputs       ours and vLLM's
+    guided_json, ...         the older names of its parts
+
+Knows these fields' names and shapes. Whether a schema or grammar can be enforced is checked below, in `frontend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.errors import ValidationError
+from quire.logging import get_logger
+from quire.protocol.structured_outputs import StructuredOutputsParams
+from quire.server.errors import invalid
+from quire.server.schemas import Sampling
+
+log = get_logger(__name__)
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def constraint(request: Sampling) -> StructuredOutputsParams | None:
+    """None: any text will do.
+
+    Raises:
+        ApiError: 400: several constraints, or one that has not its shape.
+    """
+    form = of_format(request.response_format)
+    ours = from_ours(request.structured_outputs)
+    guided = from_guided(request)
+    if ours is not None and guided is not None:
+        raise invalid(
+            f"`{guided.said}` is an older name of a part of `structured_outputs`; give only one",
+            guided.said,
+        )
+    other = ours or guided
+    if form is not None and other is not None and form.kind != other.kind:
+        raise invalid(
+            f"`response_format` asks for {form.kind} and `{other.said}` for {other.kind}: an answer can"
+            " have one form only",
+            "response_format",
+        )
+    return form or other
+
+
+def of_format(asked: Any, said: str = "response_format") -> StructuredOutputsParams | None:
+    """From `response_format`, or from another protocol's field of the same kind, named `said`.
+
+    Chat requests have the schema in `json_schema.schema`, the other protocols in `schema`.
+    """
+    if asked is None:
+        return None
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return made(said, json_object=True)
+    if kind == "json_schema":
+        inner = asked.get("json_schema", asked)
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, dict | bool):
+            where = f"{said}.json_schema.schema" if "json_schema" in asked else f"{said}.schema"
+            raise invalid(f"`{where}` must be a JSON schema", said)
+        return made(said, json=schema)
+    if kind == "structural_tag":
+        return made(said, structural_tag=asked)
+    raise invalid(f"`{said}.type` is {kind!r}; it must be one of {', '.join(FORMATS)}", said)
+
+
+def from_ours(asked: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if asked is None:
+        return None
+    try:
+        return StructuredOutputsParams.read(asked)
+    except ValidationError as error:
+        raise invalid(str(error), "structured_outputs") from error
+
+
+def from_guided(request: Sampling) -> StructuredOutputsParams | None:
+    given = {name: value for name in GUIDED if (value := getattr(request, name)) is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise invalid(f"`{'` and `'.join(given)}`: an answer can have one form only", next(iter(given)))  # fmt: skip
+    ((name, value),) = given.items()
+    log.warning_every("guided", 3600, "`%s` is an older name: use `structured_outputs: {%r: ...}`", name, GUIDED[name])  # fmt: skip
+    more = {}
+    if request.guided_whitespace_pattern is not None:
+        more["whitespace_pattern"] = request.guided_whitespace_pattern
+    return made(name, **{GUIDED[name]: value}, **more)
+
+
+def made(said: str, **fields: Any) -> StructuredOutputsParams:
+    """Errors name the field that the client wrote."""
+    try:
+        return StructuredOutputsParams(said=said, **fields)
+    except ValidationError as error:
+        raise invalid(f"`{said}`: {error}", said) from error

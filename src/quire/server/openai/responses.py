@@ -1,0 +1,249 @@
+"""POST /v1/responses: OpenAI's Responses protocol, for text.
+
+Knows that protocol's shapes. A request becomes a chat request; here its deltas become output items. Nothing is
+stored: each request brings its whole conversation.
+
+    response.created, .in_progress, .output_item.added, .content_part.added, .output_text.delta ...,
+    .output_text.done, .content_part.done, .output_item.done, response.completed (or .incomplete, .failed)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.engine_protocol import TextEngine
+from quire.server.errors import ApiError, as_api_error, clean, invalid
+from quire.server.generation import Delta, Generation
+from quire.server.health import state_of
+from quire.server.large_answers import LargeAnswer
+from quire.server.openai import logprobs as shapes
+from quire.server.openai.chat import effort_of, generation_of
+from quire.server.openai.response_format import of_format
+from quire.server.openai.responses_items import Items, choice_of, messages_of, tools_of
+from quire.server.request_body import json_response, prepared, read
+from quire.server.respond import answer
+from quire.server.schemas import ChatRequest, ResponsesRequest
+from quire.server.sse import EventStream, event, or_hung_up
+
+LATER = {
+    "background": "ask without it, and wait for the answer",
+    "previous_response_id": "nothing is stored; send the whole conversation as `input`",
+    "conversation": "nothing is stored; send the whole conversation as `input`",
+    "prompt": "nothing is stored; send the text as `input`",
+    "kv_transfer_params": "leave it out",
+    "previous_input_messages": "send the whole conversation as `input`",
+    "enable_response_messages": "leave it out",
+}
+
+LOGPROBS = "message.output_text.logprobs"
+"""Of `include`; its other values name what only stored answers and tools of a server have."""
+
+INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
+"""How it ended -> why it is not all that there would have been."""
+
+
+# -- in -------------------------------------------------------------------------------------------
+def refuse_later(body: ResponsesRequest) -> None:
+    """Raises ApiError 400 that names the field."""
+    for name, remedy in LATER.items():
+        if getattr(body, name) not in (None, False):
+            raise invalid(f"`{name}` is not supported yet: {remedy}", name)
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
+    form = (body.text or {}).get("format")
+    if of_format(form, "text.format") is not None and body.structured_outputs is not None:
+        raise invalid("`text.format` and `structured_outputs`: a request has at most one constraint", "structured_outputs")  # fmt: skip
+    if body.truncation not in (None, "disabled"):
+        raise invalid("`truncation` must be 'disabled'", "truncation")
+
+
+def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Instructions and input as messages.
+
+    Raises:
+        ApiError: 400 that names the place.
+    """
+    start = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        return [*start, {"role": "user", "content": body.input}]
+    found = messages_of(body.input)
+    if not found:
+        raise invalid("`input` is empty", "input")
+    return [*start, *found]
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same wish as a chat request."""
+    refuse_later(body)
+    return ChatRequest(
+        messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
+        stream=body.stream, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
+        min_p=body.min_p, repetition_penalty=body.repetition_penalty, seed=body.seed,
+        stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens, priority=body.priority,
+        request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
+        reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
+        include_reasoning=body.include_reasoning, tools=tools_of(body.tools) or None,
+        tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=wants_logprobs(body), top_logprobs=body.top_logprobs,
+        response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
+    )  # fmt: skip
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    return LOGPROBS in body.include or bool(body.top_logprobs)
+
+
+# -- out ------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Shaper:
+    body: ResponsesRequest
+    generation: Generation
+    model: str
+    name: shapes.Name
+    """How logprobs write a token."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    number: int = 0
+    """Events so far."""
+
+    def response(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
+        """The whole object; `why` it is incomplete."""
+        body, params = self.body, self.generation.params
+        return {
+            "id": self.generation.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": None if why is None else {"reason": why},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": body.reasoning,
+            "service_tier": "auto",
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else self.usage(),
+            "user": body.user,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        count = self.generation.counts[0]
+        output, reader = sum(count.output_tokens), self.generation.reader
+        return {
+            "input_tokens": count.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": count.cached},
+            "output_tokens": output,
+            "output_tokens_details": {
+                "reasoning_tokens": 0 if reader is None else reader.reasoning_tokens
+            },
+            "total_tokens": count.prompt_tokens + output,
+        }
+
+    def items(self) -> Items:
+        return Items(self.generation.id.removeprefix("resp_"), self.event, self.logprobs)
+
+    def logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.logprobs is None or not wants_logprobs(self.body):
+            return []
+        top = self.body.top_logprobs or 0
+        found: list[dict[str, Any]] = shapes.chat(delta.tokens, delta.logprobs, top, self.name)[
+            "content"
+        ]
+        return found
+
+    def ended(self, delta: Delta, output: list[dict[str, Any]]) -> dict[str, Any]:
+        why = INCOMPLETE.get(delta.finish_reason or "")
+        return self.response(status_of(delta), output, why=why)
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        items = self.items()
+        for _ in chain(items.add(delta), items.end(status_of(delta))):
+            pass
+        return self.ended(delta, items.done)
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        number, self.number = self.number, self.number + 1
+        return event({"type": f"response.{kind}", "sequence_number": number, **fields})
+
+    def failed(self, error: BaseException) -> bytes:
+        known = as_api_error(error)
+        told = {"code": "server_error", "message": clean(known.message)}
+        return self.event("failed", response=self.response("failed", [], told))
+
+
+@dataclass(slots=True)
+class Teller:
+    """Deltas -> events."""
+
+    shaper: Shaper
+    items: Items
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        shaper, items = self.shaper, self.items
+        if not shaper.number:
+            start = shaper.response("in_progress", [])
+            yield shaper.event("created", response=start)
+            yield shaper.event("in_progress", response=start)
+        yield from items.add(delta)
+        if delta.finish_reason is not None:
+            yield from items.end(status_of(delta))
+            whole = shaper.ended(delta, items.done)
+            yield shaper.event(whole["status"], response=whole)
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
+
+async def asked_of(request: Request, body: ResponsesRequest, engine: TextEngine) -> Generation:
+    return await generation_of(request, as_chat(body), engine, "resp_")
+
+
+async def responses(request: Request) -> Response | EventStream:
+    """Answer a conversation, in the Responses protocol."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, ResponsesRequest)
+    model = state.check_model(body.model)
+    generation = await prepared(request, asked_of, request, body, engine)
+    as_ids = state.config.server.return_tokens_as_token_ids
+    shaper = Shaper(body, generation, model, shapes.naming(as_ids, engine.token_text))
+    if body.stream:
+        return await answer(request, generation, Teller(shaper, shaper.items()), shaper.failed)
+    (delta,) = await or_hung_up(request.receive, generation.whole())
+    if not generation.is_large([delta]):
+        return json_response(shaper.whole(delta))
+    loop = asyncio.get_running_loop()
+    return LargeAnswer(
+        await loop.run_in_executor(state.answering, shaper.whole, delta), state.answering
+    )
+
+
+def status_of(delta: Delta) -> str:
+    return "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
+
+
+async def stored(request: Request) -> Response:
+    """Nothing is stored, so no response is found."""
+    name = str(request.path_params["name"])
+    raise ApiError(404, f"there is no response `{name[:200]}`: responses are not stored", param="response_id")  # fmt: skip

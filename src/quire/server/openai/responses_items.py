@@ -1,0 +1,219 @@
+"""The items of the Responses protocol: earlier ones -> chat messages, and deltas -> new ones.
+
+Knows messages, reasoning, function calls and their outputs. Does not know requests or answers as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.server.errors import invalid
+from quire.server.generation import Delta
+from quire.server.openai.chat_output import News, news
+
+JSON = dict[str, Any]
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+# -- in -------------------------------------------------------------------------------------------
+def text_of(content: Any, where: str) -> str:
+    """Raises ApiError 400: parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"`{where}` must be a text or a list of parts", where)
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise invalid(
+                f"`{where}[{at}]`: parts of type {kind!r} are not supported by this model",
+                f"{where}[{at}]",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def messages_of(items: list[JSON]) -> list[JSON]:
+    """Items as messages; thoughts, text and calls that follow one another are one message of the assistant.
+
+    Raises:
+        ApiError: 400 that names the place.
+    """
+    found: list[JSON] = []
+    for at, item in enumerate(items):
+        where = f"input[{at}]"
+        kind = item.get("type", "message")
+        if kind == "message" and isinstance(item.get("role"), str):
+            role = "system" if item["role"] == "developer" else item["role"]
+            text = text_of(item.get("content"), f"{where}.content")
+            if role == "assistant" and (last := _open(found)) is not None and not last["content"]:
+                last["content"] = text
+            else:
+                found.append({"role": role, "content": text})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            last = {"role": "assistant", "content": "", "reasoning": text_of(parts, where)}
+            found.append(last)
+        elif kind == "function_call":
+            _add_call(found, item, where)
+        elif kind == "function_call_output":
+            text = text_of(item.get("output"), f"{where}.output")
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        else:
+            raise invalid(
+                f"`{where}`: only messages, reasoning, function_call and function_call_output are supported", where
+            )  # fmt: skip
+    return found
+
+
+def _open(found: list[JSON]) -> JSON | None:
+    """The assistant's message that is not complete yet."""
+    last = found[-1] if found else None
+    return last if last is not None and last["role"] == "assistant" else None
+
+
+def _add_call(found: list[JSON], item: JSON, where: str) -> None:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise invalid(f"`{where}` must have a name, and arguments as text", where)
+    if (last := _open(found)) is None:
+        last = {"role": "assistant", "content": ""}
+        found.append(last)
+    call = {
+        "id": item.get("call_id"), "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }  # fmt: skip
+    last.setdefault("tool_calls", []).append(call)
+
+
+def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
+    """Tools as chat has them."""
+    if tools is None:
+        return None
+    found = []
+    for at, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise invalid(
+                f"`tools[{at}].type` is {tool.get('type')!r}; tools of this server's models are functions", "tools"
+            )  # fmt: skip
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def choice_of(asked: Any) -> Any:
+    """`tool_choice` as chat has it."""
+    if isinstance(asked, dict) and asked.get("type") == "function":
+        return {"type": "function", "function": {"name": asked.get("name")}}
+    return asked
+
+
+# -- out ------------------------------------------------------------------------------------------
+def part_of(text: str, logprobs: list[JSON]) -> JSON:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def thought_of(text: str) -> JSON:
+    return {"type": "reasoning_text", "text": text}
+
+
+@dataclass(slots=True)
+class Items:
+    """The output of one answer as it grows."""
+
+    id: str
+    """What the ids of its items end with."""
+    event: Callable[..., bytes]
+    logprobs: Callable[[Delta], list[JSON]]
+    """Of a delta's tokens."""
+    done: list[JSON] = field(default_factory=list)
+    _new: News | None = None
+    _parts: list[str] = field(default_factory=list)
+    _id: str = ""
+    _told: list[JSON] = field(default_factory=list)
+    """Log-probabilities of the text's tokens."""
+    _held: list[JSON] = field(default_factory=list)
+    """Of those whose text is still to come."""
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        """Events of what is new."""
+        self._held += self.logprobs(delta)
+        for new in news(delta):
+            if self._new is None or (new.kind, new.index) != (self._new.kind, self._new.index):
+                yield from self.close("completed")
+                yield from self._open(new)
+            if new.text:
+                self._parts.append(new.text)
+                yield self._delta(new)
+        if delta.reasoning and not delta.text:
+            self._held = []  # they were of thoughts
+
+    def end(self, status: str) -> Iterator[bytes]:
+        """An answer has one item at least."""
+        if self._new is None and not self.done:
+            yield from self._open(News("text", ""))
+        yield from self.close(status)
+
+    def _place(self) -> JSON:
+        return {"output_index": len(self.done)}
+
+    def _inside(self) -> JSON:
+        return {**self._place(), "item_id": self._id, "content_index": 0}
+
+    def _open(self, new: News) -> Iterator[bytes]:
+        self._new, self._parts, self._told = new, [], []
+        kind = {"thinking": "rs", "text": "msg", "call": "fc"}[new.kind]
+        again = sum(item["id"].startswith(f"{kind}_") for item in self.done)
+        self._id = f"{kind}_{self.id}" + (f"_{again}" if again else "")
+        yield self.event("output_item.added", **self._place(), item=self._item("in_progress", None))
+        if new.kind != "call":
+            part = part_of("", []) if new.kind == "text" else thought_of("")
+            yield self.event("content_part.added", **self._inside(), part=part)
+
+    def _item(self, status: str, text: str | None) -> JSON:
+        new, id_ = self._new, self._id
+        if new is None or new.kind == "text":
+            content = [] if text is None else [part_of(text, self._told)]
+            return {"id": id_, "type": "message", "role": "assistant", "status": status, "content": content}  # fmt: skip
+        if new.kind == "thinking":
+            thoughts = [] if text is None else [thought_of(text)]
+            return {"id": id_, "type": "reasoning", "status": status, "summary": [], "content": thoughts}  # fmt: skip
+        return {
+            "id": id_, "type": "function_call", "status": status, "call_id": new.id, "name": new.name,
+            "arguments": text or "",
+        }  # fmt: skip
+
+    def _delta(self, new: News) -> bytes:
+        if new.kind == "text":
+            told, self._held = self._held, []
+            self._told += told
+            return self.event("output_text.delta", **self._inside(), delta=new.text, logprobs=told)
+        if new.kind == "thinking":
+            return self.event("reasoning_text.delta", **self._inside(), delta=new.text)
+        place = {**self._place(), "item_id": self._id}
+        return self.event("function_call_arguments.delta", **place, delta=new.text)
+
+    def close(self, status: str) -> Iterator[bytes]:
+        if self._new is None:
+            return
+        text, kind = "".join(self._parts), self._new.kind
+        if kind == "text":
+            self._told += self._held
+        self._held = []
+        item = self._item(status, text)
+        if kind == "text":
+            yield self.event("output_text.done", **self._inside(), text=text, logprobs=self._told)
+            yield self.event("content_part.done", **self._inside(), part=part_of(text, self._told))
+        elif kind == "thinking":
+            yield self.event("reasoning_text.done", **self._inside(), text=text)
+            yield self.event("content_part.done", **self._inside(), part=thought_of(text))
+        else:
+            place = {**self._place(), "item_id": self._id}
+            yield self.event("function_call_arguments.done", **place, name=item["name"], arguments=text)  # fmt: skip
+        yield self.event("output_item.done", **self._place(), item=item)
+        self.done.append(item)
+        self._new = None

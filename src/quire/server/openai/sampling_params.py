@@ -1,0 +1,216 @@
+"""From the fields of a request to SamplingParams, with the server's own limits.
+
+Knows what is refused and why. What needs the model (lengths, vocabulary) is checked below, in `frontend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire import env
+from quire.logging import get_logger
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.errors import ApiError, invalid
+from quire.server.middleware import VALID_ID
+from quire.server.openai.response_format import constraint
+from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
+
+log = get_logger(__name__)
+
+MAX_SALT = 128  # characters
+MAX_STOP = 1024  # characters of a stop string: its table is built for each, and output is held back for its length
+MAX_BAD_WORD = 256  # characters: it is tokenized twice
+LISTS = {
+    "stop_token_ids": "MAX_LIST_ENTRIES",
+    "bad_words": "MAX_LIST_ENTRIES",
+    "logprob_token_ids": "MAX_LIST_ENTRIES",
+    "logit_bias": "MAX_LOGIT_BIASES",
+}
+"""Field -> the variable that says how long it may be. allowed_token_ids have the vocabulary's."""
+DELTA, FINAL_ONLY = 1, 2
+DRAWING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+
+LATER: dict[str, str] = {
+    "kv_transfer_params": "KV transfer",
+    "ec_transfer_params": "encoder-cache transfer",
+    "suffix": "a suffix (fill in the middle)",
+    "prompt_embeds": "a prompt given as embeddings",
+    "media_io_kwargs": "media input",
+    "mm_processor_kwargs": "media input",
+    "mm_payload": "media input",
+    "watermarking": "watermarking",
+    "routed_experts_prompt_start": "telling which experts a token went to",
+    "return_token_offsets": "telling where tokens stand in the text",
+    "functions": "the old functions interface",
+    "function_call": "the old functions interface",
+}
+
+
+def refuse_later(request: Sampling) -> None:
+    """Raises ApiError 400 for a field whose feature is not here: never ignored, for the answer would lie."""
+    for name, feature in LATER.items():
+        if (given := getattr(request, name, None)) is not None and given is not False:
+            raise invalid(f"`{name}`: {feature} is not supported yet; leave the field out", name)
+
+
+def check(request: Sampling) -> None:
+    """Limits on everything that a client can make long.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    refuse_later(request)
+    if request.stream_options is not None and not request.stream:
+        raise invalid("`stream_options` needs `stream: true`", "stream_options")
+    most = (
+        1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
+    )  # the variables cost as much as all the rest
+    if not 1 <= request.n <= most:
+        raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
+    stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
+    if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
+        raise invalid(f"`stop` has {stops} strings; at most {most} are taken", "stop")
+    check_texts("stop", [request.stop] if isinstance(request.stop, str) else request.stop, MAX_STOP)
+    for name, limit in LISTS.items():
+        if (given := getattr(request, name)) and len(given) > (most := env.get(limit)):
+            raise invalid(f"`{name}` is too long: at most {most} entries are taken", name)
+    check_texts("bad_words", request.bad_words, MAX_BAD_WORD)
+    if request.stream and request.prompt_logprobs:
+        raise invalid("`prompt_logprobs` is not available with `stream: true`", "prompt_logprobs")
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise invalid("`stream_interval` must be at least 1", "stream_interval")
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
+        raise invalid("`truncate_prompt_tokens` must be at least -1", "truncate_prompt_tokens")
+    if request.truncation_side not in (None, "left", "right"):
+        raise invalid("`truncation_side` must be 'left' or 'right'", "truncation_side")
+    if request.timeout is not None and not request.timeout > 0:
+        raise invalid("`timeout` must be a number of seconds above 0", "timeout")
+    if request.request_id is not None and not VALID_ID.fullmatch(request.request_id):
+        raise invalid("`request_id` must have 1 to 256 visible ASCII characters", "request_id")
+    salt = request.cache_salt
+    if salt is not None and (not 1 <= len(salt) <= MAX_SALT or set(salt) & set("@/\\\0")):
+        raise invalid(
+            f"`cache_salt` must have 1 to {MAX_SALT} characters, none of them @ / \\ or NUL",
+            "cache_salt",
+        )
+
+
+def check_texts(name: str, texts: Sequence[str] | None, most: int) -> None:
+    """Raises ApiError 400: one of them is too long."""
+    for text in texts or ():
+        if len(text) > most:
+            raise invalid(
+                f"`{name}` has a text of {len(text)} characters; at most {most} are taken: make it shorter",
+                name,
+            )
+
+
+def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError as error:
+        raise invalid("the keys of `logit_bias` must be token ids", "logit_bias") from error
+
+
+def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams' keywords: what the request says, else the model's defaults, else left out."""
+    found: dict[str, Any] = {}
+    for name in () if request.use_beam_search else DRAWING:
+        value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            found[name] = value
+    stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
+    return found | {
+        "n": request.n,
+        "seed": request.seed,
+        "stop": stop,
+        "stop_token_ids": list(request.stop_token_ids),
+        "bad_words": list(request.bad_words),
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "ignore_eos": request.ignore_eos,
+        "min_tokens": request.min_tokens,
+        "prompt_logprobs": request.prompt_logprobs,
+        "thinking_token_budget": request.thinking_token_budget,
+        "logprob_token_ids": request.logprob_token_ids,
+        "skip_special_tokens": request.skip_special_tokens,
+        "spaces_between_special_tokens": request.spaces_between_special_tokens,
+        "logit_bias": token_biases(request.logit_bias),
+        "allowed_token_ids": without_repeats(request.allowed_token_ids),
+        "extra_args": request.vllm_xargs,
+        "structured_outputs": constraint(request),
+        "repetition_detection": request.repetition_detection,
+        "output_kind": DELTA if request.stream else FINAL_ONLY,
+    }
+
+
+def without_repeats(ids: list[int] | None) -> list[int] | None:
+    return None if ids is None else list(dict.fromkeys(ids))
+
+
+def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:
+    """max_tokens: a generation config's max_new_tokens caps every request of this server. The log says so once."""
+    cap = defaults.get("max_tokens")
+    if cap is None or (asked is not None and asked <= cap):
+        return asked
+    if asked is not None:
+        log.warning_once(
+            "generation_config of the model caps answers at %d tokens: a request for more gets no more than these;"
+            " serve with --generation-config vllm to remove the cap",
+            int(cap),
+        )
+    return int(cap)
+
+
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    check(request)
+    if request.logprobs is not None and request.logprobs < -1:
+        raise invalid("`logprobs` must be at least 0, or -1 for all", "logprobs")
+    if request.max_tokens < (0 if request.echo else 1):
+        raise invalid(
+            f"`max_tokens` is {request.max_tokens}; it must be at least 1 (0 only with `echo`)",
+            "max_tokens",
+        )
+    keywords = shared(request, defaults)
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        keywords["prompt_logprobs"] = request.logprobs
+    if request.best_of is not None:
+        if request.best_of < request.n:
+            raise invalid(
+                f"`best_of` is {request.best_of}; it must be at least n = {request.n}", "best_of"
+            )
+        if request.stream and request.best_of > request.n:
+            raise invalid("`best_of` above `n` is not available with `stream: true`", "best_of")
+        keywords["best_of"] = request.best_of
+    return SamplingParams(
+        **keywords,
+        logprobs=request.logprobs,
+        max_tokens=capped(max(1, request.max_tokens), defaults),
+    )
+
+
+def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    check(request)
+    top = request.top_logprobs
+    if top is not None and top != 0 and not request.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs: true`", "top_logprobs")
+    if top is not None and top < -1:
+        raise invalid("`top_logprobs` must be at least 0, or -1 for all", "top_logprobs")
+    if request.logprob_token_ids is not None and not request.logprobs:
+        raise invalid("`logprob_token_ids` needs `logprobs: true`", "logprob_token_ids")
+    asked = request.max_completion_tokens
+    name = "max_tokens" if asked is None else "max_completion_tokens"
+    asked = request.max_tokens if asked is None else asked
+    if asked is not None and asked < 1:
+        raise ApiError(400, f"`{name}` is {asked}; it must be at least 1", param=name)
+    return SamplingParams(
+        **shared(request, defaults),
+        logprobs=(top or 0) if request.logprobs else None,
+        max_tokens=capped(asked, defaults),
+    )

@@ -1,0 +1,81 @@
+"""POST /tokenize and /detokenize.
+
+Knows texts, messages and ids. Does not run the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.engine_protocol import TextEngine
+from quire.server.errors import invalid
+from quire.server.health import state_of
+from quire.server.limits import take_from_key
+from quire.server.openai.chat import chat_text
+from quire.server.prompts import encode
+from quire.server.request_body import json_response, prepared, read
+from quire.server.schemas import DetokenizeRequest, TokenizeRequest
+from quire.server.state import ServerState
+
+MOST_TOKENS = 1 << 19
+"""Of /detokenize: the tokenizer keeps the interpreter's lock while it decodes them."""
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, TokenizeRequest)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either `prompt` or `messages`", "prompt")
+    take_from_key(request)
+    return await prepared(request, tokenized, body, engine, state)
+
+
+async def tokenized(body: TokenizeRequest, engine: TextEngine, state: ServerState) -> Response:
+    special = body.add_special_tokens
+    if body.prompt is not None:
+        text, special = body.prompt, True if special is None else special
+    else:
+        text = await chat_text(body, body.messages or [], engine, state)
+    tokens = await encode(engine, text, special=bool(special), fits=False)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": engine.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [engine.token_text(token) for token in tokens]
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(request, DetokenizeRequest)
+    state.check_model(body.model)
+    take_from_key(request)
+    return await prepared(request, detokenized, body.tokens, engine)
+
+
+async def detokenized(tokens: list[int], engine: TextEngine) -> Response:
+    most = max(MOST_TOKENS, engine.max_model_len)
+    if len(tokens) > most:
+        raise invalid(
+            f"`tokens` has {len(tokens)} entries; at most {most} are taken: send them in parts",
+            "tokens",
+        )
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high >= engine.vocab_size:
+        raise invalid(
+            f"`tokens` has {low if low < 0 else high}, which is no token of this model: ids go from 0 to"
+            f" {engine.vocab_size - 1}",
+            "tokens",
+        )
+    return json_response({"prompt": engine.decode(tokens)})

@@ -1,0 +1,172 @@
+"""GET /openapi.json and /docs: what this server understands, made from the request Structs.
+
+Knows routes, Structs and JSON schema. The page needs nothing from elsewhere. Fields that are refused by name are
+left out.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.server import schemas
+from quire.server.middleware import OPEN
+from quire.server.openai.responses import LATER as LATER_RESPONSES
+from quire.server.openai.sampling_params import LATER
+from quire.server.request_body import json_response
+
+Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/completions": schemas.CompletionRequest,
+    "/v1/responses": schemas.ResponsesRequest,
+    "/v1/messages": schemas.MessagesRequest,
+    "/v1/messages/count_tokens": schemas.MessagesRequest,
+    "/tokenize": schemas.TokenizeRequest,
+    "/detokenize": schemas.DetokenizeRequest,
+    "/collective_rpc": schemas.RpcRequest,
+    "/abort_requests": schemas.AbortRequest,
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "integer"},
+            },
+        }
+    },
+}
+STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}code{background:#8882}td{padding:0 1em 0 0;vertical-align:top}"
+
+
+def components() -> dict[str, Any]:
+    """The schemas of all bodies, by name."""
+    _, found = msgspec.json.schema_components(
+        list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
+    )
+    for title, schema in found.items():
+        for name in LATER_RESPONSES if title == "ResponsesRequest" else LATER:
+            schema.get("properties", {}).pop(name, None)
+    return {**found, "Error": ERROR}
+
+
+def first_line(endpoint: Any) -> str:
+    words = (endpoint.__doc__ or endpoint.__name__.replace("_", " ")).strip()
+    return str(words.splitlines()[0])
+
+
+def openapi(rows: Iterable[Row], keyed: bool, root: str = "") -> dict[str, Any]:
+    """The document. `keyed`: whether the server needs a key. `root`: what a proxy takes off each path."""
+    paths: dict[str, Any] = {}
+    for kinds, path, endpoint in rows:
+        entry = paths.setdefault(path.replace(":path", ""), {})
+        for kind in kinds.lower().split():
+            about: dict[str, Any] = {
+                "summary": first_line(endpoint),
+                "operationId": kind + path.replace("/", "_").replace("{name", "name").rstrip("}"),
+                "responses": {
+                    "200": {"description": "the answer"},
+                    "default": {
+                        "description": "an error",
+                        "content": {
+                            "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
+                        },
+                    },
+                },
+            }
+            if "{name" in path:
+                about["parameters"] = [
+                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+                ]
+            if path in BODIES:
+                schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
+                about["requestBody"] = {
+                    "required": True,
+                    "content": {"application/json": {"schema": schema}},
+                }
+            if keyed and path not in OPEN:
+                about["security"] = [{"key": []}]
+            entry[kind] = about
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components()},
+    }
+    if root:
+        document["servers"] = [{"url": root}]
+    if keyed:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as a page to read."""
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>Quire</title><style>{STYLE}</style><h1>Quire {__version__}</h1>"
+    ]
+    schemas_ = document["components"]["schemas"]
+    for path, entry in document["paths"].items():
+        for kind, about in entry.items():
+            parts.append(
+                f"<h3><code>{kind.upper()} {path}</code></h3><p>{html.escape(about['summary'])}</p>"
+            )
+            if "requestBody" not in about:
+                continue
+            ref = about["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            schema = schemas_[ref.rpartition("/")[2]]
+            needed = schema.get("required", [])
+            rows = [
+                f"<tr><td><code>{name}</code><td>{html.escape(kind_of(field))}<td>{'needed' if name in needed else html.escape(json.dumps(field.get('default')))}"
+                for name, field in schema["properties"].items()
+            ]
+            parts.append(
+                f"<details><summary>fields</summary><table>{''.join(rows)}</table></details>"
+            )
+    return "\n".join(parts)  # fmt: skip
+
+
+def kind_of(field: dict[str, Any]) -> str:
+    """A field's kind in a few words."""
+    if "anyOf" in field:
+        kinds = [kind_of(one) for one in field["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    kind = str(field.get("type", "anything"))
+    return f"list of {kind_of(field['items'])}" if kind == "array" and "items" in field else kind
+
+
+def routes(rows: list[Row], keyed: bool, root: str = "") -> list[Row]:
+    """The routes about all the others; the document is made when first asked for."""
+    made: dict[str, Any] = {}
+
+    def document() -> dict[str, Any]:
+        if not made:
+            made.update(openapi(rows, keyed, root))
+        return made
+
+    async def openapi_json(request: Request) -> Response:
+        """This document."""
+        return json_response(document())
+
+    async def docs(request: Request) -> Response:
+        """This page."""
+        return Response(page(document()), media_type="text/html")
+
+    return [("GET", "/openapi.json", openapi_json), ("GET", "/docs", docs), ("GET", "/redoc", docs)]

@@ -1,0 +1,1 @@
+"""The processes of `quire serve`: sockets, connections, start, supervision and end."""

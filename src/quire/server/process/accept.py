@@ -1,0 +1,163 @@
+"""Accepting connections: never the last descriptors of the process, and a new connection before an idle one.
+
+Each connection is an open file. When all were taken, nothing could be accepted, and no engine process could be started
+in place of one that died. Knows sockets and descriptors. Does not know HTTP, except for one refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from ssl import SSLContext
+
+from quire.logging import get_logger
+from quire.server.process.connection import Connection
+
+log = get_logger(__name__)
+
+MOST_FILES = 1 << 16
+RESERVED_FILES = 64
+"""Descriptors that no connection gets: starting an engine process takes about 20 of them, and files are read besides."""
+AT_ONCE = 64  # connections accepted before other work of the loop
+RETRY_S = 0.2
+HANDSHAKE_S = 30.0  # a handshake of TLS may take as long
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: 20\r\n\r\ntoo many connections"
+)
+
+
+def allow_files(most: int = MOST_FILES) -> int:
+    """Raise the limit of open files, usually 1,024, as far as this process may; the limit that holds then.
+
+    Not above `most`: some systems allow a billion, and some libraries close them all one by one.
+    """
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return most
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return most if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
+
+
+def most_descriptors(files: int) -> int:
+    """The number from which a descriptor is no connection's; `files`: the limit of open files."""
+    return files - min(RESERVED_FILES, files // 4)
+
+
+class Acceptor:
+    """Takes connections from one listening socket. With `close` and `wait_closed` as asyncio's servers have them."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        connect: Callable[[], asyncio.Protocol],
+        tls: SSLContext | None,
+        waiting: dict[Connection, None],
+        files: int,
+    ):
+        """`waiting`: connections that may be closed to make room. `files`: the limit of open files."""
+        self.listener, self.connect, self.tls, self.waiting = listener, connect, tls, waiting
+        self.most = most_descriptors(files)
+        self.opening: dict[asyncio.Task[object], None] = {}
+        """Connections that are being set up: a handshake of TLS takes its time."""
+        self.loop = asyncio.get_running_loop()
+
+    def start(self, backlog: int) -> None:
+        self.listener.setblocking(False)
+        self.listener.listen(backlog)
+        self.loop.add_reader(self.listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self.listener.fileno() >= 0:
+            self.loop.remove_reader(self.listener.fileno())
+        for task in list(self.opening):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for."""
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                is_full = lowest_free(self.listener) >= self.most  # all below are taken
+                if is_full and self._make_room():
+                    return  # the loop's next turn gives back what was closed
+                accepted, _ = self.listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor at all, or no memory for one
+                log.warning_every("accept", 60, "cannot accept connections: %s", error)
+                self._make_room()
+                self.loop.remove_reader(self.listener.fileno())
+                self.loop.call_later(RETRY_S, self._again)
+                return
+            if is_full:
+                refuse(accepted, self.tls is None)
+            else:
+                self._open(accepted)
+
+    def _again(self) -> None:
+        if self.listener.fileno() >= 0:
+            self.loop.add_reader(self.listener.fileno(), self._accept)
+
+    def _open(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        if accepted.family in (socket.AF_INET, socket.AF_INET6):
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        patience = None if self.tls is None else HANDSHAKE_S
+        task: asyncio.Task[object] = self.loop.create_task(
+            self.loop.connect_accepted_socket(
+                self.connect, accepted, ssl=self.tls, ssl_handshake_timeout=patience
+            )
+        )
+        self.opening[task] = None
+        task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[object]) -> None:
+        self.opening.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # a handshake that failed concerns its client alone
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest without a request, else the oldest handshake."""
+        log.warning_every(
+            "descriptors", 60, "%d files are open: connections without a request are closed for new ones;"
+            " raise the limit of open files (ulimit -n) for more", self.most,
+        )  # fmt: skip
+        if self.waiting:
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            oldest.transport.abort()
+            return True
+        if self.opening:
+            if self.tls is not None:
+                next(iter(self.opening)).cancel()
+            return True  # without TLS they wait from the loop's next turn on
+        return False
+
+
+def lowest_free(listener: socket.socket) -> int:
+    """The number that the next descriptor gets: the system takes the lowest free one."""
+    number = os.dup(listener.fileno())
+    os.close(number)
+    return number
+
+
+def refuse(accepted: socket.socket, says_why: bool) -> None:
+    """Answer 503 and close. What was read first is not missed, and unread bytes would reset the connection."""
+    with contextlib.suppress(OSError):
+        accepted.setblocking(False)
+        if says_why:
+            accepted.send(REFUSAL)
+            accepted.recv(1 << 16)
+    accepted.close()

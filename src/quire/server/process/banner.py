@@ -1,0 +1,66 @@
+"""What `quire serve` says when it is ready, and when it could not start.
+
+Knows facts and how to lay them out. Does not know how they came to be.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from quire.config.engine import EngineConfig
+from quire.engine.startup_timer import table
+from quire.errors import StartupError
+from quire.protocol.output import Ready
+
+LONGEST = 0.005  # seconds; shorter stages are not worth a line
+
+
+def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) -> str:
+    """What is served, where, and with which limits."""
+    contexts = ready.num_tokens / max(1, ready.max_model_len)
+    rows = [
+        ("model", ", ".join(names)),
+        ("architecture", f"{ready.architecture} ({ready.model_impl}), {ready.dtype} on {ready.device}"),
+        ("context", f"{ready.max_model_len} tokens"),
+        ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
+        ("address", url),
+        ("API key", "needed" if config.server.needs_key else "none"),
+    ]  # fmt: skip
+    return table(rows)
+
+
+def stages_table(stages: list[tuple[str, float]], total: float) -> str:
+    """Where the time of the start went."""
+    beside = "the rest: imports of the server, processes, the tokenizer"
+    named = [*stages, (beside, total - sum(seconds for _, seconds in stages))]
+    rows = [(name, f"{seconds:6.2f} s") for name, seconds in named if seconds >= LONGEST]
+    return table([*rows, ("all, since the process began", f"{total:6.2f} s")])
+
+
+def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
+    """A command that works as it stands, for this model and this server."""
+    words = ["curl", "-s"]
+    if url.startswith("unix:"):
+        words += ["--unix-socket", url.removeprefix("unix:")]
+        url = "http://localhost"
+    path = "/v1/chat/completions" if chats else "/v1/completions"
+    body: dict[str, object] = {"model": name}
+    if chats:
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        body["prompt"] = "Once upon a time"
+    body["max_tokens"] = 32
+    words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    line = shlex.join(words)
+    if config.server.needs_key:
+        line += ' -H "Authorization: Bearer $QUIRE_API_KEY"'
+    return line
+
+
+def failure(error: BaseException) -> str:
+    """One report of a start that failed: what, and the engine's own traceback if there is one."""
+    lines = []
+    if isinstance(error, StartupError) and error.detail:
+        lines += ["the engine process's traceback:", *error.detail.rstrip().splitlines(), ""]
+    return "\n".join([*lines, f"quire serve: error: {error}"])

@@ -1,0 +1,145 @@
+"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN BOARD`.
+
+Its configuration comes on stdin, its socket and a lifeline are inherited. Knows how to be a child: it tells its keeper
+(`fleet.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+
+from quire import env
+from quire.config.engine import Resolved
+from quire.config.serialize import from_wire
+from quire.engine.engine_process import COLLECT_AFTER, die_with
+from quire.engine.process_client import ProcessClient
+from quire.engine.shared_state import StateBoard
+from quire.engine.startup_timer import since_process_start
+from quire.engine.status_pipe import STOP, Speaker
+from quire.errors import EngineDeadError, StartupError
+from quire.logging import configure
+from quire.observe.process_memory import family
+from quire.protocol.output import Beat, Died, EngineStats, Open
+from quire.server.api_keys import Tenants
+from quire.server.async_engine import AsyncTextEngine
+from quire.server.process.launch import Serving, event_loop, tracer_of
+from quire.server.shared_usage import Ledger
+
+KEYS = "keys"  # a folder in the engine's
+MODULE = "quire.server.process.http_worker"
+BEAT_S = 1.0
+
+
+class Front(Serving):
+    """A server's life, told to a keeper instead of to the terminal."""
+
+    stop_signals = (STOP,)
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        listener: socket,
+        client: ProcessClient,
+        speaker: Speaker,
+        ledger: Ledger,
+        again: bool,
+    ):
+        config = resolved.asked
+        shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
+        tenants, tracer = Tenants(config.server, ledger=ledger), tracer_of(config)
+        super().__init__(config, listener, client, tenants, shared, processes, tracer)
+        self.speaker, self.again = speaker, again
+        if again:  # whoever connects may wait: the others serve already
+            self.opened.clear()
+        self.state.front, self.state.fronts = ledger.front, ledger.fronts
+        self.leads = client.client == 0
+        self.logs_stats = False  # the keeper does
+
+    async def run(self) -> int:
+        beating = asyncio.ensure_future(self._beat())
+        try:
+            return await super().run()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        """From the loop that serves: when it hangs, this stops."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.speaker.say(Beat(0, 0.0, 0.0))
+
+    async def _connected(self, engine: AsyncTextEngine) -> None:
+        """The numbers so far; they come by themselves only when they change."""
+        if isinstance(self.client, ProcessClient):
+            self.client.stats = EngineStats(**await engine.call("stats"))
+
+    def _greet(self, engine: AsyncTextEngine) -> None:
+        if self.again:
+            self.state.metrics.replaced("http")
+        else:
+            seconds = since_process_start(os.getppid())
+            self.state.metrics.startup.labels("all").set(seconds)
+        self.opened.set()
+        self.speaker.say(Open(engine.chats))
+
+    def _report(self, error: Exception) -> None:
+        detail = error.detail if isinstance(error, StartupError) else ""
+        self.speaker.say(Died(str(error), detail or ""))
+
+
+def processes() -> dict[int, str]:
+    """All of this server, by what they were started as."""
+    found: dict[int, str] = {}
+    for pid in family(os.getppid()):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            found[pid] = name_of(words)
+    return found
+
+
+def name_of(words: list[str]) -> str:
+    """server: their keeper; server 0, server 1, ...; engine; worker."""
+    if MODULE in words:
+        return f"server {words[words.index(MODULE) + 2]}"
+    if "quire.engine.engine_process" in words:
+        return "engine"
+    return "worker" if "quire.executor.worker_process" in words else "server"
+
+
+def main(words: list[str]) -> int:
+    folder, *numbers = words
+    number, count, listener, lifeline, parent, again, board = (int(word) for word in numbers)
+    configure(f"server {number}")
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Sent to all of a group, they are the parent's to answer.
+        signal.signal(ignored, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with(parent)
+    gc.set_threshold(*COLLECT_AFTER)
+    resolved = from_wire(sys.stdin.buffer.read())
+    configure(f"server {number}", resolved.asked.observe.log_level)
+    speaker = Speaker(lifeline)
+    client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
+    with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
+        ledger = Ledger(Path(folder) / KEYS, number, count)
+        front = Front(resolved, own, client, speaker, ledger, bool(again))
+        try:
+            return runner.run(front.run())
+        except EngineDeadError:
+            return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    with suppress(OSError):  # nobody reads any more, or the disk is full
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # threads that wait for the engine hold up nothing

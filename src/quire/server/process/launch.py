@@ -1,0 +1,413 @@
+"""From a configuration to a running server, and to its end.
+
+    bind -> engine process starts -> HTTP answers "loading" -> Ready -> serving -> SIGTERM -> draining -> 0
+                         `-> could not start -> one report, 1            `-> the engine is dead -> 1
+
+Knows processes, signals and phases. Does not know routes or models, and never imports torch: the engine
+lives in its own process unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from socket import socket
+from typing import Any
+
+from quire import env
+from quire.config.engine import EngineConfig
+from quire.engine.assemble import make_client
+from quire.engine.client import EngineClient
+from quire.engine.engine_process import COLLECT_AFTER
+from quire.engine.process_client import ProcessClient
+from quire.engine.startup_timer import since_process_start
+from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError, StartupError
+from quire.logging import get_logger
+from quire.observe.buckets import checked
+from quire.observe.processes import Processes
+from quire.observe.prometheus import Metrics, cache_info
+from quire.observe.stats_log import StatsLog
+from quire.observe.tracing import Tracer
+from quire.server.api_keys import Tenants
+from quire.server.app import build_app
+from quire.server.async_engine import AsyncTextEngine
+from quire.server.hosts import allowed_hosts
+from quire.server.openai.chat_output import formats_of, model_formats
+from quire.server.process import tls
+from quire.server.process.banner import curl_line, facts_table, failure, stages_table
+from quire.server.process.command_line import hide_secrets
+from quire.server.process.inline_engine import Loading
+from quire.server.process.sockets import LOOPBACKS, address, bind_all, host_of, http_server
+from quire.server.state import Phase, ServerState
+from quire.server.user_middleware import own_layers
+from quire.terminal import show
+
+log = get_logger(__name__)
+
+LOOK_EVERY_S = 0.25
+MOST_OBSERVED = 500  # steps that are counted in the histogram at one look
+ABORTED_S = 5.0  # what the engine may take to end what was aborted
+MOST_QUEUED = 1 << 14  # requests
+MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
+DEATH_TOLD_S = 1.0  # so that those who wait read an error before the process ends
+
+
+def serve(config: EngineConfig) -> int:
+    """Serve until told to stop.
+
+    Returns:
+        0 stopped as told, 1 could not start or the engine died.
+
+    Raises:
+        ConfigError: what was asked for does not fit together; nothing was started.
+    """
+    count, own_process = (
+        config.server.api_server_count,
+        not config.server.disable_frontend_multiprocessing,
+    )
+    if count > 1 and not own_process:
+        raise ConfigError(
+            f"api_server_count={count} needs the engine in a process of its own: leave out"
+            " --disable-frontend-multiprocessing"
+        )
+    config = bounded(config)
+    hide_secrets(config)
+    # What does not exist is refused before the model is loaded.
+    formats_of(config.server, None)
+    own_layers(config.server.middleware)
+    tls.check(config.server)
+    tenants = Tenants(config.server)
+    checked(config.observe.custom_histogram_buckets)
+    tracer = tracer_of(config)
+    listeners = bind_all(config.server, count)
+    if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
+        log.warning(
+            "listening on %s without a key: whoever reaches this machine can use the model; --api-key ends that,"
+            " and so does --host 127.0.0.1",
+            host_of(config.server),
+        )
+    try:
+        if count > 1:
+            from quire.server.process.http_supervisor import serve_many
+
+            if tracer is not None:
+                tracer.close()
+            return serve_many(config, listeners)  # each process has a tracer of its own
+        gc.set_threshold(*COLLECT_AFTER)  # a step brings news to hundreds of streams at once
+        client = make_client(config, process=True, wait=False) if own_process else None
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            serving = Serving(config, listeners[0], client, tenants, tracer=tracer)
+            code = runner.run(serving.run())
+    finally:
+        for listener in listeners:
+            listener.close()
+        if config.server.uds is not None:
+            with suppress(OSError):
+                os.unlink(config.server.uds)
+    serving.loading.leave_behind(code)
+    return code
+
+
+def bounded(config: EngineConfig) -> EngineConfig:
+    """With limits on the queue also where none was asked for: strangers can fill it."""
+    queue = config.scheduler
+    return replace(
+        config,
+        scheduler=replace(
+            queue,
+            max_num_queued_reqs=MOST_QUEUED if queue.max_num_queued_reqs is None else queue.max_num_queued_reqs,
+            max_num_queued_tokens=MOST_QUEUED_TOKENS if queue.max_num_queued_tokens is None else queue.max_num_queued_tokens,
+        ),
+    )  # fmt: skip
+
+
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    found: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return found
+
+
+class Serving:
+    """One server's life."""
+
+    stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: socket,
+        client: ProcessClient | None,
+        tenants: Tenants,
+        shared: str | None = None,
+        processes: Processes | None = None,
+        tracer: Tracer | None = None,
+    ):
+        self.config, self.listener, self.tenants = config, listener, tenants
+        self.client: EngineClient | ProcessClient | None = client
+        self.leads, self.logs_stats = True, not config.observe.disable_log_stats
+        observe = config.observe
+        metrics = Metrics(
+            model_name(config),
+            legacy=observe.legacy_metrics,
+            shared=shared,
+            custom=observe.custom_histogram_buckets,
+            processes=processes,
+        )
+        self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
+        self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
+        self.state.stage = "loading the model"
+        self.state.hosts = allowed_hosts(config.server, listener)
+        self.http = http_server(build_app(self.state), config.server)
+        self.loading = Loading()
+        self.stopping, self.opened = asyncio.Event(), asyncio.Event()
+        self.opened.set()  # it answers from the beginning, if only that it is loading
+        self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
+        self.url = address(config.server, listener)
+
+    async def run(self) -> int:
+        """The exit status."""
+        loop = asyncio.get_running_loop()
+        for number in self.stop_signals:
+            loop.add_signal_handler(number, self.stop, number)
+        if self.tenants.path is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
+        elif closes_with_terminal():
+            loop.add_signal_handler(signal.SIGHUP, self.stop, signal.SIGHUP)
+        http = asyncio.ensure_future(self._answer())
+        try:
+            code = await self._lived(http)
+        finally:
+            self.http.should_exit = True
+            self.opened.set()
+            with suppress(asyncio.CancelledError):
+                await http
+            if self.state.tracer is not None:
+                await asyncio.to_thread(self.state.tracer.close)
+            if self.client is not None:
+                # In a thread of its own: those of the loop may all wait for the engine, which this ends.
+                with ThreadPoolExecutor(1, "close") as own:
+                    await loop.run_in_executor(own, self.client.close)
+        return code
+
+    async def _answer(self) -> None:
+        await self.opened.wait()
+        if self.config.server.enable_ssl_refresh:
+            context = partial(getattr, self.http.config, "ssl", None)
+            self._soon(tls.keep_fresh(context, self.config.server))
+        await self.http.serve(sockets=[self.listener])
+
+    def stop(self, number: int) -> None:
+        """The first signal drains, the second ends it."""
+        if self.stopping.is_set():
+            log.warning("told again: not waiting for running requests")
+            self.http.force_exit = True
+            for name in list(self.state.active):
+                self._abort_soon(name)
+            self.state.hurry = True
+            return
+        log.info("%s: shutting down", signal.Signals(number).name)
+        if self.state.phase in (Phase.READY, Phase.LOADING):
+            self.state.phase = Phase.DRAINING
+        self.stopping.set()
+
+    def reload(self) -> None:
+        """Read the key file again, at SIGHUP."""
+        tenants = self.tenants
+        try:
+            tenants.reload()
+        except ConfigError as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error)
+            return
+        log.info("SIGHUP: %d keys read from %s", len(tenants.weights), tenants.path)
+        if self.state.engine is not None:
+            self._soon(self.state.engine.call("set_weights", tenants.weights))
+
+    async def _lived(self, http: asyncio.Future[None]) -> int:
+        told = asyncio.ensure_future(self.stopping.wait())
+        starting = asyncio.ensure_future(self._start())
+        await first_of(told, starting, http)
+        if not starting.done():  # told to stop while loading, or HTTP ended
+            starting.cancel()
+            return 0 if told.done() else 1
+        try:
+            starting.result()
+        except Exception as error:
+            if not isinstance(error, QuireError | OSError):  # a fault of ours: where it was matters
+                log.exception("the start failed")
+            self._report(error)
+            return 1
+        if self.state.engine is None:
+            return 0  # told to stop in the last moment of loading
+        watch = asyncio.ensure_future(self._watch())
+        await first_of(told, watch, http)
+        if watch.done():
+            watch.result()
+            await asyncio.sleep(DEATH_TOLD_S)
+            return 1
+        code = 0 if told.done() else 1
+        watch.cancel()
+        await self._drain()
+        return code
+
+    def _report(self, error: Exception) -> None:
+        show(failure(error), sys.stderr)
+
+    async def _connected(self, engine: AsyncTextEngine) -> None:
+        """The engine's outputs are listened to from now on."""
+
+    async def _start(self) -> None:
+        """Until the model is loaded.
+
+        Raises:
+            StartupError, QuireError: it could not be.
+        """
+        patience = float(env.get("ENGINE_READY_TIMEOUT_S"))
+        if self.client is None:
+            self.client = await self.loading.client(self.config)
+        elif isinstance(self.client, ProcessClient):
+            await asyncio.to_thread(self.client.wait_ready, patience)
+        client, state = self.client, self.state
+        if client is None:
+            raise StartupError("there is no engine")
+        engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
+        await engine.llm.listen()
+        await self._connected(engine)
+        if state.phase is not Phase.LOADING:
+            return  # told to stop meanwhile
+        ready = client.ready
+        info = cache_info(self.config.cache, ready, client.resolved)
+        state.metrics.attach(engine.stats, ready.max_model_len, info)
+        state.metrics.rows.set(client.resolved.max_num_seqs)
+        for name, seconds in ready.startup:
+            state.metrics.startup.labels(name).set(seconds)
+        model_formats(state, engine)
+        state.engine, state.phase = engine, Phase.READY
+        self._greet(engine)
+
+    def _greet(self, engine: AsyncTextEngine) -> None:
+        names, client = self.state.model_names, self.client
+        if client is None:
+            return
+        total = since_process_start()
+        self.state.metrics.startup.labels("all").set(total)
+        log.info("start-up\n%s", stages_table(client.ready.startup, total))
+        show(facts_table(self.config, client.ready, self.url, names))
+        line = curl_line(self.config, self.url, names[0], engine.chats)
+        show(f"\nReady. Try:\n\n{line}\n")
+
+    async def _watch(self) -> None:
+        """Until the engine is dead; a line of statistics now and then."""
+        state, observe = self.state, self.config.observe
+        engine = state.engine
+        if engine is None or self.client is None:
+            return
+        stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
+        every = observe.log_stats_interval
+        before, latest = time.monotonic(), engine.stats()
+        steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
+        generation = generation_of(self.client)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                engine.check_health()
+            except EngineDeadError as error:
+                if state.phase is not Phase.DEAD:
+                    state.phase = Phase.DEAD
+                log.error("the engine has stopped: %s", error)
+                if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
+                    return
+                await self.stopping.wait()
+            except EngineDelayed:
+                pass  # its host says so; it is started again
+            if (new := generation_of(self.client)) > generation and self.leads:
+                state.metrics.replaced("engine", new - generation)
+            generation = new
+            now, latest = time.monotonic(), engine.stats()
+            made = latest.prompt_tokens + latest.generation_tokens
+            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
+                state.metrics.observe(
+                    "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
+                )
+            steps, tokens = latest.steps, made
+            if every and now - before >= every:
+                stats.tick(now - before, write=self.logs_stats)
+                state.metrics.rates(stats.prompt, stats.generation)
+                before = now
+
+    async def _drain(self) -> None:
+        """Running requests may end; those that do not in time are aborted."""
+        state, patience = self.state, self.config.server.shutdown_timeout
+        if state.active:
+            log.info(
+                "waiting up to %g s for %d running requests to end", patience, len(state.active)
+            )
+        await self._until_idle(patience)
+        for name in list(state.active):
+            self._abort_soon(name)
+        await self._until_idle(ABORTED_S, hurried=False)
+
+    async def _until_idle(self, seconds: float, hurried: bool = True) -> None:
+        end = time.monotonic() + seconds
+        while self.state.active and time.monotonic() < end:
+            if hurried and self.state.hurry:
+                return
+            await asyncio.sleep(0.02)
+
+    def _abort_soon(self, name: str) -> None:
+        self._soon(self.state.abort(name))
+
+    def _soon(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what was asked of the engine failed: %s", error)
+
+
+def generation_of(client: EngineClient) -> int:
+    """Which engine process it is, from 1; 0: it is no process of its own."""
+    return client.generation if isinstance(client, ProcessClient) else 0
+
+
+def closes_with_terminal() -> bool:
+    """Whether SIGHUP ends this process where there is no key file to read again; under nohup it does not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def tracer_of(config: EngineConfig) -> Tracer | None:
+    """Raises ConfigError: spans are wanted, and what sends them is not installed."""
+    endpoint = config.observe.otlp_traces_endpoint
+    return None if endpoint is None else Tracer(endpoint)
+
+
+def model_name(config: EngineConfig) -> str:
+    """The first name under which the model is served."""
+    return model_names(config)[0]
+
+
+def model_names(config: EngineConfig) -> list[str]:
+    """All of them."""
+    names = config.model.served_model_name
+    if isinstance(names, str):
+        return [names]
+    return list(names) if names else [config.model.model]

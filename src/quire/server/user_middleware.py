@@ -1,0 +1,78 @@
+"""`--middleware`: ASGI layers of the operator's own, named by import path.
+
+Knows how to find them. Does not know what they do: they see each request before the key is looked at, and each answer
+after everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.config.serialize import WHERE
+from quire.errors import ConfigError
+from quire.server.errors import ENDS, error_response
+
+
+class Boundary:
+    """What a layer of the operator's raises becomes an answer, and a line in the log."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except ENDS:
+            raise
+        except BaseException as error:
+            if started or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
+
+
+def own_layers(paths: Sequence[str]) -> list[Middleware]:
+    """The first is the outermost.
+
+    Raises:
+        ConfigError: nothing of that name can be imported, or it is of neither kind.
+    """
+    layers = [_layer(path, _found(path)) for path in paths]
+    return [Middleware(Boundary), *layers] if layers else []
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.replace(":", ".").rpartition(".")
+    if not module:
+        raise ConfigError(f"middleware={path!r}: write package.module.Name")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as why:
+        raise ConfigError(
+            f"middleware={path!r}: cannot be imported ({type(why).__name__}: {why}); {WHERE}"
+        ) from why
+
+
+def _layer(path: str, found: Any) -> Middleware:
+    if inspect.isclass(found):
+        layer: Any = found
+        return Middleware(layer)
+    if inspect.iscoroutinefunction(found):
+        return Middleware(BaseHTTPMiddleware, dispatch=found)
+    raise ConfigError(
+        f"middleware={path!r} is neither a class (ASGI: __init__(self, app), __call__(self, scope, receive, send))"
+        " nor an async function(request, call_next)"
+    )

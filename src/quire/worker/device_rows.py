@@ -1,0 +1,149 @@
+"""Rows and batches of a device that is apart from the host: what changed travels in one copy a step.
+
+Knows which integers a device keeps of its rows (tokens, blocks) and how a step's are packed. Does not know which
+device. The host's side of a row is that of `rows.py`, and what comes out is that of `batcher.py`.
+
+    host     new tokens and blocks of rows, as pieces (row, place, integers) | the step: rows, starts, places, lengths
+    device   one copy -> pieces into the tables -> ids, positions, slots and block tables of the step
+
+Shape suffixes: T tokens, B rows of the step, R rows, L places for tokens, M places for blocks, X pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.forward_context import ForwardBatch
+from quire.ops.triton.gather_inputs import gather, scatter, slots
+from quire.protocol.plan import StepPlan
+from quire.worker.input_batch import Batcher
+from quire.worker.lazy_memory import zeros
+from quire.worker.request_rows import Rows
+from quire.worker.staging_buffer import LINE, Twin
+
+TOKENS = -1  # the table of token ids; block tables are numbered from 0
+
+
+class StagedRows(Rows):
+    """Rows whose tables lie on the device; changes wait here until the next step is built."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(max_rows, max_model_len, num_groups, block_size, device)
+        self.tables = [zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
+        self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
+        self.flush_at = 1 << 20  # integers that may wait
+        self.waiting = 0
+        self.twin = Twin(0, self.device)
+
+    def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        self._stage(TOKENS, row, start, tokens)
+
+    def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
+        for group, new in enumerate(blocks):
+            if new:
+                self._stage(group, row, int(self.num_blocks[group, row]), new)
+        super().add_blocks(row, blocks)
+
+    def _stage(self, table: int, row: int, start: int, values: Sequence[int]) -> None:
+        """Pieces of one flush are written side by side, in no order: none may lie where another does."""
+        end = start + len(values)
+        staged = self.pieces.setdefault(table, [])
+        if any(r == row and a < end and start < a + len(v) for r, a, v in staged):
+            self.flush()
+            staged = self.pieces.setdefault(table, [])
+        staged.append((row, start, values))
+        self.waiting += len(values)
+
+    def flush(self) -> None:
+        """Bring the tables up to date by themselves: where a step's own copy will not do."""
+        if self.pieces:
+            self._room(0)
+            self.twin.begin()
+            places = self.lay(self.twin)
+            self.write(self.twin.upload(), places)
+
+    def room(self) -> int:
+        """How many integers `lay` will lay down, at most."""
+        pieces = sum(len(staged) for staged in self.pieces.values())
+        return self.waiting + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
+
+    def _room(self, more: int) -> Twin:
+        """The twin, with room for what waits and `more`: it grows by doubling."""
+        need = self.room() + more
+        if need > self.twin.size:
+            if self.twin.apart:
+                torch.accelerator.synchronize(self.device)  # its copies may be under way
+            self.twin = Twin(max(2 * self.twin.size, need, 4096), self.device)
+        return self.twin
+
+    def lay(self, twin: Twin) -> list[tuple[int, int, list[slice]]]:
+        """Lay down all pieces; (table, longest piece, where its rows, places, starts and integers lie)."""
+        found = []
+        for table, staged in self.pieces.items():
+            counts = [len(values) for _, _, values in staged]
+            starts = np.zeros(len(staged) + 1, np.int64)
+            np.cumsum(counts, out=starts[1:])
+            columns = (
+                np.array([row for row, _, _ in staged]),
+                np.array([start for _, start, _ in staged]),
+                starts,
+                np.concatenate([np.asarray(values) for _, _, values in staged]),
+            )
+            found.append((table, max(counts), [twin.lay(column) for column in columns]))
+        self.pieces, self.waiting = {}, 0
+        return found
+
+    def write(self, packed: Tensor, places: list[tuple[int, int, list[slice]]]) -> None:
+        """Put what was laid down into the tables."""
+        for table, longest, parts in places:
+            if longest:
+                into = self.token_ids_RL if table == TOKENS else self.tables[table]
+                rows_X, places_X, starts_X1, values = (packed[part] for part in parts)
+                scatter(into, rows_X, places_X, starts_X1, values, longest)
+
+
+class StagedBatcher(Batcher):
+    """Builds on the device what `Batcher` builds on the host."""
+
+    rows: StagedRows
+
+    def __init__(self, rows: StagedRows):
+        super().__init__(rows)
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """As `Batcher.build`, with one copy to the device."""
+        rows, counts = self.rows, self.count(plan)
+        parts = (counts.rows_B, counts.query_start_B1, counts.start_B, counts.end_B)
+        sampled = counts.sample_at_S
+        size = sum(len(part) + LINE for part in (*parts, sampled))
+        twin = rows._room(size)
+        twin.begin()
+        lain = [twin.lay(part) for part in (*parts, sampled)]
+        pieces = rows.lay(twin)
+        packed = twin.upload()
+        rows.write(packed, pieces)
+        rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (packed[at] for at in lain)
+        where = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
+        ids_T, positions_T = gather(rows.token_ids_RL, *where)
+        width = -(-counts.longest // rows.block_size)
+        return counts.batch(
+            token_ids_T=ids_T,
+            positions_T=positions_T,
+            rows_B=rows_B.long(),
+            query_start_B1=starts_B1,
+            lengths_B=lengths_B,
+            block_tables=[table[:, :width].index_select(0, rows_B) for table in rows.tables],
+            slots=[slots(table, *where, rows.block_size) for table in rows.tables],
+            sample_at_S=sample_at_S.long(),
+        )

@@ -1,0 +1,129 @@
+"""StepPlan -> Batch: integers of a plan become the tensors of one forward pass.
+
+Knows rows and plans. Does not know models, attention backends or sampling. Everything but the token ids is
+known to the host, so it is computed there with numpy; one tensor is made of each.
+
+Shape suffixes: T tokens of this step, B rows of this step, B1 = B + 1, M blocks a row, S sampled places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from quire.forward_context import ForwardBatch
+from quire.protocol.plan import StepPlan
+from quire.worker.request_rows import Rows
+
+
+@dataclass(slots=True)
+class Counts:
+    """A step's integers, int64 on the host."""
+
+    rows_B: np.ndarray
+    count_B: np.ndarray
+    start_B: np.ndarray
+    end_B: np.ndarray
+    drawing_S: np.ndarray  # which of the rows draw
+    query_start_B1: np.ndarray
+    query_lens: list[int]  # as count_B
+    lengths: list[int]  # as end_B
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_B1[-1])
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def sample_at_S(self) -> np.ndarray:
+        found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1
+        return found
+
+    def batch(self, **tensors: Any) -> ForwardBatch:
+        """The batch that these and the tensors make."""
+        return ForwardBatch(
+            max_query=max(self.query_lens),
+            max_length=self.longest,
+            num_tokens=self.num_tokens,
+            num_rows=len(self.rows_B),
+            query_lens=self.query_lens,
+            lengths=self.lengths,
+            drawing=self.drawing_S.tolist(),
+            rows_S=self.rows_B[self.drawing_S],
+            lengths_S=self.end_B[self.drawing_S],
+            **tensors,
+        )
+
+
+class Batcher:
+    """Builds a Batch from a plan whose rows are seated, and moves the rows' counts on."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """The batch of `plan.work`, row b being work item b. `rows.computed` is advanced.
+
+        Raises:
+            RuntimeError: a row has not as many tokens as the plan wants to compute.
+        """
+        counts = self.count(plan)
+        rows_B, start_B, starts_B1 = counts.rows_B, counts.start_B, counts.query_start_B1
+        if counts.num_tokens == len(rows_B):
+            row_T, position_T = rows_B, start_B
+        else:
+            row_T = np.repeat(rows_B, counts.count_B)
+            position_T = np.arange(counts.num_tokens)
+            position_T += np.repeat(start_B - starts_B1[:-1], counts.count_B)
+        tables, slots = self._places(rows_B, row_T, position_T, counts.longest)
+        tensor = self.rows.tensor
+        return counts.batch(
+            token_ids_T=self.rows.tokens(row_T, position_T),
+            positions_T=tensor(position_T),
+            rows_B=tensor(rows_B),
+            query_start_B1=tensor(starts_B1.astype(np.int32)),
+            lengths_B=tensor(counts.end_B.astype(np.int32)),
+            block_tables=tables,
+            slots=slots,
+            sample_at_S=tensor(counts.sample_at_S),
+        )
+
+    def count(self, plan: StepPlan) -> Counts:
+        """What the host knows of a step; moves the rows on. Raises: as `build`."""
+        rows, work = self.rows, plan.work
+        rows.grow(work)
+        rows_B = np.array([item.row for item in work], np.int64)
+        query_lens = [item.num_tokens for item in work]
+        count_B = np.array(query_lens, np.int64)
+        start_B = rows.computed[rows_B]
+        end_B, length_B = start_B + count_B, rows.length[rows_B]
+        if (end_B > length_B).any() or min(query_lens) < 1:
+            raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
+        samples_B = np.array([item.samples for item in work], bool) & (end_B == length_B)
+        query_start_B1 = np.zeros(len(work) + 1, np.int64)
+        count_B.cumsum(out=query_start_B1[1:])
+        rows.advance(rows_B, end_B, samples_B)
+        drawing_S, lengths = samples_B.nonzero()[0], end_B.tolist()
+        return Counts(
+            rows_B, count_B, start_B, end_B, drawing_S, query_start_B1, query_lens, lengths
+        )
+
+    def _places(
+        self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Block tables as wide as the longest row needs, and the slot of each token; by group."""
+        size = self.rows.block_size
+        index_T, offset_T = np.divmod(position_T, size)
+        width = -(-longest // size)
+        tables, slots = [], []
+        for blocks in self.rows.blocks:
+            tables.append(self.rows.tensor(blocks[rows_B, :width]))
+            first_T = blocks[row_T, index_T].astype(np.int64) * size
+            slots.append(self.rows.tensor(first_T + offset_T))
+        return tables, slots

@@ -1,0 +1,77 @@
+"""The KV cache as tensors: one pool of blocks, shared by all groups of layers.
+
+Knows groups, shapes and bytes. Does not know requests or which block is whose. Storage i belongs to layer
+number i of *every* group, so a block id names the same bytes in whichever group it is used:
+
+    group 0   layers 0 2 4        storage 0   layers 0 and 1
+    group 1   layers 1 3 5        storage 1   layers 2 and 3 ...
+
+Groups whose heads have other sizes share storage among themselves only (`kvcache/layout.by_shape`); a block
+id then costs its bytes in each such class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.errors import Unsupported
+from quire.kvcache.layout import by_shape
+from quire.kvcache.specs import CacheGroup
+from quire.worker.lazy_memory import zeros
+
+if TYPE_CHECKING:
+    from quire.attention.base import AttentionBackend
+    from quire.models.base import LanguageModel
+    from quire.platforms.base import Platform
+
+
+def allocate_cache(
+    model: LanguageModel,
+    groups: Sequence[CacheGroup],
+    num_blocks: int,
+    block_size: int,
+    backend: AttentionBackend,
+    platform: Platform | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """Allocate zeroed storage and hand it to the model's attention layers (`cache`, `group`, `backend`).
+
+    `groups[g].layers` index `model.attention_layers()`. `num_blocks` counts the null block.
+    Returns the storages: for each, the flat parts (keys, values ...) that layers see under their own shapes.
+
+    Raises:
+        Unsupported: the backend lays out two groups of equal heads differently, or blocks not outermost.
+    """
+    device = torch.device("cpu") if platform is None else torch.device(platform.device)
+    layers = model.attention_layers()
+    numbers = {group.layers: number for number, group in enumerate(groups)}
+    everything = []
+    for alike in by_shape(groups).values():
+        wanted = [backend.cache_parts(group.spec, num_blocks, block_size) for group in alike]
+        sizes = tuple((prod(shape), dtype) for shape, dtype in wanted[0])
+        if any(
+            tuple((prod(shape), dtype) for shape, dtype in parts) != sizes
+            or any(shape[0] != num_blocks for shape, _ in parts)
+            for parts in wanted
+        ):
+            raise Unsupported(
+                f"a cache whose groups of layers cannot share blocks ({wanted})",
+                "choose another attention_backend",
+            )
+        count = max(len(group.layers) for group in alike)
+        storages = [
+            tuple(zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
+        ]
+        for group, parts in zip(alike, wanted, strict=True):
+            for storage, index in zip(storages, group.layers, strict=False):
+                layer = layers[index]
+                layer.cache = tuple(
+                    flat.view(part.shape) for flat, part in zip(storage, parts, strict=True)
+                )
+                layer.group, layer.backend = numbers[group.layers], backend
+        everything += storages
+    return everything

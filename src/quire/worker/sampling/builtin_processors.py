@@ -1,0 +1,230 @@
+"""The rules that SamplingParams has on logits, each a small Processor. `RULES` is their order.
+
+Knows what each field means. Does not know how a token is drawn.
+
+    allowed tokens, bad words, min tokens, logit bias, penalties         (top-k, top-p, min-p: limits.py)
+
+Shape suffixes: S rows that draw, P of them that use a rule, V vocabulary, E entries (row, token), L tokens of
+a row, W tokens of a bad word but its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.protocol.plan import Entered
+from quire.worker.sampling.logits_processors import Picked, Processor, mask_of
+
+NEVER = -torch.inf
+
+
+def only(logits_V: Tensor, tokens: list[int]) -> None:
+    """Nothing but these may come, whatever min_tokens, allowed tokens or bad words say: one of them must."""
+    ids_E = _put(np.array(tokens, np.int64), logits_V)
+    kept_E = logits_V[ids_E]
+    kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
+    logits_V.fill_(NEVER)
+    logits_V[ids_E] = kept_E
+
+
+def _put(array: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
+
+
+class TokenTable(Processor):
+    """Base of rules that have a list of tokens for a row: keeps them, joins those of a step."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, np.ndarray] = {}
+
+    def leave(self, row: int) -> None:
+        del self.tokens[row]
+
+    def entries(self, picked: Picked) -> tuple[np.ndarray, np.ndarray]:
+        """([E] index in S, [E] token)."""
+        lists = [self.tokens[row] for row in picked.rows.tolist()]
+        return np.repeat(picked.at, [len(tokens) for tokens in lists]), np.concatenate(lists)
+
+
+class AllowedTokens(TokenTable):
+    """Nothing but these."""
+
+    bars = True
+
+    def enter(self, new: Entered) -> bool:
+        if (tokens := new.params.allowed_token_ids) is None:
+            return False
+        self.tokens[new.row] = np.array(sorted(set(tokens)), np.int64)
+        return True
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
+        kept = logits_SV[at, tokens]
+        logits_SV[_put(picked.at, logits_SV)] = NEVER
+        logits_SV[at, tokens] = kept
+        return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
+            words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
+
+
+class BadWords(Processor):
+    """The last token of a bad word is out when the output ends with all its others."""
+
+    def __init__(self) -> None:
+        self.words: dict[int, list[list[int]]] = {}
+
+    def enter(self, new: Entered) -> bool:
+        words = [word for word in new.params.bad_word_ids if word]
+        if words:
+            self.words[new.row] = words
+        return bool(words)
+
+    def leave(self, row: int) -> None:
+        del self.words[row]
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        found = [
+            (at, row, length, word)
+            for at, row, length, outputs in zip(
+                picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(),
+                picked.outputs.tolist(), strict=True,
+            )
+            for word in self.words[row]
+            if len(word) - 1 <= outputs
+        ]  # fmt: skip
+        if not found:
+            return logits_SV
+        at_E, row_E, length_E, words = zip(*found, strict=True)
+        most = max(len(word) for word in words) - 1
+        penalty_E = torch.full((len(found),), NEVER, device=logits_SV.device)
+        if most:
+            before_EW = np.array(
+                [[-1] * (most - len(word) + 1) + word[:-1] for word in words], np.int64
+            )
+            position_EW = np.array(length_E)[:, None] + np.arange(-most, 0)
+            known_EW = picked.state.token_ids_RL[
+                _put(np.array(row_E)[:, None], logits_SV),
+                _put(np.maximum(position_EW, 0), logits_SV),
+            ]
+            wanted_EW = _put(before_EW, logits_SV)
+            matches_E = ((known_EW == wanted_EW) | (wanted_EW < 0)).all(dim=1)
+            penalty_E = penalty_E.masked_fill_(~matches_E, 0.0)
+        where = (
+            _put(np.array(at_E), logits_SV),
+            _put(np.array([word[-1] for word in words]), logits_SV),
+        )
+        # Added, not assigned: two words may end in the same token and only one of them match.
+        return logits_SV.index_put_(where, penalty_E, accumulate=True)
+
+
+class MinTokens(TokenTable):
+    """Tokens that would end the request are out until it has min_tokens."""
+
+    bars = True
+
+    def enter(self, new: Entered) -> bool:
+        params = new.params
+        ends = {*params.eos_token_ids, *(params.stop_token_ids or ())}
+        if len(new.tokens) - new.num_prompt >= params.min_tokens or not ends:
+            return False
+        self.tokens[new.row] = np.array(sorted(ends), np.int64)
+        return True
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        if (still := self._early(picked)) is None:
+            return logits_SV
+        at, tokens = (_put(array, logits_SV) for array in self.entries(still))
+        logits_SV[at, tokens] = NEVER
+        return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        if (still := self._early(picked)) is not None:
+            for at, row in zip(still.at.tolist(), still.rows.tolist(), strict=True):
+                words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
+
+    @staticmethod
+    def _early(picked: Picked) -> Picked | None:
+        """Those that must go on."""
+        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
+        early = picked.outputs < least
+        if not early.any():
+            return None
+        return Picked(picked.at[early], picked.rows[early], picked.lengths[early], picked.state)
+
+
+class LogitBias(TokenTable):
+    """Something added to the logits of some tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, np.ndarray] = {}
+
+    def enter(self, new: Entered) -> bool:
+        if not (bias := new.params.logit_bias):
+            return False
+        self.tokens[new.row] = np.array(list(bias), np.int64)
+        self.values[new.row] = np.array(list(bias.values()), np.float32)
+        return True
+
+    def leave(self, row: int) -> None:
+        super().leave(row)
+        del self.values[row]
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
+        values = np.concatenate([self.values[row] for row in picked.rows.tolist()])
+        return logits_SV.index_put_((at, tokens), _put(values, logits_SV), accumulate=True)
+
+
+class Penalties(Processor):
+    """Tokens that were there before become less likely.
+
+    repetition    of prompt and output: a positive logit is divided by it, a negative one multiplied
+    frequency     of output: subtracted for each time the token occurs
+    presence      of output: subtracted once
+    """
+
+    def enter(self, new: Entered) -> bool:
+        p = new.params
+        return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        state, device = picked.state, logits_SV.device
+        params = [state.params[row] for row in picked.rows.tolist()]
+        longest, vocab = int(picked.lengths.max()), logits_SV.shape[1]
+        rows_P = _put(picked.rows, logits_SV)
+        lengths_P1 = _put(picked.lengths, logits_SV)[:, None]
+        prompts_P1 = _put(state.num_prompt[picked.rows], logits_SV)[:, None]
+        place_L = torch.arange(longest, device=device)
+        ids_PL = state.token_ids_RL[rows_P, :longest].long()
+        # What lies beyond a row's end repeats its first token, which changes nothing: a token's new
+        # logit depends on how often it occurs as output, and is written as often as it stands here.
+        ids_PL = torch.where(place_L < lengths_P1, ids_PL, ids_PL[:, :1])
+        is_output_PL = ((place_L >= prompts_P1) & (place_L < lengths_P1)).float()
+        counts_PV = torch.zeros((len(params), vocab), device=device)
+        count_PL = counts_PV.scatter_add_(1, ids_PL, is_output_PL).gather(1, ids_PL)
+
+        def column(name: str) -> Tensor:
+            return _put(np.array([[getattr(p, name)] for p in params], np.float32), logits_SV)
+
+        at_P1 = _put(picked.at, logits_SV)[:, None]
+        old_PL = logits_SV[at_P1, ids_PL]
+        repetition_P1 = column("repetition_penalty")
+        new_PL = torch.where(old_PL > 0, old_PL / repetition_P1, old_PL * repetition_P1)
+        new_PL = new_PL - column("frequency_penalty") * count_PL
+        new_PL = new_PL - column("presence_penalty") * (count_PL > 0)
+        logits_SV[at_P1, ids_PL] = new_PL
+        return logits_SV
+
+
+def rules(
+    penalties: Callable[[], Processor] = Penalties,
+) -> tuple[list[Processor], list[Processor]]:
+    """The rules that come before users' processors, and those that come after them."""
+    return [AllowedTokens(), BadWords(), MinTokens(), LogitBias()], [penalties()]

@@ -1,0 +1,100 @@
+"""Users' logits processors: from names and classes to processors.
+
+Knows how a class is found: given, named as `module:Class` (or `module.Class`), or offered by an installed package
+under an entry point. Does not know what it does. Two shapes are taken: `processors.Processor`, and the one that
+vLLM users know (`foreign.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire import env
+from quire.config.serialize import WHERE
+from quire.errors import ConfigError
+from quire.logging import get_logger
+from quire.worker.sampling.logits_processors import Processor
+from quire.worker.sampling.vllm_processors import adopt, looks_foreign
+
+log = get_logger(__name__)
+
+GROUP = "quire.logits_processors"
+FOREIGN_GROUP = "vllm.logits_processors"
+"""Used only when QUIRE_PLUGINS names them, as with all plugins of vLLM (`plugins.py`)."""
+
+
+def load_processors(
+    wanted: Sequence[str | type], config: Any = None, device: torch.device | str = "cpu"
+) -> list[Processor]:
+    """Processors of installed packages, then the wanted ones, in their order.
+
+    Args:
+        wanted: classes, or their names.
+        config: a Resolved; processors of vLLM's shape are shown a few facts of it.
+
+    Raises:
+        ConfigError: a name cannot be imported, a class has neither shape, or it cannot be made.
+    """
+    return [_made(kind, config, device) for kind in [*_installed(), *map(_found, wanted)]]
+
+
+def _installed() -> list[Any]:
+    text = env.get("PLUGINS")
+    allowed = None if text is None else {name.strip() for name in text.split(",")}
+    points = list(importlib.metadata.entry_points(group=GROUP))
+    if allowed is not None:
+        points += importlib.metadata.entry_points(group=FOREIGN_GROUP)
+        points = [point for point in points if point.name in allowed]
+    kinds = []
+    for point in points:
+        try:
+            kinds.append(point.load())
+        except Exception as error:
+            raise ConfigError(
+                f"the logits processor {point.value}, offered by an installed package, cannot be imported:"
+                f" {type(error).__name__}: {error}; uninstall it, or leave {point.name} out of QUIRE_PLUGINS"
+            ) from error
+        log.info("logits processor %s (%s) comes with a package", point.name, point.value)
+    return kinds
+
+
+def _found(wanted: str | type) -> Any:
+    if not isinstance(wanted, str):
+        return wanted
+    module, colon, path = wanted.partition(":")
+    if not colon:
+        module, _, path = wanted.rpartition(".")
+    if not module or not path:
+        raise ConfigError(f"logits_processors: {wanted!r} is not of the form module:Class")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigError(
+            f"logits_processors: {wanted!r} cannot be imported: {type(error).__name__}: {error} ({WHERE})"
+        ) from error
+    return found
+
+
+def _made(kind: Any, config: Any, device: torch.device | str) -> Processor:
+    if isinstance(kind, Processor):
+        return kind
+    try:
+        if isinstance(kind, type) and issubclass(kind, Processor):
+            return kind()
+        if isinstance(kind, type) and looks_foreign(kind):
+            return adopt(kind, config, device)
+    except Exception as error:
+        raise ConfigError(
+            f"logits_processors: {kind.__name__} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    raise ConfigError(
+        f"logits_processors: {kind!r} is no logits processor: it must be a class with apply, update_state and"
+        " is_argmax_invariant, or a subclass of quire.worker.sampling.logits_processors.Processor"
+    )

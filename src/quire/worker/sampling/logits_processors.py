@@ -1,0 +1,192 @@
+"""Processor: one rule on logits, and the pipeline that applies those which some row asked for.
+
+Knows rows, logits and the order of rules. Does not know the draw. A processor that no row of the step uses
+costs one comparison. To write one of your own, see `Processor`; classes in the shape that vLLM users know
+are in `foreign.py`, and both are found by `load.py`.
+
+Shape suffixes: S rows that draw a token in this step, P of them that use a processor, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.logging import get_logger
+from quire.ops.masked_argmax import num_words
+from quire.protocol.plan import Entered
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.request_rows import Rows
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Picked:
+    """The rows of a step that a processor works on."""
+
+    at: np.ndarray  # int64 [P]: which of the S rows
+    rows: np.ndarray  # int64 [P]: the worker's rows
+    lengths: np.ndarray  # int64 [P]: tokens before the one being drawn
+    state: Rows
+    errors: dict[int, str] = field(default_factory=dict)  # by index in S: this row alone fails
+
+    @property
+    def outputs(self) -> np.ndarray:
+        """int64 [P]: output tokens before the one being drawn."""
+        return self.lengths - self.state.num_prompt[self.rows]
+
+
+class Processor:
+    """Override `enter` and `apply`, and the rest as needed.
+
+    An instance serves all rows of a worker. What it must remember of a row it keeps by row number.
+    """
+
+    changes_argmax = True
+    """False: it never changes which token is likeliest. Then it sees logits divided by the temperature,
+    and runs only in steps where some row is not greedy."""
+    bars = False
+    """True: all that it does is to take tokens out, and `bar` says which. Steps of greedy rows then need no logits in
+    float32: the best token is looked for among those that are left."""
+    watches = False
+    """True: `drawn` is called with each step's tokens (which makes the host wait for the device)."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def validate(self, params: SamplingParams) -> None:
+        """Raise ValueError if these parameters cannot be served."""
+
+    def enter(self, new: Entered) -> bool:
+        """A request takes a row (again, after a preemption). Does it use this processor?"""
+        raise NotImplementedError
+
+    def leave(self, row: int) -> None:
+        """A row that uses this processor is given back."""
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        """Change float32 logits of the picked rows, in place or in a new tensor, and return all S rows.
+
+        To fail one row, put a message in picked.errors. An exception fails all picked rows, and no others.
+        """
+        raise NotImplementedError
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        """Of the picked rows, clear the bits of the tokens that may not come; token t is bit t % 32 of word t // 32.
+
+        If `bars`; it takes the place of `apply`, with the same errors.
+        """
+        raise NotImplementedError
+
+    def drawn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """What the step drew, if `watches`."""
+
+
+class Pipeline:
+    """Processors in order, and which rows use which."""
+
+    def __init__(self, rows: Rows, processors: Sequence[Processor]):
+        self.rows, self.processors = rows, list(processors)
+        self.uses = np.zeros((len(self.processors), rows.max_rows), bool)
+        self.counts = [0] * len(self.processors)
+        self.watched = any(processor.watches for processor in self.processors)
+
+    def enter(self, new: Entered) -> str | None:
+        """Why this request must fail, if a processor says so."""
+        for index, processor in enumerate(self.processors):
+            try:
+                processor.validate(new.params)
+                if processor.enter(new):
+                    self.uses[index, new.row] = True
+                    self.counts[index] += 1
+            except Exception as error:
+                return f"{processor.name}: {error}"
+        return None
+
+    def leave(self, row: int) -> None:
+        for index in self.uses[:, row].nonzero()[0]:
+            self.uses[index, row] = False
+            self.counts[index] -= 1
+            self.processors[index].leave(row)
+
+    def stage(self, rows_S: np.ndarray, changes_argmax: bool) -> list[tuple[Processor, np.ndarray]]:
+        """The processors of this stage that rows of this step use, with the indices of those rows."""
+        found: list[tuple[Processor, np.ndarray]] = []
+        if not any(self.counts):
+            return found
+        for index, processor in enumerate(self.processors):
+            if self.counts[index] and processor.changes_argmax == changes_argmax:
+                at = self.uses[index, rows_S].nonzero()[0]
+                if len(at):
+                    found.append((processor, at))
+        return found
+
+    def apply(
+        self,
+        stage: Sequence[tuple[Processor, np.ndarray]],
+        logits_SV: Tensor,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        errors: dict[int, str],
+    ) -> Tensor:
+        """Run a stage. What goes wrong for a row is put in `errors`, by index in S."""
+        for processor, at in stage:
+            picked = Picked(at, rows_S[at], lengths_S[at], self.rows, errors)
+            try:
+                logits_SV = processor.apply(logits_SV, picked)
+            except Exception as error:
+                _blame(processor, picked, error)
+        return logits_SV
+
+    def allowed(
+        self,
+        stage: Sequence[tuple[Processor, np.ndarray]],
+        vocab: int,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        errors: dict[int, str],
+    ) -> Tensor | None:
+        """Run a stage that only takes tokens out: which are left, int32 [S, words]; None: all."""
+        if not stage:
+            return None
+        words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
+        for processor, at in stage:
+            picked = Picked(at, rows_S[at], lengths_S[at], self.rows, errors)
+            try:
+                processor.bar(words_SW, picked)
+            except Exception as error:
+                _blame(processor, picked, error)
+        return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
+
+    def drawn(self, rows_S: np.ndarray, tokens: list[int]) -> None:
+        """Tell those that watch."""
+        for index, processor in enumerate(self.processors):
+            if processor.watches and self.counts[index]:
+                at = self.uses[index, rows_S].nonzero()[0]
+                processor.drawn(rows_S[at].tolist(), [tokens[i] for i in at])
+
+
+def keep_only(words_W: np.ndarray, tokens: Sequence[int]) -> None:
+    """A mask that allows these and nothing else."""
+    words_W[:] = mask_of(np.array(tokens, np.int64), len(words_W))
+
+
+def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
+    """int32 words in which the bits of these tokens are set."""
+    words_W = np.zeros(num_words, np.uint32)
+    np.bitwise_or.at(words_W, tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
+    return words_W.view(np.int32)
+
+
+def _blame(processor: Processor, picked: Picked, error: Exception) -> None:
+    """All rows that it was to work on fail."""
+    log.exception("logits processor %s failed", processor.name)
+    message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"
+    for index in picked.at.tolist():
+        picked.errors.setdefault(index, message)

@@ -1,0 +1,113 @@
+"""Outcome: what a step drew, on its way from the device to the host.
+
+Knows tensors of a step and where in its result they belong. Does not know how they came about. On a device
+that works beside the host, copies are queued when the step is, and `result` waits for these alone.
+
+Shape suffixes: S rows that draw.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.protocol.output import Logprobs
+from quire.protocol.plan import StepResult
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.logprobs import Scored
+
+NO_NUMBER = (
+    "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
+    " may not fit this input: try dtype=float32 or bfloat16"
+)
+EXCLUDE = (
+    "structured_outputs", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "thinking_token_budget",
+)  # fmt: skip
+"""Fields of SamplingParams that leave out tokens."""
+
+
+def none_left(params: SamplingParams | None) -> str:
+    """Why a request can go nowhere, by the fields that it sets."""
+    asked = [name for name in EXCLUDE if getattr(params, name, None)]
+    match asked:
+        case []:
+            who = "its logits processors exclude them all"
+        case [one]:
+            who = f"{one} excludes them all"
+        case [*others, last]:
+            who = f"{', '.join(others)} and {last} together exclude them all"
+    return f"no token is left to choose: {who}"
+
+
+class Fault(str):
+    """An error of one row that its request asked for: a wrong request, not a failure of ours."""
+
+    __slots__ = ()
+
+
+class Outcome:
+    """A pending StepResult. `items[s]` is the work item that row s of S belongs to."""
+
+    def __init__(self, step: int, num_items: int):
+        self.step, self.num_items = step, num_items
+        self.items: list[int] = []
+        self.tokens_S: Tensor | None = None
+        self.whole_S: Tensor | None = None  # the highest logit of all; not finite: the model failed
+        self.kept_S: Tensor | None = None  # of those left to choose from; None: rules left all
+        self.params: list[SamplingParams | None] = []  # by row of S, where `kept_S` is
+        self.scored: list[
+            tuple[Scored, list[tuple[int, int]]]
+        ] = []  # with (item, position) of each
+        self.prompts: dict[int, tuple[int, Scored]] = {}  # by item: first position, scores
+        self.errors: dict[int, str] = {}  # by item
+        self.invalid: list[int] = []  # items that failed by what was asked for
+        self.event: torch.Event | None = None
+
+    def leave_device(self) -> None:
+        """Queue the copies to the host."""
+        if self.tokens_S is not None and self.tokens_S.device.type != "cpu":
+            device = self.tokens_S.device
+            self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
+            if self.whole_S is not None:
+                self.whole_S = self.whole_S.to("cpu", non_blocking=True)
+            if self.kept_S is not None:
+                self.kept_S = self.kept_S.to("cpu", non_blocking=True)
+            for scored, _ in self.scored:
+                scored.to_host()
+            for _, scored in self.prompts.values():
+                scored.to_host()
+            self.event = torch.Event(device)
+            self.event.record()
+
+    def result(self) -> StepResult:
+        """Wait for the device, then say what it drew."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[list[int]] = [[] for _ in range(self.num_items)]
+        errors, invalid = dict(self.errors), list(self.invalid)
+        if self.tokens_S is not None:
+            for item, token in zip(self.items, self.tokens_S.tolist(), strict=True):
+                tokens[item] = [token]
+            for at in _not_finite(self.whole_S):
+                errors.setdefault(self.items[at], NO_NUMBER)
+            for at in _not_finite(self.kept_S):
+                if (item := self.items[at]) not in errors:
+                    errors[item] = none_left(self.params[at])
+                    invalid.append(item)
+        logprobs: dict[int, Logprobs] = {}
+        for scored, places in self.scored:
+            for at, (item, position) in enumerate(places):
+                logprobs[item] = scored.report(position, at, at + 1)
+        prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
+        invalid += [item for item, text in errors.items() if isinstance(text, Fault)]
+        told = {item: str(text) for item, text in errors.items()}
+        return StepResult(self.step, tokens, logprobs, prompts, told, invalid)
+
+
+def _not_finite(highest_S: Tensor | None) -> list[int]:
+    """Rows of S that have no such logit."""
+    if highest_S is None:
+        return []
+    return [at for at, value in enumerate(highest_S.tolist()) if not math.isfinite(value)]

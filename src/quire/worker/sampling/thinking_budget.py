@@ -1,0 +1,92 @@
+"""A budget of thinking: after so many tokens of thoughts, the mark that ends them is all that may come.
+
+Knows the marks as tokens (`Thoughts`). Does not know text. What a row has said is read from the rows, so nothing has
+to be kept over a preemption, and a row that cannot have spent its budget costs one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.protocol.plan import Entered
+from quire.protocol.sampling_params import Thoughts
+from quire.worker.sampling.builtin_processors import only
+from quire.worker.sampling.logits_processors import Picked, Processor, keep_only
+
+
+class Thinking:
+    """What one row has thought."""
+
+    def __init__(self, marks: Thoughts, start: int):
+        self.marks, self.start = marks, start
+        self.read = start  # tokens before this place have been read
+        self.within = marks.opened
+        self.over = False
+        self.spent = 0
+        self.lately: list[int] = []  # of this part: as many tokens as a mark has, at most
+        self.most = max(map(len, (*marks.starts, *marks.ends)))
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """More of the output."""
+        for token in tokens:
+            self.lately = [*self.lately[1 - self.most :], token] if self.most > 1 else [token]
+            if self.over:
+                continue
+            self.spent += self.within
+            marks = self.marks.ends if self.within else self.marks.starts
+            if any(self.lately[-len(mark) :] == mark for mark in marks):
+                self.over = self.within and not self.marks.again
+                self.within, self.lately = not self.within, []
+        self.read += len(tokens)
+
+    def forced(self) -> int | None:
+        """The token that must come now, if one must: the mark's next after what of it stands there."""
+        if not self.within or self.spent < self.marks.budget:
+            return None
+        mark = self.marks.ends[0]
+        for count in range(len(mark) - 1, 0, -1):
+            if self.lately[-count:] == mark[:count]:
+                return mark[count]
+        return mark[0]
+
+
+class ThinkingBudget(Processor):
+    """`thinking_token_budget`."""
+
+    bars = True
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Thinking] = {}
+
+    def enter(self, new: Entered) -> bool:
+        if (marks := new.params.thoughts) is None:
+            return False
+        self.rows[new.row] = Thinking(marks, new.num_prompt)
+        return True
+
+    def leave(self, row: int) -> None:
+        del self.rows[row]
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        for at, token in self._forced(picked):
+            only(logits_SV[at], [token])
+        return logits_SV
+
+    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+        for at, token in self._forced(picked):
+            keep_only(words_SW[at], [token])
+
+    def _forced(self, picked: Picked) -> Iterator[tuple[int, int]]:
+        """(index in S, token) of rows whose next token is settled."""
+        for at, row, length in zip(
+            picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(), strict=True
+        ):
+            one = self.rows[row]
+            if one.over or length - one.start < one.marks.budget:
+                continue
+            one.take(picked.state.token_ids_RL[row, one.read : length].tolist())
+            if (token := one.forced()) is not None:
+                yield at, token

@@ -1,0 +1,150 @@
+"""Which tokens survive top-k, top-p and min-p: a prefix of the tokens in one order, as one cutoff a row.
+
+Knows scaled logits and three numbers a row. Does not know seeds or requests. The order of tokens is (logit descending,
+id ascending). In this order:
+
+    min-p    keeps the tokens at least min_p times as likely as the likeliest
+    top-k    of these, keeps the first k
+    top-p    of these, keeps the fewest first tokens whose share (among them) reaches p
+
+All three together keep a prefix of the order, so two numbers describe it: the logit and the id of its last token. Shares
+are counted in integers (weight = floor(2^40 * exp(logit - max))), so that sums do not depend on their order, nor on how
+many rows are summed at once.
+
+Shape suffixes: S rows, V vocabulary, K candidates of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.worker.sampling.gumbel import MOST_AT_ONCE, draw, draw_among
+
+SPARE = 64  # candidates beyond top-k, for tokens that tie with the last one
+USUAL = 1024  # candidates that hold the survivors of most distributions
+SCALE = 2.0**40
+
+
+@dataclass(slots=True)
+class Limits:
+    """Of S rows. top_k 0, top_p 1 and min_p 0 limit nothing."""
+
+    top_k: np.ndarray  # int64
+    top_p: np.ndarray  # float64
+    min_p: np.ndarray  # float64
+
+    def __getitem__(self, at: np.ndarray) -> Limits:
+        return Limits(self.top_k[at], self.top_p[at], self.min_p[at])
+
+    def candidates(self, vocab: int) -> int:
+        """How many of the likeliest tokens to look at first."""
+        most = int(self.top_k.max()) + SPARE
+        if not self.top_k.all():
+            most = max(most, min(USUAL, vocab // 16))
+        return most if most < vocab // 2 else vocab
+
+
+def _weights(values: Tensor, top_S1: Tensor, floor_S1: Tensor) -> Tensor:
+    """Integer weights of logits; 0 below the floor."""
+    weights = values.sub(top_S1).exp_().mul_(SCALE).to(torch.int64)
+    return weights.masked_fill_(values < floor_S1, 0)
+
+
+def _of(array: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device, non_blocking=True)[:, None]
+
+
+@dataclass(slots=True)
+class Cutoff:
+    """The last token that survives in each of S rows."""
+
+    logits_S: Tensor  # float32
+    ids_S: Tensor  # int64
+
+    def masked_(self, scaled_SV: Tensor) -> Tensor:
+        """Logits, in place: -inf for tokens that do not survive."""
+        logits_S1, ids_S1 = self.logits_S[:, None], self.ids_S[:, None]
+        ids_V = torch.arange(scaled_SV.shape[1], device=scaled_SV.device)
+        lost_SV = (scaled_SV < logits_S1) | ((scaled_SV == logits_S1) & (ids_V > ids_S1))
+        return scaled_SV.masked_fill_(lost_SV, -torch.inf)
+
+
+def ordered(scaled_SV: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(values_SK, ids_SK) of the first `most` tokens of each row; at the last value, any of the tokens that have it.
+
+    With `most` = V, all of them in the order.
+    """
+    if most == scaled_SV.shape[1]:
+        return scaled_SV.sort(dim=-1, descending=True, stable=True)
+    values_SK, ids_SK = scaled_SV.topk(most, dim=-1)
+    if bool((values_SK[:, 1:] == values_SK[:, :-1]).any()):
+        ids_SK = ids_SK.sort(dim=-1).values
+        values_SK, at_SK = scaled_SV.gather(1, ids_SK).sort(dim=-1, descending=True, stable=True)
+        ids_SK = ids_SK.gather(1, at_SK)
+    return values_SK, ids_SK
+
+
+def surviving(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """(count_S1, complete_S): how many of the K first tokens survive, and whether no other token does.
+
+    Where a row is not complete, its count is not right: ask again with K = V.
+    """
+    count, most = values_SK.shape
+    all_here = most == scaled_SV.shape[1]
+    top_S1 = values_SK[:, :1]
+    floor_S1 = torch.full_like(top_S1, -torch.inf)
+    if limits.min_p.any():
+        some_S = limits.min_p > 0
+        below_S = np.log(limits.min_p, where=some_S, out=np.full(count, -np.inf))
+        floor_S1 = (top_S1 + _of(below_S, values_SK)).to(values_SK.dtype)
+        floor_S1 = torch.minimum(floor_S1, top_S1)
+    count_S1 = (values_SK >= floor_S1).sum(dim=1, keepdim=True)
+    ranked = limits.top_k > 0
+    if ranked.any():
+        count_S1 = torch.minimum(count_S1, _of(np.where(ranked, limits.top_k, most), values_SK))
+    if (limits.top_p < 1).any():
+        place_K = torch.arange(most, device=values_SK.device)
+        weights_SK = _weights(values_SK, top_S1, floor_S1).masked_fill_(place_K >= count_S1, 0)
+        sums_SK = weights_SK.cumsum(dim=1)
+        total_S1 = sums_SK[:, -1:]
+        if not all_here and not ranked.all():  # a row without top-k has mass outside
+            whole_S1 = _weights(scaled_SV, top_S1, floor_S1).sum(dim=1, keepdim=True)
+            total_S1 = torch.where(_of(ranked, values_SK), total_S1, whole_S1)
+        wanted_S1 = (total_S1.double() * _of(limits.top_p, values_SK)).ceil_().to(torch.int64)
+        enough_S1 = (sums_SK < wanted_S1).sum(dim=1, keepdim=True) + 1
+        enough_S1 = enough_S1.masked_fill_(_of(limits.top_p >= 1, values_SK), most)
+        count_S1 = torch.minimum(count_S1, enough_S1)
+    count_S1 = count_S1.clamp_(min=1, max=most)  # of a row of NaN, too
+    if all_here:
+        return count_S1, torch.ones(count, dtype=torch.bool, device=values_SK.device)
+    # Tokens that tie with the last candidate may not be candidates.
+    return count_S1, (values_SK.gather(1, count_S1 - 1) > values_SK[:, -1:])[:, 0]
+
+
+def cutoff(scaled_SV: Tensor, limits: Limits) -> Cutoff:
+    """Of whole rows, however many tokens survive."""
+    values_SV, ids_SV = ordered(scaled_SV, scaled_SV.shape[1])
+    last_S1 = surviving(scaled_SV, values_SV, limits)[0] - 1
+    return Cutoff(values_SV.gather(1, last_S1)[:, 0], ids_SV.gather(1, last_S1)[:, 0])
+
+
+def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
+    """Token ids, int64 [S], of rows with limits: the noise is made for candidates only, if they suffice."""
+    vocab = scaled_SV.shape[1]
+    # Asking a device whether the candidates were enough would stop the host, so there we sort.
+    most = limits.candidates(vocab) if scaled_SV.device.type == "cpu" else vocab
+    values_SK, ids_SK = ordered(scaled_SV, most)
+    count_S1, complete_S = surviving(scaled_SV, values_SK, limits)
+    place_K = torch.arange(most, device=scaled_SV.device)
+    kept_SK = values_SK.masked_fill(place_K >= count_S1, -torch.inf)
+    tokens_S = draw_among(kept_SK, ids_SK, keys_2S)
+    if most < vocab and not bool(complete_S.all()):
+        for at in (~complete_S).nonzero()[:, 0].split(max(1, MOST_AT_ONCE // vocab)):
+            part_SV = scaled_SV[at]
+            cut = cutoff(part_SV, limits[at.numpy()])
+            tokens_S[at] = draw(cut.masked_(part_SV), keys_2S[:, at])
+    return tokens_S

@@ -1,0 +1,259 @@
+"""Logits processors in the shape that vLLM users know, and what makes one of ours of them.
+
+Knows both shapes. Does not know how a class is found: that is `load.py`'s. A class of that shape sees a batch
+of its own, where request i sits at index i until it is told otherwise:
+
+    update_state(BatchUpdate or None)    who went, who came, who moved; in this order: removed, added, moved
+    apply(logits [B, V])                 one row of logits a member of that batch
+
+Here a batch changes with every step, so `Foreign` keeps one for the processor: a request joins it when it draws
+its first token, and leaves with its row. Members that do not draw in a step are shown zeros.
+
+Shape suffixes: S rows that draw, B members of a processor's batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.protocol.plan import Entered
+from quire.protocol.sampling_params import SamplingParams
+from quire.worker.sampling.logits_processors import Picked, Processor
+
+
+class MoveDirectionality(Enum):
+    """What a move does to the place that was moved to."""
+
+    UNIDIRECTIONAL = auto()
+    """From here to there, where nobody was."""
+    SWAP = auto()
+    """The two change places."""
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """What changed in a batch since the last step. `output_ids` of an addition is a list that grows."""
+
+    batch_size: int
+    """After the change."""
+    removed: Sequence[int]
+    added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
+    """(index, params, prompt ids, output ids); whoever sat at the index is gone."""
+    moved: Sequence[tuple[int, int, MoveDirectionality]]
+    """(from, to, how)"""
+
+
+class LogitsProcessor(ABC):
+    """The shape. A subclass serves all requests of a worker."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        return
+
+    @classmethod  # noqa: B027 - may be left as it is
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError if these parameters cannot be served."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor) -> Tensor:
+        """Change logits [B, V], in place or in a new tensor."""
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """True: it never changes which token is likeliest."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Called before each `apply`; None: nothing changed but the output ids."""
+
+
+RowFunction = Callable[..., Tensor]
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Of functions that serve one request: (output ids, logits [V]) or (prompt ids, output ids, logits [V])."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.functions: dict[int, Callable[[Tensor], Tensor]] = {}
+        self.failed: dict[int, str] = {}  # by index in the batch, of the last `apply`
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RowFunction | None:
+        """The function for a request with these parameters; None: leave it alone."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        functions = self.functions
+        for index in batch_update.removed:
+            functions.pop(index, None)
+        for index, params, prompt_ids, output_ids in batch_update.added:
+            functions.pop(index, None)
+            if (function := self.new_req_logits_processor(params)) is not None:
+                functions[index] = _bound(function, prompt_ids, output_ids)
+        for start, end, how in batch_update.moved:
+            mover, other = functions.pop(start, None), functions.pop(end, None)
+            if mover is not None:
+                functions[end] = mover
+            if other is not None and how is MoveDirectionality.SWAP:
+                functions[start] = other
+
+    def apply(self, logits: Tensor) -> Tensor:
+        self.failed = {}
+        for index, function in self.functions.items():
+            try:
+                logits[index] = function(logits[index])
+            except Exception as error:  # of one request: the others shall not notice
+                self.failed[index] = f"{type(error).__name__}: {error}"
+        return logits
+
+
+def _bound(
+    function: RowFunction, prompt_ids: list[int] | None, output_ids: list[int]
+) -> Callable[[Tensor], Tensor]:
+    before = [output_ids] if len(inspect.signature(function).parameters) == 2 else [prompt_ids, output_ids]  # fmt: skip
+    return lambda logits_V: function(*before, logits_V)
+
+
+class Foreign(Processor):
+    """One of ours, made of an object of that shape (it need not be a subclass: only have its methods)."""
+
+    watches = True
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.changes_argmax = not inner.is_argmax_invariant()
+        self.members: list[int | None] = []  # rows, by index in the processor's batch
+        self.index: dict[int, int] = {}
+        self.waiting: dict[int, Entered] = {}  # rows that have not drawn yet
+        self.outputs: dict[int, list[int]] = {}
+        self.removed: list[int] = []  # indices that are free since the last update
+
+    @property
+    def name(self) -> str:
+        return type(self.inner).__name__
+
+    def validate(self, params: SamplingParams) -> None:
+        if (check := getattr(self.inner, "validate_params", None)) is not None:
+            check(params)
+
+    def enter(self, new: Entered) -> bool:
+        self.waiting[new.row] = new
+        self.outputs[new.row] = list(new.tokens[new.num_prompt :])
+        return True
+
+    def leave(self, row: int) -> None:
+        self.outputs.pop(row, None)
+        if self.waiting.pop(row, None) is None and (index := self.index.pop(row, None)) is not None:
+            self.members[index] = None
+            self.removed.append(index)
+
+    def drawn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        for row, token in zip(rows, tokens, strict=True):
+            self.outputs[row].append(token)
+
+    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+        self.inner.update_state(self._update(picked.rows.tolist()))
+        index_P = np.array([self.index[row] for row in picked.rows.tolist()], np.int64)
+        device = logits_SV.device
+        if len(self.members) == len(logits_SV) and (index_P == picked.at).all():
+            changed_BV = _checked(self.inner.apply(logits_SV), logits_SV)
+            logits_SV = changed_BV
+        else:
+            at_P = torch.from_numpy(picked.at).to(device)
+            to_P = torch.from_numpy(index_P).to(device)
+            logits_BV = logits_SV.new_zeros((len(self.members), logits_SV.shape[1]))
+            logits_BV[to_P] = logits_SV[at_P]
+            changed_BV = _checked(self.inner.apply(logits_BV), logits_BV)
+            logits_SV[at_P] = changed_BV[to_P].to(logits_SV.dtype)
+        if failed := getattr(self.inner, "failed", None):
+            place = dict(zip(index_P.tolist(), picked.at.tolist(), strict=True))
+            for index, why in failed.items():
+                if index in place:
+                    picked.errors.setdefault(
+                        place[index], f"logits processor {self.name} failed: {why}"
+                    )
+        return logits_SV
+
+    def _update(self, rows: list[int]) -> BatchUpdate | None:
+        """Seat who draws for the first time; close the gaps with the last ones. None: nothing changed."""
+        free, self.removed = sorted(self.removed, reverse=True), []
+        added = []
+        for row in rows:
+            if (new := self.waiting.pop(row, None)) is None:
+                continue
+            index = free.pop() if free else len(self.members)
+            if index == len(self.members):
+                self.members.append(row)
+            self.members[index], self.index[row] = row, index
+            prompt_ids = list(new.tokens[: new.num_prompt])
+            added.append((index, new.params, prompt_ids, self.outputs[row]))
+        moved = []
+        removed = list(free)
+        for gap in sorted(free):
+            while self.members and self.members[-1] is None:
+                self.members.pop()
+            if gap >= len(self.members):
+                break
+            last = len(self.members) - 1
+            row_moved = self.members.pop()
+            if row_moved is not None:
+                self.members[gap], self.index[row_moved] = row_moved, gap
+                moved.append((last, gap, MoveDirectionality.UNIDIRECTIONAL))
+        if not (added or removed):
+            return None
+        return BatchUpdate(len(self.members), removed, added, moved)
+
+
+def _checked(changed: Any, given: Tensor) -> Tensor:
+    if not isinstance(changed, Tensor) or changed.shape != given.shape:
+        what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        raise TypeError(f"apply must return logits of shape {tuple(given.shape)}, not {what}")
+    return changed
+
+
+def looks_foreign(kind: type) -> bool:
+    """Whether a class has that shape."""
+    return all(
+        callable(getattr(kind, name, None))
+        for name in ("apply", "update_state", "is_argmax_invariant")
+    )
+
+
+def adopt(kind: type, config: Any = None, device: torch.device | str = "cpu") -> Foreign:
+    """Make one of a class of that shape, with the little of a vLLM configuration that such a class reads."""
+    return Foreign(kind(_config_of(config), torch.device(device), False))
+
+
+def _config_of(resolved: Any) -> SimpleNamespace:
+    if resolved is None:
+        return SimpleNamespace(speculative_config=None)
+    hf = SimpleNamespace(**resolved.hf_config)
+    vocab = resolved.hf_config.get("vocab_size")
+    return SimpleNamespace(
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+        ),
+        model_config=SimpleNamespace(
+            model=resolved.asked.model.model,
+            max_model_len=resolved.max_model_len,
+            dtype=getattr(torch, resolved.dtype),
+            hf_config=hf,
+            hf_text_config=hf,
+            get_vocab_size=lambda: vocab,
+        ),
+    )
