@@ -18,7 +18,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 GOALS_MS = {256: 1.0, 1024: 4.0}
@@ -54,7 +54,7 @@ def make_scheduler(rows: int, steps: int, depth: int, block_size: int) -> Schedu
     length = PROMPT + steps + 3 * block_size
     group = CacheGroup(CacheSpec(8, 128, 128, "bfloat16"), (0,))
     pool = BlockPool(1 + rows * -(-length // block_size))
-    limits = Limits(
+    limits = SchedulerLimits(
         max_rows=rows, max_step_tokens=rows * (PROMPT + block_size), max_length=length, depth=depth
     )
     scheduler = Scheduler(KVManager(pool, [group], block_size), limits)

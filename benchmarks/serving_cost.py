@@ -35,7 +35,7 @@ from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError, StartupError
-from quire.observe.process_memory import family, resident_bytes
+from quire.observe.process_memory import process_tree, resident_bytes
 
 START_S = 900.0
 STOP_S = 40.0
@@ -120,7 +120,7 @@ class Running:
 
     def cpu(self) -> tuple[float, float]:
         """Seconds of CPU so far: of the process that speaks HTTP, and of all."""
-        pids = family(self.process.pid)
+        pids = process_tree(self.process.pid)
         return cpu_seconds(pids[:1]), cpu_seconds(pids)
 
 
@@ -195,7 +195,7 @@ async def _one_server(
             more = list(itertools.islice(prompts, count))
             long = await _load(running, more, clients, f"{given.output_len} tokens", name)
             found["clients"][clients] = costs(short, long)
-        found["server_mib"] = resident_bytes(family(running.process.pid)) / 2**20
+        found["server_mib"] = resident_bytes(process_tree(running.process.pid)) / 2**20
     return found
 
 

@@ -127,7 +127,7 @@ class Bench:
     def __init__(self, shape: str, dtype: str, rows: int, folder: Path):
         from quire.config.engine import EngineConfig
         from quire.engine.assemble import make_client
-        from quire.frontend.request_manager import FrontRoom
+        from quire.frontend.request_manager import RequestManager
 
         self.shape, self.rows = SHAPES[shape], rows
         words = folder / f"vocabulary-{self.shape.vocab}"
@@ -140,7 +140,7 @@ class Bench:
             structured_outputs_config={"jumps": False},  # every token costs a step, as for free requests
         )  # fmt: skip
         self.client = make_client(config)
-        self.front = FrontRoom(self.client)
+        self.front = RequestManager(self.client)
         self.numbers = itertools.count()
 
     def submit(self, prompt: list[int], form: StructuredOutputsParams | None, output: int) -> None:

@@ -259,7 +259,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     here, keys_2S = x.to(run.device), drawn.to(run.device)
     same = int((kernel.draw(here, keys_2S).cpu() == draw(x, drawn)).sum())
     found["bits"]["tokens drawn as on the CPU"] = f"{same} of {rows}"
-    lots = top_k_top_p.Limits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
+    lots = top_k_top_p.SamplingLimits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
     got, want = triton_ops.cutoff(here, lots), top_k_top_p.cutoff(x, lots)
     equal = int(((got.logits_S.cpu() == want.logits_S) & (got.ids_S.cpu() == want.ids_S)).sum())
     found["bits"]["cutoffs as on the CPU"] = f"{equal} of {rows}"

@@ -30,7 +30,7 @@ from benchmarks.offline.runners import agreement
 from benchmarks.peers.report import Turn, page
 from quire import env
 from quire.errors import ConfigError, QuireError, StartupError
-from quire.observe.process_memory import family, resident_bytes
+from quire.observe.process_memory import process_tree, resident_bytes
 
 PATIENCE_S = 900.0
 BF16, SHORT = "16 bits", "8 bits and fewer"
@@ -191,7 +191,7 @@ def _of_its_own(peers: Path, name: str, cache: Path) -> tuple[Path, dict[str, st
 def in_environment(
     given: argparse.Namespace, name: str, script: str, asked: dict[str, Any]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of `given.scripts` by the Python of `given.peers`/name, to its end.
+    """Run a script of `own_variables.scripts` by the Python of `own_variables.peers`/name, to its end.
 
     Raises:
         StartupError: there is no such environment.
@@ -262,7 +262,7 @@ class Running:
         answer = self._answer()
         if [len(tokens) for tokens in answer["tokens"]] != [output] * len(prompts):
             raise StartupError(f"{self.name}: not {output} tokens for each prompt")
-        self.resident = resident_bytes(family(self.process.pid))
+        self.resident = resident_bytes(process_tree(self.process.pid))
         self.signal(signal.SIGSTOP)
         return answer
 

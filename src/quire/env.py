@@ -197,7 +197,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     return sorted(found)
 
 
-def given() -> dict[str, str]:
+def own_variables() -> dict[str, str]:
     """All variables with our prefixes, for the bug report; keys are not shown."""
     secret = ("KEY", "TOKEN", "PASSWORD")
     return {

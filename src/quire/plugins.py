@@ -44,7 +44,7 @@ def load_plugins(*, again: bool = False) -> list[str]:
         None if text is None else {name.strip() for name in str(text).split(",") if name.strip()}
     )
     ran = []
-    for point in found(allowed):
+    for point in entry_points_to_run(allowed):
         try:
             point.load()()
         except Exception:
@@ -64,7 +64,7 @@ def installed() -> set[str]:
     return {point.name for group in groups for point in points.select(group=group)}
 
 
-def found(allowed: set[str] | None) -> Iterable[importlib.metadata.EntryPoint]:
+def entry_points_to_run(allowed: set[str] | None) -> Iterable[importlib.metadata.EntryPoint]:
     """Entry points to run: ours unless not allowed, vLLM's only if allowed by name."""
     for point in importlib.metadata.entry_points(group=GROUP):
         if allowed is None or point.name in allowed:

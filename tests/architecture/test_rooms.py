@@ -13,9 +13,9 @@ from source_rules import SOURCE, source_files
 # More than source_rules.NEVER_TORCH: these may ask for torch in a function, but not when they load.
 TORCH_FREE = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|engine|server|observe|frontend|api|cli|compat)/"
-    r"|quire/executor/(__init__|base|inline|processes)\.py|quire/models/(hf|registry|__init__)\.py"
-    r"|quire/platforms/facts\.py"
-    r"|quire/(__init__|env|errors|logging|registry|batch)\.py"
+    r"|quire/executor/(__init__|base|inline|process)\.py|quire/models/(hf_config|registry|__init__)\.py"
+    r"|quire/platforms/detect\.py"
+    r"|quire/(__init__|env|errors|logging|plugins|forward_context)\.py"
 )
 HEAVY = ("torch", "transformers", "tensorflow", "pandas")
 LOAD_EACH = """

@@ -16,9 +16,9 @@ from quire.cli.replay import main
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.recording import asked_of, for_recording, from_recording
-from quire.config.serialize import to_wire
+from quire.config.serialize import resolved_to_bytes
 from quire.engine.assemble import build_core, resolve_config
-from quire.engine.flight_recorder import Recorded, Recorder, read
+from quire.engine.flight_recorder import FlightRecorder, RecordingExecutor, read_recording
 from quire.engine.supervisor import CONFIG
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -39,10 +39,10 @@ def recorded(model: str, tmp_path_factory) -> Path:
         model=path, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=8 << 20
     )
     resolved = resolve_config(config)
-    (folder / CONFIG).write_bytes(for_recording(to_wire(resolved)))
+    (folder / CONFIG).write_bytes(for_recording(resolved_to_bytes(resolved)))
     core, _ = build_core(resolved)
-    recorder = Recorder(folder)
-    core.executor = Recorded(core.executor, recorder)
+    recorder = FlightRecorder(folder)
+    core.executor = RecordingExecutor(core.executor, recorder)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     for number in range(3):
         core.inbox.put(EngineRequest(str(number), [5 + number] * (9 + number), params))
@@ -54,7 +54,7 @@ def recorded(model: str, tmp_path_factory) -> Path:
 
 
 def test_a_recording_runs_again_to_the_same_tokens(recorded: Path, model: str, capsys):
-    recording = read(recorded)
+    recording = read_recording(recorded)
     assert recording is not None
     assert len(recording.frames) > 20
     assert main([str(recorded), "--model", model]) == 0
@@ -67,9 +67,9 @@ def test_another_seed_is_seen(recorded: Path, model: str, tmp_path: Path, capsys
     folder.mkdir()
     for file in recorded.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    recording = read(recorded)
+    recording = read_recording(recorded)
     assert recording is not None
-    recorder = Recorder(folder)
+    recorder = FlightRecorder(folder)
     for frame in recording.frames:
         for new in getattr(frame, "entered", ()):
             new.params.seed = 6
@@ -163,7 +163,7 @@ def settle_secrets(model: str) -> bytes:
         model=model, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=8 << 20,
         model_loader_extra_config={"token": "sesame"}, **secret,
     )  # fmt: skip
-    return to_wire(resolve_config(config))
+    return resolved_to_bytes(resolve_config(config))
 
 
 def test_a_folder_without_a_recording_is_named(tmp_path: Path, capsys):

@@ -39,7 +39,9 @@ def sent(settle):
 
     def send(**keywords) -> Resolved:
         asked = EngineConfig.from_keywords(**keywords)
-        return serialize.from_wire(serialize.to_wire(replace(resolved, asked=asked)))
+        return serialize.resolved_from_bytes(
+            serialize.resolved_to_bytes(replace(resolved, asked=asked))
+        )
 
     return send
 
@@ -52,7 +54,7 @@ def test_every_field_survives(sent):
 
 def test_a_resolved_configuration_survives(settle):
     resolved = settle(max_num_seqs=3, hf_overrides={"a": {"b": 1}}, max_model_len="auto")
-    back = serialize.from_wire(serialize.to_wire(resolved))
+    back = serialize.resolved_from_bytes(serialize.resolved_to_bytes(resolved))
     assert back == resolved
     assert {f.name: type(getattr(back, f.name)) for f in fields(back)} == {
         f.name: type(getattr(resolved, f.name)) for f in fields(resolved)
@@ -89,7 +91,7 @@ def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monk
     if names == "hf_config":
         resolved = settle()
         resolved = replace(resolved, hf_config={**resolved.hf_config, **data})
-        assert serialize.from_wire(serialize.to_wire(resolved)) == resolved
+        assert serialize.resolved_from_bytes(serialize.resolved_to_bytes(resolved)) == resolved
     else:
         for field in ("hf_overrides", "override_generation_config", "default_chat_template_kwargs"):
             back = sent(**{field: data}).asked
@@ -132,5 +134,5 @@ def test_a_child_does_not_search_the_working_directory(monkeypatch):
 def test_a_path_travels_only_with_something_to_import(settle, monkeypatch):
     monkeypatch.setattr(serialize, "import_path", lambda: ["/mine"])
     for keywords, path in (({}, []), ({"logits_processors": ["a:B"]}, ["/mine"])):
-        data = msgspec.msgpack.decode(serialize.to_wire(settle(**keywords)))
+        data = msgspec.msgpack.decode(serialize.resolved_to_bytes(settle(**keywords)))
         assert data["path"] == path

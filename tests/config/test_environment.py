@@ -105,7 +105,7 @@ def test_strangers(monkeypatch, warnings):
 def test_keys_are_not_shown(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("QUIRE_CHECK", "1")
-    assert env.given() == {"VLLM_API_KEY": "***", "QUIRE_CHECK": "1"}
+    assert env.own_variables() == {"VLLM_API_KEY": "***", "QUIRE_CHECK": "1"}
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,20 @@ import pytest
 from quire.config.engine_args import AsyncEngineArgs, EngineArgs, ProgramParser
 from quire.config.flags import parse
 from quire.config.from_keywords import UnknownName, engine_config, translate
-from quire.config.vllm_flags import OLD, SHORT, Old
+from quire.config.vllm_flags import OLD, SHORT, VllmFlag
 from quire.errors import ConfigError, Unsupported
 
 ROWS = [row for row in OLD.values() if row.name != "model_tag"]  # that one is the positional word
 
 
-def loud(row: Old):
+def loud(row: VllmFlag):
     """A value that asks for something."""
     if row.kind == "flag":
         return True
     return ["loud"] if row.kind == "list" else "loud"
 
 
-def on_command_line(row: Old, value) -> list[str]:
+def on_command_line(row: VllmFlag, value) -> list[str]:
     flag = f"--{row.name.replace('_', '-')}"
     if row.kind == "flag":
         return [flag if value else f"--no-{flag[2:]}"]

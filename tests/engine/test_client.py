@@ -18,11 +18,11 @@ from quire.errors import EngineDeadError, QuireError
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.protocol.output import EngineOutput, Ready
+from quire.protocol.output import EngineOutput, EngineReady
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.gate import Gate
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ class Device(ToyDevice):
 def make(device: type[ToyDevice] = Device) -> InlineClient:
     groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     toy = device(groups, 101, 4, 0, random.Random(1))
-    limits = Limits(max_rows=4, max_step_tokens=16, max_length=60)
+    limits = SchedulerLimits(max_rows=4, max_step_tokens=16, max_length=60)
     core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)
     core.functions.update(rpc.functions(core))
     resolved = Resolved(
@@ -43,7 +43,7 @@ def make(device: type[ToyDevice] = Device) -> InlineClient:
         device="cpu", max_model_len=60, auto_max_model_len=False, block_size=4, max_num_seqs=4,
         max_num_batched_tokens=16, chunked_prefill=True, prefix_caching=True, depth=1, executor="uni",
     )  # fmt: skip
-    ready = Ready(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1)
+    ready = EngineReady(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1)
     return InlineClient(core, resolved, ready)
 
 

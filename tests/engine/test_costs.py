@@ -12,9 +12,9 @@ import pytest
 from tiny_llama import make_checkpoint
 
 from quire.api.llm import LLM
-from quire.engine.mfu import FLOPS, READ, WRITTEN, Costs
+from quire.engine.mfu import FLOPS, READ, WRITTEN, StepCosts
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.protocol.plan import Work
+from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
 
@@ -31,14 +31,14 @@ def shapes(path: str) -> dict[str, list[int]]:
     return {name: one["shape"] for name, one in found.items() if name != "__metadata__"}
 
 
-def costs_of(path: str) -> tuple[Costs, dict[str, Any], CacheSpec]:
+def costs_of(path: str) -> tuple[StepCosts, dict[str, Any], CacheSpec]:
     config = json.loads((Path(path) / "config.json").read_text())
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     spec = CacheSpec(kv, dim, dim, "float32")
     sizes = shapes(path)
     weights = 4 * sum(map(math.prod, sizes.values()))
-    return Costs.of(config, [spec] * config["num_hidden_layers"], weights, 4), config, spec
+    return StepCosts.of(config, [spec] * config["num_hidden_layers"], weights, 4), config, spec
 
 
 def test_the_weights_are_those_of_the_checkpoint(path: str) -> None:
@@ -58,20 +58,23 @@ def test_the_weights_are_those_of_the_checkpoint(path: str) -> None:
 def test_every_position_one_by_one(window: int, start: int, num_tokens: int) -> None:
     sizes = 2, 16, 8, "bfloat16"
     spec = WindowSpec(*sizes, window=window) if window else CacheSpec(*sizes)
-    costs = Costs(0, 0, 0, 0, ((spec, 3),), num_heads=4)
+    costs = StepCosts(0, 0, 0, 0, ((spec, 3),), num_heads=4)
     seen = [range(spec.first_needed(p), p + 1) for p in range(start, start + num_tokens)]
     products = sum(len(one) for one in seen) * 4 * (16 + 8) * 3
-    assert costs.flops(Work(0, num_tokens), start) == 2 * products
+    assert costs.flops(WorkItem(0, num_tokens), start) == 2 * products
     each = 2 * (16 + 8) * 2 * 3
     looked_at = set().union(*seen)
-    assert costs.kv_bytes(Work(0, num_tokens), start) == (each * len(looked_at), each * num_tokens)
+    assert costs.kv_bytes(WorkItem(0, num_tokens), start) == (
+        each * len(looked_at),
+        each * num_tokens,
+    )
 
 
 def test_a_token_of_a_mixture_goes_to_some_experts() -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10, "intermediate_size": 100,
               "num_experts_per_tok": 2, "moe_intermediate_size": 5, "n_shared_experts": 1}  # fmt: skip
     spec = CacheSpec(1, 4, 4, "float32")
-    assert Costs.of(config, [spec], 10**6, 4).layers == 8 * (2 + 1) * 8 + 8 * 5 * 3 * 3
+    assert StepCosts.of(config, [spec], 10**6, 4).layers == 8 * (2 + 1) * 8 + 8 * 5 * 3 * 3
 
 
 def test_metrics_tell_what_the_steps_cost(path: str) -> None:
@@ -86,7 +89,7 @@ def test_metrics_tell_what_the_steps_cost(path: str) -> None:
     lengths = [(start, min(chunk, prompt - start)) for start in range(0, prompt, chunk)]
     lengths += [(prompt + at, 1) for at in range(outputs - 1)]
     for start, num_tokens in lengths:
-        item = Work(0, num_tokens, samples=start + num_tokens >= prompt)
+        item = WorkItem(0, num_tokens, samples=start + num_tokens >= prompt)
         read, written = costs.kv_bytes(item, start)
         wanted[FLOPS] += costs.flops(item, start)
         wanted[READ] += read + costs.weight_bytes + costs.head_bytes * item.samples

@@ -1,4 +1,4 @@
-"""EngineHost over small programs in the place of an engine: deaths, full disks, a host that fails itself."""
+"""EngineSupervisor over small programs in the place of an engine: deaths, full disks, a host that fails itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.supervisor import EngineHost, Patience, own_folder, own_stacks
+from quire.engine.supervisor import EngineSupervisor, RestartPolicy, own_folder, own_stacks
 from quire.errors import StartupError
 
 CHILD = """
@@ -36,12 +36,12 @@ SOURCE = str(Path(module.__file__).parents[2])
 FULL = OSError(28, "No space left on device")
 
 
-class Host(EngineHost):
+class Host(EngineSupervisor):
     """`how` its children behave, one after another; the last one again and again."""
 
     def __init__(self, *how: str, **patience: Any):
         self.how = how
-        super().__init__(b"", patience=Patience(**{"retry": 0.5} | patience))
+        super().__init__(b"", patience=RestartPolicy(**{"retry": 0.5} | patience))
 
     def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
         how = self.how[min(generation, len(self.how)) - 1]
@@ -143,7 +143,7 @@ def test_a_recording_that_cannot_be_kept_costs_the_recording(
     def fails(*args: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr(module.flight, "read", fails)
+    monkeypatch.setattr(module.flight_recorder, "read_recording", fails)
     host = make("dies", "lives")
     until(is_ready(host, 2))
     assert (host.state.recorded, host.state.lost) == (False, [])
@@ -156,10 +156,10 @@ def test_a_host_that_fails_says_so(
 ) -> None:
     """Also where its thread ends without a word."""
 
-    def fails(self: EngineHost, child: Any, listener: Any) -> Any:
+    def fails(self: EngineSupervisor, child: Any, listener: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(EngineHost, "_watch", fails)
+    monkeypatch.setattr(EngineSupervisor, "_watch", fails)
     host = make("lives")
     until(lambda: host.state.condition == "dead")
     assert host.state.error

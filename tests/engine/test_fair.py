@@ -14,7 +14,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.fair_queue import FairQueue
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.waiting_queue import WaitingQueue
 
@@ -25,7 +25,7 @@ class House:
     def __init__(self, waiting: WaitingQueue, rows: int = 4, depth: int = 1):
         groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
         self.device = ToyDevice(groups, 401, 4, 0, random.Random(1))
-        limits = Limits(max_rows=rows, max_step_tokens=64, max_length=200, depth=depth)
+        limits = SchedulerLimits(max_rows=rows, max_step_tokens=64, max_length=200, depth=depth)
         kv = KVManager(BlockPool(401), groups, 4)
         self.core = EngineCore(Scheduler(kv, limits, waiting=waiting), self.device, depth)
         self.first: dict[str, int] = {}  # the step of each request's first token

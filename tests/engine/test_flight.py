@@ -12,16 +12,16 @@ from toy import StepFailed
 from quire.engine import flight_recorder
 from quire.engine.client import InlineClient
 from quire.engine.replay import replay
-from quire.protocol.plan import Entered
+from quire.protocol.plan import EnteredRow
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
 
 def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
     client = make(device)
-    recorder = flight_recorder.Recorder(folder)
+    recorder = flight_recorder.FlightRecorder(folder)
     client.core.executor.kin = Kin()
-    wrapped = flight_recorder.Recorded(client.core.executor, recorder)
+    wrapped = flight_recorder.RecordingExecutor(client.core.executor, recorder)
     wrapped.kin = client.core.executor.kin
     client.core.executor = wrapped
     return client
@@ -52,7 +52,7 @@ def run(client: InlineClient, rng: random.Random, requests: int) -> None:
 @pytest.mark.parametrize("requests", [6, 60])
 def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
     run(recorded(tmp_path), random.Random(requests), requests)
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     steps = list(replay(recording, fresh(), budget=16))
     assert len(steps) > 30
@@ -66,7 +66,7 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     device = client.core.executor._executor
     device.foretells = 0.6
     run(client, random.Random(6), 6)
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     again = fresh()
     again.foretells = 0.6  # and it draws when to foretell from the same seed
@@ -78,7 +78,7 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
 
 def test_a_difference_is_seen(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     result = next(
         f for f in recording.frames if isinstance(f, flight_recorder.StepResult) and f.tokens[0]
@@ -103,7 +103,7 @@ def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="MemoryError"):
         collect(client, {"short", "long"})
     client.core.executor.close()
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     assert recording.unfinished() == {"long"}
     assert recording.seen() == {"short", "long"}
@@ -111,10 +111,10 @@ def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
 
 def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    whole = flight_recorder.read(tmp_path)
+    whole = flight_recorder.read_recording(tmp_path)
     for path in tmp_path.glob("flight-*"):
         path.write_bytes(path.read_bytes()[:-3])
-    cut = flight_recorder.read(tmp_path)
+    cut = flight_recorder.read_recording(tmp_path)
     assert whole is not None
     assert cut is not None
     assert cut.frames == whole.frames[:-1]
@@ -122,7 +122,7 @@ def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
 
 def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
     """Larger than its first room; written anew, it has nothing of what it held."""
-    segment, path = flight_recorder.Segment(tmp_path / "flight-0"), tmp_path / "flight-0"
+    segment, path = flight_recorder.RecordingSegment(tmp_path / "flight-0"), tmp_path / "flight-0"
     encode = flight_recorder.msgspec.msgpack.encode
     long = [flight_recorder.StepPlan(n, [], [], list(range(60_000))) for n in range(3)]
     assert list(flight_recorder.frames(path)) == []
@@ -143,7 +143,7 @@ def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment = flight_recorder.Segment(tmp_path / "flight-0")
+    segment = flight_recorder.RecordingSegment(tmp_path / "flight-0")
 
     def full(file: int, start: int, room: int) -> None:
         raise OSError(28, "No space left on device")
@@ -157,14 +157,14 @@ def test_a_full_disk_is_an_error_and_no_signal(
 
 def test_a_segment_that_was_just_begun_is_passed_over(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    whole = flight_recorder.read(tmp_path)
+    whole = flight_recorder.read_recording(tmp_path)
     (tmp_path / "flight-1").write_bytes(bytes(100))
-    assert flight_recorder.read(tmp_path) == whole
+    assert flight_recorder.read_recording(tmp_path) == whole
 
 
 def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
 
     class Failing(Device):
@@ -179,10 +179,10 @@ def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_is_no_recording(tmp_path: Path) -> None:
-    assert flight_recorder.read(tmp_path) is None
+    assert flight_recorder.read_recording(tmp_path) is None
     (tmp_path / "flight-0").write_bytes(b"\x03\x00\x00\x00abc")
     with pytest.raises(ValueError, match="not a flight recording"):
-        flight_recorder.read(tmp_path)
+        flight_recorder.read_recording(tmp_path)
 
 
 # -- a recording that cannot be written -------------------------------------------------------------
@@ -203,8 +203,8 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
     """(The engine died of it, and so did the one after it.)"""
     folder = tmp_path / "gone" if when == "the folder is missing" else tmp_path
     client, stops = make(), []
-    wrapped = flight_recorder.Recorded(
-        client.core.executor, flight_recorder.Recorder(folder), lambda: stops.append(1)
+    wrapped = flight_recorder.RecordingExecutor(
+        client.core.executor, flight_recorder.FlightRecorder(folder), lambda: stops.append(1)
     )
     wrapped.kin = client.core.executor.kin = Kin()
     client.core.executor = wrapped
@@ -212,18 +212,18 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
         ask(client, "before", 3)
         collect(client, {"before"})
         assert not stops
-        assert flight_recorder.read(folder) is not None
+        assert flight_recorder.read_recording(folder) is not None
     if when == "a fault":
-        monkeypatch.setattr(flight_recorder.Recorder, "result", lambda self, result: 1 / 0)
+        monkeypatch.setattr(flight_recorder.FlightRecorder, "result", lambda self, result: 1 / 0)
     else:
-        monkeypatch.setattr(flight_recorder.Segment, "_grow", no_space)
-        monkeypatch.setattr(flight_recorder.Segment, "append", no_space)
+        monkeypatch.setattr(flight_recorder.RecordingSegment, "_grow", no_space)
+        monkeypatch.setattr(flight_recorder.RecordingSegment, "append", no_space)
     ids = {f"r{number}" for number in range(4)}
     for id in sorted(ids):
         ask(client, id, 30)
     got = tokens_of(client, ids)
     assert stops == [1]
-    assert flight_recorder.read(folder) is None
+    assert flight_recorder.read_recording(folder) is None
     assert not list(folder.glob("flight-*"))
     plain = make()
     for id in sorted(ids):
@@ -243,14 +243,14 @@ def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path)
     collect(client, ids)
     client.core.executor.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("flight-*")) < 100_000
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     assert recording.seen() == ids
     [left_out] = {tuple(row.params.extra_args["left_out"]) for row in recording.seated.rows or first(recording)}  # fmt: skip
     assert left_out == ("allowed_token_ids",)
 
 
-def first(recording: flight_recorder.Recording) -> list[Entered]:
+def first(recording: flight_recorder.Recording) -> list[EnteredRow]:
     return next(f.entered for f in recording.frames if isinstance(f, flight_recorder.StepPlan))
 
 
@@ -261,7 +261,7 @@ def test_a_file_has_a_limit_and_what_it_holds_can_be_replayed(
     monkeypatch.setattr(flight_recorder, "MOST_ROOM", 1 << 10)
     run(recorded(tmp_path), random.Random(60), 60)
     assert all(path.stat().st_size <= 1 << 10 for path in tmp_path.glob("flight-*"))
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     steps = list(replay(recording, fresh(), budget=16))
     assert len(steps) > 5
@@ -276,7 +276,7 @@ def test_what_runs_at_the_end_is_known(tmp_path: Path) -> None:
     while "short" in client.core.scheduler.requests:
         client.outputs()
     client.outputs()
-    recording = flight_recorder.read(tmp_path)
+    recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     assert [row.id for row in recording.running()] == ["long"]
     assert recording.seen() == {"short", "long"}

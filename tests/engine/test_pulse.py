@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.watchdog import FACTOR, FLOOR_S, Pulse
+from quire.engine.watchdog import FACTOR, FLOOR_S, Watchdog
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 
 def test_before_anything_is_known_the_first_bound_holds() -> None:
     clock = Clock()
-    pulse = Pulse(300.0, clock)
+    pulse = Watchdog(300.0, clock)
     assert (pulse.beat().busy, pulse.beat().allowed) == (0.0, 300.0)
     with pulse.working():
         clock.now += 7
@@ -24,7 +24,7 @@ def test_before_anything_is_known_the_first_bound_holds() -> None:
 
 def test_a_large_prefill_on_a_slow_machine_is_no_hang() -> None:
     clock = Clock()
-    pulse = Pulse(300.0, clock)
+    pulse = Watchdog(300.0, clock)
     for _ in range(5):
         pulse.stepped(tokens=100, seconds=5.0)  # 50 ms a token
     pulse.launched(4_000)
@@ -34,7 +34,7 @@ def test_a_large_prefill_on_a_slow_machine_is_no_hang() -> None:
 
 
 def test_one_slow_step_is_remembered_for_a_while() -> None:
-    pulse = Pulse(300.0, Clock())
+    pulse = Watchdog(300.0, Clock())
     pulse.stepped(1, 1.0)
     pulse.stepped(1, 0.01)
     pulse.launched(1)
@@ -46,7 +46,7 @@ def test_one_slow_step_is_remembered_for_a_while() -> None:
 
 def test_time_in_which_we_were_stopped_does_not_count() -> None:
     clock = Clock()
-    pulse = Pulse(300.0, clock)
+    pulse = Watchdog(300.0, clock)
     with pulse.working():
         clock.now += 1
         pulse.slept(0.5)  # as always
@@ -61,7 +61,7 @@ def test_time_in_which_we_were_stopped_does_not_count() -> None:
 def test_a_function_of_the_engine_must_come_to_an_end_too() -> None:
     """(Nobody is served while it runs, and it was never too long.)"""
     clock = Clock()
-    pulse = Pulse(300.0, clock)
+    pulse = Watchdog(300.0, clock)
     pulse.stepped(1, 0.01)
     told = []
 

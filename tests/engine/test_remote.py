@@ -13,7 +13,7 @@ import zmq
 from test_client import make
 
 from quire.engine.core import EngineCore
-from quire.engine.engine_process import Link, Stop, stop
+from quire.engine.engine_process import FrontendSockets, StopEngine, stop
 from quire.engine.process_client import ProcessClient
 from quire.engine.quarantine import (
     FORGET_S,
@@ -23,10 +23,10 @@ from quire.engine.quarantine import (
     digest_of_entered,
     short_form,
 )
-from quire.engine.shared_state import ROOM, Condition, State, StateBoard
+from quire.engine.shared_state import ROOM, Condition, EngineState, StateBoard
 from quire.errors import EngineDelayed, QuireError, ValidationError
 from quire.protocol.output import EngineOutput
-from quire.protocol.plan import Entered
+from quire.protocol.plan import EnteredRow
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 from quire.protocol.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ class Place:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def publish(self, generation: int, condition: Condition, **more: Any) -> None:
-        self.board.publish(State(generation, condition, **more))
+        self.board.publish(EngineState(generation, condition, **more))
 
     def client(self) -> ProcessClient:
         return ProcessClient(make().resolved, self.folder, self.board)
@@ -100,7 +100,7 @@ def test_being_told_to_stop_is_no_failure_of_a_function() -> None:
     core: EngineCore = make().core
     core.functions["busy"] = lambda: stop(0, None)
     core.inbox.put(Call(1, "busy", []))
-    with pytest.raises(Stop):
+    with pytest.raises(StopEngine):
         core.receive(block=False)
 
 
@@ -151,7 +151,7 @@ def test_what_the_engine_cannot_decode_is_answered() -> None:
     core: EngineCore = make().core
     encode = msgspec.msgpack.encode
     good = EngineRequest("good", [1, 2], SamplingParams(max_tokens=1))
-    link = Link.__new__(Link)
+    link = FrontendSockets.__new__(FrontendSockets)
     link.down = Socket(
         encode(["request", "wrong", [1], {"top_p": 5}, 0.0, 3]),
         b"\x95\xa7request\xa4deep\x91\x01" + b"\x91" * 5000 + b"\x01" + encode(0.0),
@@ -306,7 +306,7 @@ def test_equal_requests_have_equal_digests() -> None:
     one = EngineRequest("a", [1, 2], params)
     again = EngineRequest("b", [1, 2], SamplingParams(max_tokens=2, seed=9))
     assert digest_of(one) == digest_of(again)
-    entered = Entered(0, "c", [1, 2, 77], 2, 0, [], params)
+    entered = EnteredRow(0, "c", [1, 2, 77], 2, 0, [], params)
     assert digest_of_entered(entered) == digest_of(one)
     assert digest_of(EngineRequest("a", [1, 3], params)) != digest_of(one)
     other = EngineRequest("a", [1, 2], SamplingParams(max_tokens=3))
@@ -342,25 +342,25 @@ def test_suspects_are_forgotten_and_bounded() -> None:
 def test_another_process_reads_the_state() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
-    assert reader.look() == State(1, "starting")
-    state = State(2, "restarting", error="x" * 1000, lost=["a"] * 1000)
+    assert reader.look() == EngineState(1, "starting")
+    state = EngineState(2, "restarting", error="x" * 1000, lost=["a"] * 1000)
     board.publish(state)
     assert reader.look() == state
     assert reader.look() is reader.look()
     board._map[40] ^= 1  # half written
     board._map[0] += 1
     assert reader.look() == state
-    board.publish(State(3, "ready"))
-    assert reader.look() == State(3, "ready")
+    board.publish(EngineState(3, "ready"))
+    assert reader.look() == EngineState(3, "ready")
     for one in (board, reader):
         one.close()
-        assert one.look() == State(3, "ready")
+        assert one.look() == EngineState(3, "ready")
 
 
 def test_a_state_too_large_for_the_board_is_shortened() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
-    board.publish(State(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
+    board.publish(EngineState(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
     seen = reader.look()
     assert (seen.generation, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
     assert 0 < len(seen.error) < ROOM

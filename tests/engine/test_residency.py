@@ -6,7 +6,7 @@ import random
 
 from quire.kvcache.block_metrics import BlockHistogram, ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
-from quire.observe.prometheus import Metrics
+from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 
 BOUNDS = (1.0, 10.0, 100.0)
@@ -89,7 +89,7 @@ def test_told_as_histograms():
     counted = BlockHistogram(BOUNDS)
     for value in (0.5, 1.0, 50.0, 1000.0):
         counted.add(value)
-    metrics = Metrics("toy", custom={"kv_cache_residency": list(BOUNDS)})
+    metrics = ServerMetrics("toy", custom={"kv_cache_residency": list(BOUNDS)})
     metrics.attach(lambda: EngineStats(residency={"lifetime": counted.stats}), 10, {})
     text = metrics.render().decode()
     name, labels = "vllm:kv_block_lifetime_seconds", 'engine="0"'

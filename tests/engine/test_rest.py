@@ -20,7 +20,7 @@ from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.output import EngineOutput, Reply
 from quire.protocol.request import Call, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 Rests = Callable[["Engine"], Coroutine[object, object, None]]
@@ -32,7 +32,7 @@ class Engine:
     def __init__(self) -> None:
         groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
         self.device = Device(groups, 101, 4, 0, random.Random(1))
-        limits = Limits(max_rows=2, max_step_tokens=16, max_length=60, depth=2)
+        limits = SchedulerLimits(max_rows=2, max_step_tokens=16, max_length=60, depth=2)
         scheduler = Scheduler(KVManager(BlockPool(101), groups, 4), limits)
         self.core = core = EngineCore(scheduler, self.device, 2)
         core.check_each_step = True
@@ -279,8 +279,8 @@ def test_the_next_process_rests_as_deep(
     def process() -> Engine:
         made = Engine()
         made.device.call = lambda *words: made.told.append(words) or [None]  # type: ignore[method-assign]
-        sleep_state.obey(made.core.functions, tmp_path / "asked")
-        made.core.functions = sleep_state.kept(made.core.functions, tmp_path / "asked")
+        sleep_state.restore_sleep_state(made.core.functions, tmp_path / "asked")
+        made.core.functions = sleep_state.persisting(made.core.functions, tmp_path / "asked")
         return made
 
     before = process()
@@ -308,11 +308,11 @@ def test_the_next_process_rests_as_deep(
 
 
 def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
-    engine.core.functions = sleep_state.kept(engine.core.functions, tmp_path / "asked")
+    engine.core.functions = sleep_state.persisting(engine.core.functions, tmp_path / "asked")
     engine.call("hold", "wait")
     engine.call("resume", sleep.SLEEP)  # writes
     after = Engine()
-    sleep_state.obey(after.core.functions, tmp_path / "asked")
+    sleep_state.restore_sleep_state(after.core.functions, tmp_path / "asked")
     assert after.call("is_paused") is False
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.kvcache.specs import CacheGroup, WindowSpec
-from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 
 VOCAB = 97
 POISON = "poison"
@@ -166,7 +166,7 @@ class ToyDevice:
             else msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult)
         )
 
-    def _enter(self, new: Entered, step: int) -> None:
+    def _enter(self, new: EnteredRow, step: int) -> None:
         assert new.row not in self.rows, f"row {new.row} is taken"
         blocks = [list(column) for column in new.blocks]
         kin = self.kin[new.id]

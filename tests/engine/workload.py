@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from toy import VOCAB, ToyDevice, next_token
 
 from quire.engine.core import EngineCore
-from quire.engine.sleep import Rest
+from quire.engine.sleep import SleepController
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
@@ -23,7 +23,7 @@ from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import CANCELLED
 from quire.scheduler.request import NO_ROW
 from quire.scheduler.scheduler import Scheduler
@@ -182,7 +182,7 @@ def draw_setting(seed: int) -> Setting:
     depth = rng.choice([1, 2, 3, 4])
     groups = draw_groups(rng)
     by_priority = rng.random() < 0.5
-    limits = Limits(
+    limits = SchedulerLimits(
         max_rows=rng.randint(1, 8),
         max_step_tokens=rng.randint(drafts + 1, 40),
         max_length=60,
@@ -193,7 +193,7 @@ def draw_setting(seed: int) -> Setting:
         by_priority=by_priority,
     )
     if rng.random() < 0.1:  # a prompt runs whole or waits
-        limits = Limits(
+        limits = SchedulerLimits(
             max_rows=4,
             max_step_tokens=64,
             max_length=60,
@@ -342,7 +342,7 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
             ], f"block {block} is published and holds something else"
 
 
-def nap(s: Setting, rest: Rest, check: Check) -> None:
+def nap(s: Setting, rest: SleepController, check: Check) -> None:
     """Asleep and awake again: nothing is in flight, and what blocks held is gone."""
     rest.sleep(1)
     check.take(s.core.said)
@@ -361,7 +361,7 @@ def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
     s = draw_setting(seed)
     draw_requests(s)
     check, rng = Check(s), s.rng
-    rest, naps = Rest(s.core), random.Random(seed)
+    rest, naps = SleepController(s.core), random.Random(seed)
     to_come, spins = list(s.arrivals), 0
     while to_come or s.scheduler.has_requests or s.core.in_flight:
         while to_come and rng.random() < 0.4:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from equality.engines import engine, make_checkpoint
 
-from quire.models.checkpoint_files import in_memory, on_disk, stored
+from quire.models.checkpoint_files import in_memory, on_disk, stored_tensors
 from quire.quantization.apply import bytes_held
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -21,7 +21,7 @@ def test_the_forecast_is_what_is_held(
     kind: str, schemes: tuple[str | None, ...], tmp_path: Path
 ) -> None:
     path = make_checkpoint(kind, tmp_path, **SHAPE)
-    found = stored(path)
+    found = stored_tensors(path)
     assert in_memory(found, 4) == on_disk(found)  # float32
     for scheme in schemes:
         with engine(path, dtype="bfloat16", quantization=scheme) as one:

@@ -150,14 +150,14 @@ def test_a_model_that_is_not_known_whole_goes_in_parts(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
-    from quire.protocol.plan import StepPlan, Work
+    from quire.protocol.plan import StepPlan, WorkItem
 
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
-        assert isinstance(worker.at_once, native_step.WholeStep)
+        assert isinstance(worker.at_once, native_step.NativeStep)
         with pytest.raises(PlanMismatch, match="lacks the tokens"):
-            worker.run(StepPlan(1, [], [Work(0, 1)], []))
+            worker.run(StepPlan(1, [], [WorkItem(0, 1)], []))
 
 
 def test_an_error_of_the_step_fails_its_requests_alone(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.protocol.output import Logprobs, Ready
+from quire.protocol.output import EngineReady, Logprobs
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB = byte_level().get_vocab_size()
@@ -167,7 +167,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
     asked = engine_config({"model": str(folder), "disable_log_stats": True, **keywords})
     length = int(asked.model.max_model_len or MAX_LEN)
     groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
-    limits = Limits(
+    limits = SchedulerLimits(
         max_rows=4, max_step_tokens=32, max_length=length,
         by_priority=asked.scheduler.scheduling_policy == "priority",
         max_waiting=asked.scheduler.max_num_queued_reqs or 0,
@@ -180,5 +180,5 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         max_num_seqs=4, max_num_batched_tokens=32, chunked_prefill=True, prefix_caching=True, depth=1,
         executor="uni",
     )  # fmt: skip
-    ready = Ready(length, 300, 4, VOCAB, "float32", "cpu", "Toy", "native", 1)
+    ready = EngineReady(length, 300, 4, VOCAB, "float32", "cpu", "Toy", "native", 1)
     return InlineClient(core, resolved, ready, shut=core.executor.close)

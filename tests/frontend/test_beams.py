@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from quire.frontend.beam_search import Search
+from quire.frontend.beam_search import BeamSearch
 from quire.frontend.logprobs import Logprob, Position
 from quire.protocol.sampling_params import BeamSearchParams
 
@@ -20,9 +20,9 @@ def entries(beam: int, step: int) -> Position:
     }
 
 
-def searched(ends: tuple[int, ...] = (), keep_logprobs: bool = True, penalty: float = 1.0) -> Search:  # fmt: skip
+def searched(ends: tuple[int, ...] = (), keep_logprobs: bool = True, penalty: float = 1.0) -> BeamSearch:  # fmt: skip
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=STEPS, length_penalty=penalty)
-    search = Search(params, [7] * PROMPT, ends, PROMPT + STEPS + 1, keep_logprobs)
+    search = BeamSearch(params, [7] * PROMPT, ends, PROMPT + STEPS + 1, keep_logprobs)
     for step in range(STEPS):
         search.advance([entries(beam, step) for beam in range(len(search.beams))])
     return search

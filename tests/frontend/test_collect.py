@@ -10,9 +10,9 @@ import pytest
 import spelling
 
 from quire.errors import QueueFull, ValidationError
-from quire.frontend.input_processor import Inputs
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.logprobs import FlatLogprobs
-from quire.frontend.output_processor import Collector
+from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestOutput, error_of
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.output import EngineOutput, Logprobs
@@ -27,9 +27,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load(spelling.save_byte_level(tmp_path_factory.mktemp("bytes")))
 
 
-def collector(tokenizer: Tokenizer | None, prompt: Any = "the", **given: Any) -> Collector:
-    inputs = Inputs(tokenizer, 200, 300)
-    return Collector(inputs.accept(prompt, SamplingParams(**given), id="r"), tokenizer)
+def collector(tokenizer: Tokenizer | None, prompt: Any = "the", **given: Any) -> OutputProcessor:
+    inputs = InputProcessor(tokenizer, 200, 300)
+    return OutputProcessor(inputs.accept(prompt, SamplingParams(**given), id="r"), tokenizer)
 
 
 def logprobs(start: int, tokens: list[int]) -> Logprobs:
@@ -55,7 +55,7 @@ def cut(tokens: list[int], draw: random.Random, **end: Any) -> list[EngineOutput
     return outputs
 
 
-def feed(one: Collector, outputs: list[EngineOutput], index: int = 0) -> list[RequestOutput]:
+def feed(one: OutputProcessor, outputs: list[EngineOutput], index: int = 0) -> list[RequestOutput]:
     """All that a reader gets who asks after each."""
     told = []
     for output in outputs:

@@ -14,7 +14,7 @@ import spelling
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.generation_config import GenerationDefaults, generation_defaults
-from quire.frontend.input_processor import Accepted, Inputs
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.parallel_sampling import best, fan_out, mix
 from quire.frontend.prompts import read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
@@ -30,11 +30,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def inputs(tokenizer: Tokenizer) -> Inputs:
-    return Inputs(tokenizer, MAX_LEN, len(tokenizer))
+def inputs(tokenizer: Tokenizer) -> InputProcessor:
+    return InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
 
 
-def accept(inputs: Inputs, prompt: Any = "the cat", **given: Any) -> Accepted:
+def accept(inputs: InputProcessor, prompt: Any = "the cat", **given: Any) -> AcceptedRequest:
     options = {key: given.pop(key) for key in list(given) if key in OPTIONS}
     return inputs.accept(prompt, SamplingParams(**given), id="r", **options)
 
@@ -59,7 +59,7 @@ OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "inner")
     ],
 )
 def test_every_form_of_a_prompt(
-    inputs: Inputs, tokenizer: Tokenizer, prompt: Any, text: str, ids: Any
+    inputs: InputProcessor, tokenizer: Tokenizer, prompt: Any, text: str, ids: Any
 ):
     accepted = accept(inputs, prompt)
     assert accepted.prompt == text
@@ -88,7 +88,7 @@ def test_every_form_of_a_prompt(
         ("x" * 100_000, "100000 characters cannot fit"),
     ],
 )
-def test_prompts_that_cannot_be_served(inputs: Inputs, prompt: Any, words: str):
+def test_prompts_that_cannot_be_served(inputs: InputProcessor, prompt: Any, words: str):
     with pytest.raises(ValidationError, match=words) as caught:
         accept(inputs, prompt)
     assert caught.value.parameter
@@ -97,7 +97,7 @@ def test_prompts_that_cannot_be_served(inputs: Inputs, prompt: Any, words: str):
 @pytest.mark.parametrize(
     "name", ["prompt_embeds", "multi_modal_data", "encoder_prompt", "token_type_ids", "data"]
 )
-def test_later_prompts_are_refused_by_name(inputs: Inputs, name: str):
+def test_later_prompts_are_refused_by_name(inputs: InputProcessor, name: str):
     with pytest.raises(Unsupported, match=name):
         accept(inputs, {"prompt": "x", name: {"image": 1}})
 
@@ -114,12 +114,12 @@ def test_several_prompts_in_any_mixture():
         read_prompts(["a", 3.5])
 
 
-def test_the_salt_reaches_the_engine(inputs: Inputs):
+def test_the_salt_reaches_the_engine(inputs: InputProcessor):
     assert accept(inputs, {"prompt": "x", "cache_salt": "mine"}).children[0].salt == "mine"
 
 
 def test_an_engine_without_tokenizer_takes_ids_only():
-    inputs = Inputs(None, MAX_LEN, 50)
+    inputs = InputProcessor(None, MAX_LEN, 50)
     assert accept(inputs, [1, 2]).tokens == [1, 2]
     for given, words in (
         ({}, "give prompt_token_ids"),
@@ -130,7 +130,7 @@ def test_an_engine_without_tokenizer_takes_ids_only():
             accept(inputs, **given)
 
 
-def test_truncation(inputs: Inputs):
+def test_truncation(inputs: InputProcessor):
     ids = list(range(60))
 
     def kept(**options: Any) -> list[int]:
@@ -149,7 +149,7 @@ def test_truncation(inputs: Inputs):
 
 def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: Path):
     tokenizer = load(spelling.save_byte_level(tmp_path, adds_bos=True))
-    inputs = Inputs(tokenizer, MAX_LEN, len(tokenizer))
+    inputs = InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
     plain = tokenizer.encode("the", add_special_tokens=False)
     assert accept(inputs, "the").tokens == [tokenizer.bos_token_id, *plain]
     options = {"add_special_tokens": False}
@@ -159,7 +159,7 @@ def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: P
 # -- parameters -------------------------------------------------------------------------------------
 
 
-def test_max_tokens_is_what_fits(inputs: Inputs):
+def test_max_tokens_is_what_fits(inputs: InputProcessor):
     assert accept(inputs, [1] * 10, max_tokens=None).params.max_tokens == MAX_LEN - 10
     assert accept(inputs, [1] * 10, max_tokens=1000).params.max_tokens == MAX_LEN - 10
     assert accept(inputs, [1] * 10, max_tokens=5).params.max_tokens == 5
@@ -171,7 +171,7 @@ def test_max_tokens_is_what_fits(inputs: Inputs):
 @pytest.mark.parametrize(
     "name", ["stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"]
 )
-def test_token_ids_are_the_models(inputs: Inputs, name: str):
+def test_token_ids_are_the_models(inputs: InputProcessor, name: str):
     for token, fine in ((inputs.vocab_size - 1, True), (inputs.vocab_size, False)):
         value: Any = {token: 1.0} if name == "logit_bias" else [token]
         if fine:
@@ -181,7 +181,7 @@ def test_token_ids_are_the_models(inputs: Inputs, name: str):
                 accept(inputs, **{name: value})
 
 
-def test_logprobs_have_a_limit(inputs: Inputs):
+def test_logprobs_have_a_limit(inputs: InputProcessor):
     assert accept(inputs, logprobs=20).params.logprobs == 20
     for name in ("logprobs", "prompt_logprobs"):
         for count in (21, -1):
@@ -194,12 +194,12 @@ def test_logprobs_have_a_limit(inputs: Inputs):
 
 def test_ends_of_text_are_the_tokenizers_and_the_files(tokenizer: Tokenizer):
     defaults = GenerationDefaults(eos_token_ids=(5, 9999))
-    inputs = Inputs(tokenizer, MAX_LEN, len(tokenizer), defaults)
+    inputs = InputProcessor(tokenizer, MAX_LEN, len(tokenizer), defaults)
     own = tokenizer.eos_token_id
     assert accept(inputs).children[0].params.eos_token_ids == sorted([5, own])
 
 
-def test_bad_words_are_found_with_and_without_a_space(inputs: Inputs, tokenizer: Tokenizer):
+def test_bad_words_are_found_with_and_without_a_space(inputs: InputProcessor, tokenizer: Tokenizer):
     found = accept(inputs, bad_words=["the"]).children[0].params.bad_word_ids
     assert found == [
         tokenizer.encode("the"),
@@ -209,7 +209,7 @@ def test_bad_words_are_found_with_and_without_a_space(inputs: Inputs, tokenizer:
         accept(inputs, bad_words=[f"w{i}" for i in range(100)])
 
 
-def test_prompt_logprobs_do_not_read_the_prefix_cache(inputs: Inputs):
+def test_prompt_logprobs_do_not_read_the_prefix_cache(inputs: InputProcessor):
     def skips(**given: Any) -> Any:
         return accept(inputs, **given).children[0].params.skip_reading_prefix_cache
 
@@ -219,26 +219,26 @@ def test_prompt_logprobs_do_not_read_the_prefix_cache(inputs: Inputs):
     assert skips(skip_reading_prefix_cache=True) is True
 
 
-def test_seeds_are_given_and_kept(inputs: Inputs, tokenizer: Tokenizer):
+def test_seeds_are_given_and_kept(inputs: InputProcessor, tokenizer: Tokenizer):
     assert accept(inputs, seed=5).children[0].params.seed == 5
     seeds = [accept(inputs).children[0].params.seed for _ in range(50)]
     assert len(set(seeds)) == 50
     # The same engine seed gives the same seeds again; another front room has others.
-    again = Inputs(tokenizer, MAX_LEN, len(tokenizer))
-    inputs_2 = Inputs(tokenizer, MAX_LEN, len(tokenizer), client=1)
+    again = InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
+    inputs_2 = InputProcessor(tokenizer, MAX_LEN, len(tokenizer), client=1)
     first = [accept(again).children[0].params.seed for _ in range(50)]
     assert set(first).isdisjoint(accept(inputs_2).children[0].params.seed for _ in range(50))
-    fresh = Inputs(tokenizer, MAX_LEN, len(tokenizer))
+    fresh = InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
     assert first == [accept(fresh).children[0].params.seed for _ in range(50)]
 
 
-def test_what_the_caller_gave_is_not_changed(inputs: Inputs):
+def test_what_the_caller_gave_is_not_changed(inputs: InputProcessor):
     params = SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
     inputs.accept("the", params, id="r")
     assert params == SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
 
 
-def test_lora_and_wrong_params_are_refused(inputs: Inputs):
+def test_lora_and_wrong_params_are_refused(inputs: InputProcessor):
     with pytest.raises(Unsupported, match="lora_request"):
         accept(inputs, lora_request=object())
     with pytest.raises(ValidationError, match="sampling_params"):
@@ -250,7 +250,7 @@ def test_lora_and_wrong_params_are_refused(inputs: Inputs):
 # -- several outputs --------------------------------------------------------------------------------
 
 
-def test_outputs_become_requests_of_their_own(inputs: Inputs):
+def test_outputs_become_requests_of_their_own(inputs: InputProcessor):
     accepted = accept(inputs, n=3, seed=7, prompt_logprobs=1, logprobs=2)
     children = accepted.children
     assert [child.id for child in children] == ["r_0", "r_1", "r_2"]
@@ -262,7 +262,7 @@ def test_outputs_become_requests_of_their_own(inputs: Inputs):
     assert accepted.params.n == 3
 
 
-def test_best_of_asks_for_more_and_for_what_ranks_them(inputs: Inputs):
+def test_best_of_asks_for_more_and_for_what_ranks_them(inputs: InputProcessor):
     children = accept(inputs, n=2, best_of=4).children
     assert len(children) == 4
     assert {child.params.logprobs for child in children} == {0}
@@ -279,7 +279,7 @@ def test_mixing_spreads():
     assert mix(1, 2) != mix(2, 1)
 
 
-def test_a_single_output_keeps_the_id(inputs: Inputs):
+def test_a_single_output_keeps_the_id(inputs: InputProcessor):
     request = accept(inputs).children[0]
     assert [child.id for child in fan_out(request)] == ["r"]
 
@@ -355,7 +355,7 @@ ODD: dict[str, list[Any]] = {
 }
 
 
-def test_the_engine_can_decode_whatever_is_accepted(inputs: Inputs):
+def test_the_engine_can_decode_whatever_is_accepted(inputs: InputProcessor):
     """All pairs of values. (best_of with logprob_token_ids could not be decoded, and was never answered.)"""
     decoder, taken = msgspec.msgpack.Decoder(ToEngine), 0
     rows = [(name, value) for name, values in ODD.items() for value in values]
@@ -373,7 +373,7 @@ def test_the_engine_can_decode_whatever_is_accepted(inputs: Inputs):
     assert taken > 400
 
 
-def test_chosen_logprobs_rank_where_logprob_token_ids_are_asked_for(inputs: Inputs):
+def test_chosen_logprobs_rank_where_logprob_token_ids_are_asked_for(inputs: InputProcessor):
     params = SamplingParams(best_of=2, logprob_token_ids=[1, 2])
     accepted = inputs.accept({"prompt_token_ids": [1]}, params, id="r")
     assert [child.params.logprobs for child in accepted.children] == [None, None]

@@ -15,8 +15,8 @@ from quire.errors import ConfigError, ValidationError
 from quire.frontend import jinja_sandbox, untrusted_templates
 from quire.frontend.chat import ChatOptions
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.jinja_sandbox import TooSlow
-from quire.frontend.untrusted_templates import Strangers
+from quire.frontend.jinja_sandbox import TemplateTooSlow
+from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 
 CHAT = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
@@ -73,7 +73,7 @@ WITHIN_PYTHON = {
 def test_a_slow_template_is_stopped(trick: str):
 
     def render() -> None:
-        with pytest.raises(TooSlow, match=r"takes longer than 0\.1 s"):
+        with pytest.raises(TemplateTooSlow, match=r"takes longer than 0\.1 s"):
             ChatTemplate(SLOW[trick]).render(CHAT, seconds=0.1)
 
     assert seconds(render) < 20  # none of them would end within a minute
@@ -85,29 +85,29 @@ def test_a_template_that_makes_too_much_is_stopped(trick: str):
     def render() -> None:
         with pytest.raises(ValidationError, match=r"more than|without end|Range too big") as caught:
             ChatTemplate(LARGE[trick]).render(CHAT, seconds=60)
-        assert not isinstance(caught.value, TooSlow)
+        assert not isinstance(caught.value, TemplateTooSlow)
 
     assert seconds(render) < 20
 
 
 @pytest.fixture(scope="module")
-def others() -> Iterator[Strangers]:
+def others() -> Iterator[UntrustedTemplateRenderer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(untrusted_templates, "GRACE_S", 0.4)
-        made = Strangers(SECONDS)
+        made = UntrustedTemplateRenderer(SECONDS)
         yield made
         made.close()
 
 
 @pytest.fixture
-def patient(others: Strangers) -> Iterator[Strangers]:
+def patient(others: UntrustedTemplateRenderer) -> Iterator[UntrustedTemplateRenderer]:
     """For templates that do no harm: a busy machine starts a process slowly."""
     others.seconds = 60
     yield others
     others.seconds = SECONDS
 
 
-def test_tricks_within_python_end_with_their_process(others: Strangers):
+def test_tricks_within_python_end_with_their_process(others: UntrustedTemplateRenderer):
     """All of them, two at a time; and templates that do no harm are rendered meanwhile and after."""
 
     def refused(trick: str) -> float:
@@ -127,7 +127,7 @@ def test_tricks_within_python_end_with_their_process(others: Strangers):
     others.seconds = SECONDS
 
 
-def test_a_process_serves_again(patient: Strangers):
+def test_a_process_serves_again(patient: UntrustedTemplateRenderer):
     for count in range(3):
         source = f"{count}" + "{% for m in messages %}{{ m.role }}{% endfor %}"
         assert patient.render(CHAT, ChatOptions(template=source), {}) == f"{count}user"
@@ -138,7 +138,7 @@ def test_a_process_serves_again(patient: Strangers):
     assert patient.idle[-1].pid == before
 
 
-def test_a_process_that_ended_is_replaced(patient: Strangers):
+def test_a_process_that_ended_is_replaced(patient: UntrustedTemplateRenderer):
     patient.render(CHAT, ChatOptions(template="x"), {})
     gone = patient.idle[-1]
     gone.kill()
@@ -147,7 +147,7 @@ def test_a_process_that_ended_is_replaced(patient: Strangers):
     assert gone not in patient.idle
 
 
-def test_parts_reach_a_template_as_it_reads_them(patient: Strangers):
+def test_parts_reach_a_template_as_it_reads_them(patient: UntrustedTemplateRenderer):
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     assert patient.render(chat, ChatOptions(template=source), {}) == "[a]"
@@ -162,12 +162,12 @@ def test_what_is_watched_renders_the_same():
         "{% for a in [[1], []] recursive %}<{{ loop(a) if a is iterable else a }}>{% endfor %}"
     )  # fmt: skip
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render()
-    assert jinja_sandbox.run(source, {}) == plain
+    assert jinja_sandbox.render_template(source, {}) == plain
 
 
 def test_what_is_nested_too_deeply_does_not_parse():
     with pytest.raises(ConfigError, match="nested too deeply"):
-        jinja_sandbox.run(WITHIN_PYTHON["brackets"], {})
+        jinja_sandbox.render_template(WITHIN_PYTHON["brackets"], {})
 
 
 def test_a_process_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch):

@@ -9,22 +9,22 @@ from worker.survivors import all_survivors, tied_logits
 
 from quire.ops import masked_argmax
 from quire.ops.cpu import bindings, build, isa
-from quire.worker.sampling.cpu_ops import NativeDrawing
+from quire.worker.sampling.cpu_ops import CpuSamplerOps
 from quire.worker.sampling.gumbel import draw, draw_among, keys, seed_words
-from quire.worker.sampling.top_k_top_p import Limits, cutoff, draw_limited
+from quire.worker.sampling.top_k_top_p import SamplingLimits, cutoff, draw_top_k_top_p
 
 SIZES = [1, 7, 16, 33, 700, 5000]
 
 
 @pytest.fixture(params=[each.name for each in isa.usable()])
-def native(request: pytest.FixtureRequest) -> NativeDrawing:
+def native(request: pytest.FixtureRequest) -> CpuSamplerOps:
     try:
-        return NativeDrawing(bindings.load(request.param))
+        return CpuSamplerOps(bindings.load(request.param))
     except build.Missing as why:
         pytest.skip(str(why))
 
 
-def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits, torch.Tensor]:
+def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, SamplingLimits, torch.Tensor]:
     """Logits of any spread, with ties and tokens that are out; limits; keys."""
     dice, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     wide_SV = torch.randn(count, vocab + 5, generator=made)
@@ -33,7 +33,7 @@ def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits, torch
         wide_SV = (wide_SV * 4).round() / 4
     if seed % 2 == 0:
         wide_SV[:, 1::3] = -torch.inf
-    limits = Limits(
+    limits = SamplingLimits(
         dice.choice([0, 0, 1, 7, 100, 2500], count),
         dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6, 0.0], count),
         dice.choice([0, 0, 0.01, 0.5, 1.0], count),
@@ -44,18 +44,18 @@ def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits, torch
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_they_draw_the_same_tokens_from_the_same_survivors(native: NativeDrawing, vocab: int):
+def test_they_draw_the_same_tokens_from_the_same_survivors(native: CpuSamplerOps, vocab: int):
     for seed in range(12):
         scaled_SV, limits, keys_2S = some(9, vocab, seed)
         assert torch.equal(native.draw(scaled_SV, keys_2S), draw(scaled_SV, keys_2S))
         mine_SV = native.cutoff(scaled_SV, limits).masked_(scaled_SV.clone())
         assert torch.equal(mine_SV, cutoff(scaled_SV, limits).masked_(scaled_SV.clone()))
-        mine_S = native.draw_limited(scaled_SV, limits, keys_2S)
-        assert torch.equal(mine_S, draw_limited(scaled_SV, limits, keys_2S))
+        mine_S = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
+        assert torch.equal(mine_S, draw_top_k_top_p(scaled_SV, limits, keys_2S))
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_ties_go_to_the_lower_id(native: NativeDrawing, vocab: int):
+def test_ties_go_to_the_lower_id(native: CpuSamplerOps, vocab: int):
     """Among equal logits, by parts and in one pass, as the definition says."""
     for seed in range(10):
         scaled_SV, limits = tied_logits(6, vocab, seed)
@@ -63,7 +63,9 @@ def test_ties_go_to_the_lower_id(native: NativeDrawing, vocab: int):
         assert torch.equal(native.cutoff(scaled_SV, limits).masked_(scaled_SV.clone()), kept_SV)
         seeds_S, lengths_S = seed_words([seed] * 6), np.arange(6)
         keys_2S = torch.from_numpy(keys(seeds_S, lengths_S))
-        assert torch.equal(native.draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
+        assert torch.equal(
+            native.draw_top_k_top_p(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S)
+        )
         ones_S, short_SV = np.ones(6, np.float32), scaled_SV.bfloat16()
         tokens_S, _ = native.sample(short_SV, ones_S, limits, seeds_S, lengths_S)
         assert torch.equal(tokens_S, draw(kept_SV, keys_2S))
@@ -71,7 +73,7 @@ def test_ties_go_to_the_lower_id(native: NativeDrawing, vocab: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", SIZES)
-def test_one_pass_gives_the_same_tokens(native: NativeDrawing, vocab: int, dtype: torch.dtype):
+def test_one_pass_gives_the_same_tokens(native: CpuSamplerOps, vocab: int, dtype: torch.dtype):
     for seed in range(12):
         dice = np.random.default_rng(seed)
         logits_SV, limits, _ = some(9, vocab, seed)
@@ -85,20 +87,22 @@ def test_one_pass_gives_the_same_tokens(native: NativeDrawing, vocab: int, dtype
         warm = np.where(temperature_S == 0, np.float32(1), temperature_S)
         scaled_SV = logits_SV.float() / torch.from_numpy(warm)[:, None]
         keys_2S = torch.from_numpy(keys(seed_words(list(range(9))), lengths_S))
-        want_S = native.draw_limited(scaled_SV, limits, keys_2S)
+        want_S = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
         assert torch.equal(tokens_S[~greedy_S], want_S[~greedy_S])
 
 
-def test_a_row_does_not_depend_on_those_beside_it(native: NativeDrawing):
+def test_a_row_does_not_depend_on_those_beside_it(native: CpuSamplerOps):
     scaled_SV, limits, keys_2S = some(17, 3000, 1)
-    together = native.draw_limited(scaled_SV, limits, keys_2S)
+    together = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     for row in range(17):
         at = np.array([row])
-        alone = native.draw_limited(scaled_SV[row : row + 1], limits[at], keys_2S[:, row : row + 1])
+        alone = native.draw_top_k_top_p(
+            scaled_SV[row : row + 1], limits[at], keys_2S[:, row : row + 1]
+        )
         assert alone.tolist() == together[row : row + 1].tolist()
 
 
-def test_a_likely_token_does_not_hide_a_lucky_one(native: NativeDrawing):
+def test_a_likely_token_does_not_hide_a_lucky_one(native: CpuSamplerOps):
     """What is skipped as hopeless must be: each token wins as often as the definition says."""
     logits_SV = torch.tensor([[8.0, 0.0, 7.0, 1.0] + [0.0] * 300]).expand(6000, -1)
     keys_2S = torch.from_numpy(keys(seed_words([7] * 6000), np.arange(6000)))
@@ -109,13 +113,13 @@ def test_a_likely_token_does_not_hide_a_lucky_one(native: NativeDrawing):
     assert torch.equal(mine, draw_among(logits_SV, everything, keys_2S))
 
 
-def test_rows_without_sense_hurt_nobody(native: NativeDrawing):
+def test_rows_without_sense_hurt_nobody(native: CpuSamplerOps):
     scaled_SV, limits, keys_2S = some(5, 700, 2)
-    before = native.draw_limited(scaled_SV, limits, keys_2S)
+    before = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     scaled_SV = scaled_SV.clone()
     scaled_SV[0], scaled_SV[2] = torch.nan, -torch.inf
     scaled_SV[3, 44] = torch.inf
-    after = native.draw_limited(scaled_SV, limits, keys_2S)
+    after = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     assert after[[1, 4]].tolist() == before[[1, 4]].tolist()
     assert ((after >= 0) & (after < 700)).all()
     ones, seeds_S, lengths_S = np.ones(5, np.float32), np.zeros(5, np.uint32), np.arange(5)

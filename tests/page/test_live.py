@@ -11,14 +11,14 @@ from toy import ToyDevice
 
 from quire.engine import inspector
 from quire.engine.core import EngineCore
-from quire.engine.inspector import CACHED, FREE, OWNED, SHARED, Live
+from quire.engine.inspector import CACHED, FREE, OWNED, SHARED, Inspector
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
-from quire.observe.process_memory import family, resident_bytes
+from quire.observe.process_memory import process_tree, resident_bytes
 from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -31,14 +31,16 @@ class Clock:
         return self.now
 
 
-def make(num_blocks: int = 40, depth: int = 1, max_rows: int = 2) -> tuple[EngineCore, Live, Clock]:
+def make(
+    num_blocks: int = 40, depth: int = 1, max_rows: int = 2
+) -> tuple[EngineCore, Inspector, Clock]:
     clock = Clock()
     groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     device = ToyDevice(groups, num_blocks + 1, 4, 0, random.Random(1))
     kv = KVManager(BlockPool(num_blocks + 1), groups, 4)
-    limits = Limits(max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth)
+    limits = SchedulerLimits(max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth)
     core = EngineCore(Scheduler(kv, limits, clock=clock), device, depth)
-    return core, Live(core, 64), clock
+    return core, Inspector(core, 64), clock
 
 
 def ask(core: EngineCore, id: str, prompt: list[int], most: int = 5) -> None:
@@ -248,6 +250,6 @@ def test_phases_follow_each_other():
 def test_memory_is_that_of_the_process():
     import os
 
-    assert family(os.getpid())[0] == os.getpid()
+    assert process_tree(os.getpid())[0] == os.getpid()
     assert resident_bytes([os.getpid()]) > 1 << 20
     assert resident_bytes([0x7FFFFFFF]) == 0

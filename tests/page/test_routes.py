@@ -16,7 +16,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.config.api_key_file import read_keys
 from quire.errors import ConfigError, QuireError
-from quire.server.page.feed import Feed, told
+from quire.server.page.feed import LiveFeed, viewer_state
 from quire.server.state import ServerState
 
 OTHER = {"n": 2, "id": "b", "tenant": "bob", "state": "decode", "finish": None, "prompt": 7, "hit": 4, "computed": 9,
@@ -108,7 +108,7 @@ def test_looking_takes_a_small_share_of_the_engines_time():
             return LIVE | {"cost_ms": 100.0}
 
     now = [0.0]
-    feed, engine = Feed(lambda: now[0]), Dear()
+    feed, engine = LiveFeed(lambda: now[0]), Dear()
     asyncio.run(feed.look(engine))
     assert feed.every == pytest.approx(2.0)
     now[0] = 1.0
@@ -124,7 +124,7 @@ def test_a_viewer_who_leaves_takes_nothing_from_the_others():
 
     async def go() -> dict[str, Any]:
         engine.slow = asyncio.Event()
-        feed = Feed()
+        feed = LiveFeed()
         first = asyncio.ensure_future(feed.look(engine))
         second = asyncio.ensure_future(feed.look(engine))
         await asyncio.sleep(0)
@@ -160,7 +160,7 @@ def test_an_engine_that_is_replaced_is_waited_for():
 
 
 def test_only_new_steps_are_told():
-    steps = lambda since: [step["step"] for step in told(LIVE, since, "")["steps"]]  # noqa: E731
+    steps = lambda since: [step["step"] for step in viewer_state(LIVE, since, "")["steps"]]  # noqa: E731
     assert [steps(0), steps(4), steps(5)] == [[4, 5], [5], []]
     assert steps(900) == [4, 5]  # that was another engine
     assert LIVE["steps"] is STEPS
@@ -168,13 +168,13 @@ def test_only_new_steps_are_told():
 
 
 def test_of_others_requests_only_that_they_run_is_told():
-    mine, other = told(LIVE, 0, "")["lives"]
+    mine, other = viewer_state(LIVE, 0, "")["lives"]
     assert mine == MINE
     assert {"id", "n", "state", "phases"} <= set(other)
     assert other["id"] == ""
     assert not {"prompt", "hit", "output", "computed", "limit", "tenant"} & set(other)
     assert other["phases"] == [["queued", 9.0, 0], ["prefill", 8.0, 0]]
-    assert told(LIVE, 0, "bob")["lives"][0]["id"] == ""
+    assert viewer_state(LIVE, 0, "bob")["lives"][0]["id"] == ""
 
 
 SHOWN = {"prompt": "Hi", "prompt_left": 0, "output": "!", "output_left": 4}

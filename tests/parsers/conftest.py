@@ -15,7 +15,7 @@ from scripted import make_state
 from quire.config.engine import EngineConfig
 from quire.engine.assemble import make_client
 from quire.server.async_engine import AsyncTextEngine
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,6 @@ def state() -> Iterator[ServerState]:
     )
     client = make_client(config)
     made = make_state(None)
-    made.engine, made.phase = AsyncTextEngine.over(client, config), Phase.READY
+    made.engine, made.phase = AsyncTextEngine.over(client, config), ServerPhase.READY
     yield made
     made.engine.llm.shutdown()

@@ -11,9 +11,9 @@ from call_writers import TOOLS
 
 from quire.frontend.parsers.format_table import compose
 from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.stream_parser import Parser
+from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_formats import TOOLS as FORMATS
-from quire.frontend.parsers.tool_schemas import Tools
+from quire.frontend.parsers.tool_schemas import ToolSchemas
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Read:
         return [(n, json.loads(a)) for n, a in zip(self.names, self.arguments, strict=True)]
 
 
-def parser(tools: str, reasoning: str = "", opened: bool | None = None) -> Parser:
+def parser(tools: str, reasoning: str = "", opened: bool | None = None) -> StreamParser:
     grammar = compose(FORMATS.get(tools), REASONING.get(reasoning), opened)
-    return Parser(grammar, Tools(TOOLS), make_id=lambda kind: kind)
+    return StreamParser(grammar, ToolSchemas(TOOLS), make_id=lambda kind: kind)
 
 
-def together(made: Parser, pieces: list[str]) -> Read:
+def together(made: StreamParser, pieces: list[str]) -> Read:
     """What the pieces come to; each delta is checked for its shape."""
     read = Read()
     for parsed in [*(made.feed(piece) for piece in pieces), made.finish()]:

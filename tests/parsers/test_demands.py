@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "structured"))
 
 from grammar_reader import Reader
 
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.frontend.parsers.format_table import compose
 from quire.frontend.parsers.literal_constraints import arguments
 from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.stream_parser import Parser
+from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
@@ -32,7 +32,7 @@ from quire.frontend.parsers.tool_constraints import (
     forced,
 )
 from quire.frontend.parsers.tool_formats import ANY_CALLS, TOOLS
-from quire.frontend.parsers.tool_schemas import Tools
+from quire.frontend.parsers.tool_schemas import ToolSchemas
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
@@ -70,9 +70,9 @@ def written(form: dict[str, Any], count: int) -> str:
 def test_required_calls_are_read_back(name: str, parallel: bool) -> None:
     format = forced(TOOLS.get(name))
     tag = calls_only(format, GIVEN, parallel)
-    checked(StructuredOutputsParams(structural_tag=tag))
+    check_constraint(StructuredOutputsParams(structural_tag=tag))
     text = written(tag["format"], 3)
-    read = together(Parser(compose(format, None), Tools(GIVEN), make_id=str), [text])
+    read = together(StreamParser(compose(format, None), ToolSchemas(GIVEN), make_id=str), [text])
     several = parallel and format.wrap is not None and not format.wrap.one
     wanted = [("f", {"count": 3}), ("g.h", {"count": 3}), ("f", {"count": 3})]
     assert read.calls == (wanted if several else wanted[:1])
@@ -84,9 +84,9 @@ def test_required_calls_are_read_back(name: str, parallel: bool) -> None:
 def test_thoughts_may_come_before_required_calls(name: str, opened: bool | None) -> None:
     format, reasoning = TOOLS["hermes"], REASONING[name]
     tag = calls_only(format, GIVEN, False, reasoning, opened)
-    checked(StructuredOutputsParams(structural_tag=tag))
+    check_constraint(StructuredOutputsParams(structural_tag=tag))
     text = written(tag["format"], 1)
-    read = together(Parser(compose(format, reasoning, opened), Tools(GIVEN)), [text])
+    read = together(StreamParser(compose(format, reasoning, opened), ToolSchemas(GIVEN)), [text])
     assert read.calls == [("f", {"count": 3})]
     assert read.reasoning == ("" if opened is False else "hm")
     assert read.content == ""
@@ -113,11 +113,11 @@ def test_an_answer_keeps_its_form_after_thoughts(kind: str, name: str) -> None:
     asked = StructuredOutputsParams(**form)
     made = answer_or_calls(asked, REASONING[name], None)
     assert made.structural_tag is not None
-    checked(made)
+    check_constraint(made)
     elements = made.structural_tag["format"]["elements"]  # type: ignore[index]
     text = "".join(written(part, 1) for part in elements[:-1]) + answer
     tools = TOOLS["openai"] if name == "openai_gptoss" else None
-    read = together(Parser(compose(tools, REASONING[name])), [text])
+    read = together(StreamParser(compose(tools, REASONING[name])), [text])
     assert (read.reasoning, read.content, read.reasons) == ("hm", answer, [])
     # After thoughts that the prompt has ended there is nothing but the answer.
     ended = answer_or_calls(asked, REASONING[name], False)
@@ -323,6 +323,6 @@ def test_no_schema_whatever_is_in_it_raises_an_exception() -> None:
         assert calls_only(forced(format, tools), tools, True)
         calls_of(format, tools, True, "auto")
         auto_calls(format, tools, True, "auto", REASONING["qwen3"], None)
-        given = Tools(tools)
+        given = ToolSchemas(tools)
         assert given.is_text("f", "p0") in (True, False)
         assert given.value("f", "p0", "x") == '"x"'

@@ -17,9 +17,9 @@ from quire.frontend.parsers.format_registry import (
     REASONING_ORDER,
     TOOL_NAMES,
     TOOL_ORDER,
-    Registry,
+    FormatRegistry,
 )
-from quire.frontend.parsers.format_table import Marks
+from quire.frontend.parsers.format_table import FormatMarks
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.tool_formats import TOOLS
@@ -85,7 +85,7 @@ def test_every_family_has_a_template():
 
 
 def test_known_names():
-    known = Registry()
+    known = FormatRegistry()
     for name in NAMED.split():
         assert known.choose_tools(name, "").name in TOOLS
     for name in REASON.split():
@@ -107,7 +107,7 @@ def test_the_page_has_every_format():
 
 
 def test_others_are_refused_by_name():
-    known = Registry()
+    known = FormatRegistry()
     for name in LATER:
         with pytest.raises(ConfigError, match=f"tool_call_parser='{name}' is not supported yet"):
             known.choose_tools(name, "")
@@ -176,7 +176,7 @@ def test_no_mark_hides_another():
         for state in format.states.values():
             if state.kind in ("skip", "close"):
                 continue
-            marks = Marks(state.on)
+            marks = FormatMarks(state.on)
             assert not marks.beginnings & set(state.on), state
     assert set(WRITERS) == set(TOOLS)
     assert set(THOUGHTS) == set(REASONING)

@@ -13,7 +13,7 @@ from asgi import browser
 from growth import uncollected
 
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.untrusted_templates import Strangers
+from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 from quire.server import async_engine
 from quire.server.state import ServerState
 
@@ -34,13 +34,15 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def trusting(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
+def trusting(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[UntrustedTemplateRenderer]:
     """The server takes templates from requests, and gives none more than a third of a second."""
     monkeypatch.setattr(async_engine, "SECONDS", 0.3)
     monkeypatch.setattr("quire.frontend.untrusted_templates.GRACE_S", 0.4)
     server = state.config.server
     object.__setattr__(server, "trust_request_chat_template", True)
-    strangers = state.engine.strangers = Strangers(0.3)
+    strangers = state.engine.strangers = UntrustedTemplateRenderer(0.3)
     yield strangers
     object.__setattr__(server, "trust_request_chat_template", False)
     strangers.close()
@@ -67,7 +69,7 @@ async def refused(state: ServerState, path: str, body: dict[str, Any]) -> tuple[
 
 
 def test_no_protocol_waits_for_the_checkpoints_template(
-    state: ServerState, trusting: Strangers, monkeypatch: pytest.MonkeyPatch
+    state: ServerState, trusting: UntrustedTemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("quire.frontend.chat_template.PROBE_SECONDS", 0.05)
     template = ChatTemplate(ENDLESS)
@@ -84,7 +86,7 @@ def test_no_protocol_waits_for_the_checkpoints_template(
 
 
 def test_a_template_of_a_request_holds_up_nobody(
-    state: ServerState, trusting: Strangers, monkeypatch: pytest.MonkeyPatch
+    state: ServerState, trusting: UntrustedTemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ):
     served, render = threading.Event(), trusting.render
 

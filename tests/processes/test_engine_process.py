@@ -18,10 +18,10 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire import env
 from quire.config.engine import EngineConfig
-from quire.config.serialize import to_wire
+from quire.config.serialize import resolved_to_bytes
 from quire.engine import assemble, flight_recorder, supervisor
 from quire.engine.process_client import ProcessClient
-from quire.engine.supervisor import EngineHost, Patience
+from quire.engine.supervisor import EngineSupervisor, RestartPolicy
 from quire.errors import (
     EngineDeadError,
     EngineDelayed,
@@ -56,10 +56,12 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     made: list[ProcessClient] = []
 
-    def make(patience: Patience | None = None, frontends: int = 1, **keywords) -> ProcessClient:
+    def make(
+        patience: RestartPolicy | None = None, frontends: int = 1, **keywords
+    ) -> ProcessClient:
         asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
         resolved = assemble.resolve_config(asked)
-        keeper = EngineHost(to_wire(resolved), frontends, patience)
+        keeper = EngineSupervisor(resolved_to_bytes(resolved), frontends, patience)
         client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
         made.append(client)
         client.wait_ready(200)  # a test has 240
@@ -132,7 +134,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     monkeypatch.setattr(
         supervisor.log, "error", lambda form, *args: logged.append(form % args if args else form)
     )
-    client = start(Patience(heartbeat=4.0))
+    client = start(RestartPolicy(heartbeat=4.0))
     running = submit(client, "running", 8, LONG)  # all the rows there are
     waiting = submit(client, "waiting", 4, 5)
     seen = begun(client, running)
@@ -152,7 +154,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     assert client.state.condition == "ready"
     assert client.generation == 2
     [kept] = (tmp_path / "crashes").iterdir()
-    recording = flight_recorder.read(kept)
+    recording = flight_recorder.read_recording(kept)
     assert recording is not None
     assert recording.seen() == running
 
@@ -166,7 +168,7 @@ def test_requests_that_came_while_it_was_down_are_answered(start: Callable) -> N
 
 def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
     """(It stayed dead, and its server ended: four requests of one client were enough.)"""
-    client = start(Patience(restarts=1, retry=6.0))
+    client = start(RestartPolicy(restarts=1, retry=6.0))
     for death in range(2):
         ids = {f"{death}-{number}" for number in range(2)}
         for number, id in enumerate(sorted(ids)):
@@ -187,7 +189,7 @@ def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
 
 
 def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
-    client = start(Patience(restarts=0))
+    client = start(RestartPolicy(restarts=0))
     ids = submit(client, "r", 2, LONG)
     seen = begun(client, ids)
     die(client)
@@ -296,7 +298,7 @@ kill -CONT {0}
 
 def test_being_frozen_together_is_no_hang(start: Callable) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
-    client = start(Patience(heartbeat=4.0))
+    client = start(RestartPolicy(heartbeat=4.0))
     before = client.host.child.pid
     ids = submit(client, "r", 2, 200)
     seen = begun(client, ids)

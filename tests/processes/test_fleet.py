@@ -19,7 +19,8 @@ import pytest
 from serving import PATIENCE_S, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
-from quire.engine.supervisor import Patience, State
+from quire.engine.shared_state import EngineState
+from quire.engine.supervisor import RestartPolicy
 from quire.server.process import http_supervisor
 
 TEXT = "/v1/completions"
@@ -341,11 +342,11 @@ def test_a_keeper_that_was_stopped_blames_nobody(
     monkeypatch.setattr(http_supervisor.time, "sleep", lambda seconds: None)
     long_ago = time.monotonic() - 100
     process = Mock(poll=Mock(return_value=None))
-    child = http_supervisor.Child(0, None, process, heard=long_ago, is_open=True)
-    keeper = object.__new__(http_supervisor.Fleet)
+    child = http_supervisor.HttpWorkerSlot(0, None, process, heard=long_ago, is_open=True)
+    keeper = object.__new__(http_supervisor.HttpSupervisor)
     keeper.__dict__.update(
-        children=[child], patience=Patience(heartbeat=8), looked=long_ago if was_stopped else time.monotonic(),
-        told=None, stats=None, engine_died=None, host=Mock(state=State(1, "starting")), config=Mock(),
+        children=[child], patience=RestartPolicy(heartbeat=8), looked=long_ago if was_stopped else time.monotonic(),
+        told=None, stats=None, engine_died=None, host=Mock(state=EngineState(1, "starting")), config=Mock(),
     )  # fmt: skip
     assert keeper._turn() is None
     assert process.kill.called is not was_stopped

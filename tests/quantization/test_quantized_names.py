@@ -11,7 +11,7 @@ from quire.config.quantization import (
     METHODS,
     ONLINE,
     SAME,
-    Quantized,
+    CheckpointQuantization,
     fitting,
     online_schemes,
     stored_quantization,
@@ -25,7 +25,7 @@ FP8 = {"quant_method": "fp8"}
 INT8 = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
 
 
-def read(says: dict[str, Any]) -> Quantized:
+def read(says: dict[str, Any]) -> CheckpointQuantization:
     found = stored_quantization({"quantization_config": says})
     assert found is not None
     return found

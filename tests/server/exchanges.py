@@ -8,7 +8,7 @@ from typing import Any
 from scripted import ScriptedEngine, make_state
 
 from quire.errors import EngineDeadError, QueueFull, QuireError, ValidationError
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -26,7 +26,7 @@ class Case:
     finish: str = "stop"
     headers: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    phase: Phase = Phase.READY
+    phase: ServerPhase = ServerPhase.READY
     dev: bool = False
     dead: str | None = None
     replaced: bool = False
@@ -34,7 +34,7 @@ class Case:
     def state(self) -> ServerState:
         engine = ScriptedEngine(*self.script, finish=self.finish)
         engine.dead, engine.replaced, engine.cached = self.dead, self.replaced, 1
-        state = make_state(None if self.phase is Phase.LOADING else engine, **self.config)
+        state = make_state(None if self.phase is ServerPhase.LOADING else engine, **self.config)
         state.phase, state.dev_mode, state.stage = self.phase, self.dev, "loading the model"
         return state
 
@@ -56,15 +56,15 @@ ANSWERS = {
     "models-aliases": Case("/v1/models", config={"served_model_name": ["toy", "org/other"]}),
     "model": Case("/v1/models/toy"),
     "health": Case("/health"),
-    "health-loading": Case("/health", phase=Phase.LOADING),
-    "health-draining": Case("/health", phase=Phase.DRAINING),
+    "health-loading": Case("/health", phase=ServerPhase.LOADING),
+    "health-draining": Case("/health", phase=ServerPhase.DRAINING),
     "health-dead": Case("/health", dead="it fell"),
     "health-replaced": Case("/health", replaced=True),
-    "live-loading": Case("/health/live", phase=Phase.LOADING),
+    "live-loading": Case("/health/live", phase=ServerPhase.LOADING),
     "startup": Case("/health/startup"),
-    "startup-loading": Case("/health/startup", phase=Phase.LOADING),
+    "startup-loading": Case("/health/startup", phase=ServerPhase.LOADING),
     "ready": Case("/health/ready"),
-    "ready-draining": Case("/health/ready", phase=Phase.DRAINING),
+    "ready-draining": Case("/health/ready", phase=ServerPhase.DRAINING),
     "ready-replaced": Case("/health/ready", replaced=True),
     "ping": Case("/ping"),
     "ping-post": Case("/ping", method="POST"),
@@ -142,7 +142,7 @@ MESSAGES = {
     "messages-tools": Case(MSG, SAID | {"tools": [{"name": "f"}]}),
     "messages-thinking": Case(MSG, SAID | {"thinking": {"type": "enabled", "budget_tokens": 2000}}),
     "messages-format": Case(MSG, SAID | {"output_config": {"format": {"type": "json_schema"}}}),
-    "messages-loading": Case(MSG, SAID, phase=Phase.LOADING),
+    "messages-loading": Case(MSG, SAID, phase=ServerPhase.LOADING),
     "messages-queue-full": Case(MSG, SAID, script=(QueueFull("64 requests wait"),)),
     "messages-dies": Case(MSG, SAID, script=(EngineDeadError("it fell"),)),
     "messages-must-call-nothing": Case(MSG, SAID | {"tool_choice": {"type": "any"}}),
@@ -225,9 +225,9 @@ REFUSALS = {
     "media-type": Case(CHAT, "a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}),
     "too-long-a-body": Case(CHAT, HI, config={"max_body_bytes": 10}),
     "unknown-model": refused(CHAT, HI, model="other"),
-    "loading": Case(CHAT, HI, phase=Phase.LOADING),
-    "draining": Case(CHAT, HI, phase=Phase.DRAINING),
-    "dead": Case(CHAT, HI, phase=Phase.DEAD),
+    "loading": Case(CHAT, HI, phase=ServerPhase.LOADING),
+    "draining": Case(CHAT, HI, phase=ServerPhase.DRAINING),
+    "dead": Case(CHAT, HI, phase=ServerPhase.DEAD),
     "queue-full": Case(CHAT, HI, script=(QueueFull("64 requests wait"),)),
     "queue-full-stream": Case(CHAT, HI | stream(), script=(QueueFull("64 requests wait"),)),
     "engine-refuses": Case(CHAT, HI, script=(ValidationError("no such token", parameter="logit_bias"),)),

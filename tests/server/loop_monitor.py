@@ -23,8 +23,8 @@ from told import ToldClient, make_tokenizer, told_engine
 
 from quire.errors import EngineDeadError
 from quire.protocol.output import EngineOutput
-from quire.server.app import App, build_app
-from quire.server.state import Phase
+from quire.server.app import QuireApp, build_app
+from quire.server.state import ServerPhase
 
 LIMIT_S = 0.1
 """No callback may hold the loop longer."""
@@ -114,7 +114,7 @@ def post(folder: Path, path: str, raw: bytes, client: str = "127.0.0.1", **confi
         engine, below = told_engine(folder, "so be it", 4)
         below.outputs = lambda: all_of(below)
         state = make_state(None, **{"tool_call_parser": "hermes", **config})
-        state.engine, state.phase = engine, Phase.READY
+        state.engine, state.phase = engine, ServerPhase.READY
         app = build_app(state)
         try:
             await send(app, "/tokenize", b'{"prompt":"warm"}', client)  # imports, caches
@@ -143,7 +143,9 @@ def all_of(client: ToldClient) -> list[EngineOutput]:
     return known
 
 
-async def send(app: App, path: str, raw: bytes, client: str = "127.0.0.1") -> tuple[int, bytes]:
+async def send(
+    app: QuireApp, path: str, raw: bytes, client: str = "127.0.0.1"
+) -> tuple[int, bytes]:
     """The status and the body of one answer."""
     scope = {
         **DIRECT, "path": path, "raw_path": path.encode(), "client": (client, 1),

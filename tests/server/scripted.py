@@ -13,10 +13,10 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, ValidationError
-from quire.observe.prometheus import Metrics
+from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 from quire.server.openai.sampling_params import FINAL_ONLY
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 from quire.server.text_pool import TextPool
 
 CREATED = 1_700_000_000
@@ -217,8 +217,8 @@ def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:
     """A serving state around an engine; `keywords` are configuration, flat."""
     keywords.setdefault("served_model_name", "toy")
     config = EngineConfig.from_keywords(**keywords)
-    state = ServerState(config, Metrics("toy", process=False))
+    state = ServerState(config, ServerMetrics("toy", process=False))
     if engine is not None:
-        state.engine, state.phase = engine, Phase.READY
+        state.engine, state.phase = engine, ServerPhase.READY
         state.metrics.attach(engine.stats, engine.max_model_len, {"block_size": 16})
     return state

@@ -19,7 +19,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.config.server import ServerConfig
 from quire.server import api_keys, unsupported_routes
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
 from quire.server.process import sockets
@@ -192,7 +192,7 @@ def test_all_keys_are_compared_wherever_the_right_one_stands(monkeypatch: pytest
         return hmac.compare_digest(given, known)
 
     monkeypatch.setattr(api_keys, "hmac", SimpleNamespace(compare_digest=compare))
-    found = Tenants(ServerConfig(api_key=["first", "second", "third"]))
+    found = ApiKeys(ServerConfig(api_key=["first", "second", "third"]))
     for key in (b"first", b"third", b"none", b"fir", b"first" * 1000):
         compared.clear()
         assert (found.find(key) is not None) == (key in (b"first", b"third"))

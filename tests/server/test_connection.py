@@ -111,7 +111,9 @@ async def ok(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(app: Any = None, **config: Any) -> AsyncIterator[tuple[sockets.Server, int]]:
+async def serving(
+    app: Any = None, **config: Any
+) -> AsyncIterator[tuple[sockets.UvicornServer, int]]:
     """A real server on a free port."""
     config = {"host": "127.0.0.1", "port": 0, **config}
     listener = sockets.bind(ServerConfig(**config))
@@ -437,7 +439,7 @@ async def test_a_closed_connection_is_not_kept_for_what_nobody_reads():
 
 
 # -- descriptors ----------------------------------------------------------------------------------
-def allow(server: sockets.Server, count: int) -> None:
+def allow(server: sockets.UvicornServer, count: int) -> None:
     """As if the system allowed this process `count` descriptors more, beside the reserve."""
     with socket.socket() as lowest:
         server.servers[0].most = lowest.fileno() + count  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from quire.cli.main import main
 from quire.config.api_key_file import read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.process import launch
 from quire.server.process.sockets import LOOPBACK, host_of
 
@@ -60,7 +60,7 @@ def test_a_yaml_file_with_an_empty_key(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_program_that_makes_its_own_configuration(key: str, tmp_path: Path):
     for given in (key, [key], ["real", key]):
         with pytest.raises(ConfigError):
-            Tenants(ServerConfig(api_key=given))
+            ApiKeys(ServerConfig(api_key=given))
     path = tmp_path / "keys.json"
     path.write_text(json.dumps([{"name": "a", "key": key}]))
     with pytest.raises(ConfigError, match="key"):
@@ -71,7 +71,7 @@ def test_a_missing_key_is_nobodys():
     state = make_state(ScriptedEngine(), api_key=["k", "l"])
     for headers in ({}, {"Authorization": "Bearer "}, {"x-api-key": ""}, {"Authorization": ""}):
         assert ask(None, "GET", "/v1/models", headers=headers, state=state).status_code == 401
-    assert Tenants(ServerConfig(api_key="k")).find(b"") is None
+    assert ApiKeys(ServerConfig(api_key="k")).find(b"") is None
 
 
 def test_address_and_guard_agree_on_whether_a_key_is_needed(
@@ -89,4 +89,4 @@ def test_address_and_guard_agree_on_whether_a_key_is_needed(
         assert server.needs_key == needed
         assert host_of(server) == ("0.0.0.0" if needed else LOOPBACK)
         if server.api_key != []:
-            assert bool(Tenants(server)) == needed
+            assert bool(ApiKeys(server)) == needed

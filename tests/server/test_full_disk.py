@@ -14,8 +14,8 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.engine import sleep_state
-from quire.engine.shared_state import State
-from quire.engine.supervisor import Patience
+from quire.engine.shared_state import EngineState
+from quire.engine.supervisor import RestartPolicy
 from quire.logging import get_logger
 from quire.observe import processes
 from quire.observe.processes import AllocatedDict
@@ -23,7 +23,7 @@ from quire.observe.prometheus import MergedCollector
 from quire.server import shared_usage
 from quire.server.process import http_supervisor
 from quire.server.process.sockets import bind_all, bind_beside
-from quire.server.shared_usage import Ledger, SharedAccount, forget
+from quire.server.shared_usage import SharedUsageAccount, UsageLedger, forget
 from quire.terminal import Output, OutputHandler, show
 
 LINE = "x" * 1000
@@ -146,8 +146,8 @@ def test_an_account_without_a_file_is_this_processes_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(shared_usage.os, "posix_fallocate", no_space)
-    account = Ledger(tmp_path, 0, 2).account("key")
-    assert not isinstance(account, SharedAccount)
+    account = UsageLedger(tmp_path, 0, 2).account("key")
+    assert not isinstance(account, SharedUsageAccount)
     account.begin()
     assert account.under_way == 1
     with pytest.raises(OSError, match="No space"):
@@ -156,23 +156,23 @@ def test_an_account_without_a_file_is_this_processes_own(
 
 def test_an_answer_does_not_wait_for_the_disk(tmp_path: Path):
     functions = dict.fromkeys(sleep_state.CHANGE, lambda: "done") | {"asked": dict}
-    kept = sleep_state.kept(functions, tmp_path / "missing" / "asked")
+    kept = sleep_state.persisting(functions, tmp_path / "missing" / "asked")
     assert kept["pause"]() == "done"
 
 
 # -- HTTP processes that die often ------------------------------------------------------------------
 def keeper(
     deaths: int, restarts: int, others: bool
-) -> tuple[http_supervisor.Fleet, http_supervisor.Child]:
-    made = object.__new__(http_supervisor.Fleet)
+) -> tuple[http_supervisor.HttpSupervisor, http_supervisor.HttpWorkerSlot]:
+    made = object.__new__(http_supervisor.HttpSupervisor)
     listener = Mock()
-    child = http_supervisor.Child(0, listener, Mock(), is_open=True)
+    child = http_supervisor.HttpWorkerSlot(0, listener, Mock(), is_open=True)
     child.deaths.extend([time.monotonic()] * deaths)
-    other = http_supervisor.Child(1, Mock(), Mock(), is_open=others, is_over=not others)
+    other = http_supervisor.HttpWorkerSlot(1, Mock(), Mock(), is_open=others, is_over=not others)
     made.__dict__.update(
-        children=[child, other], patience=Patience(restarts=restarts, retry=30.0), counted="/none",
+        children=[child, other], patience=RestartPolicy(restarts=restarts, retry=30.0), counted="/none",
         keys=Path("/none"), count=2, told=None, engine_died=None, stats=Mock(),
-        host=Mock(state=State(1, "ready")), config=Mock(server=Mock(uds=None)), client=Mock(),
+        host=Mock(state=EngineState(1, "ready")), config=Mock(server=Mock(uds=None)), client=Mock(),
     )  # fmt: skip
     return made, child
 

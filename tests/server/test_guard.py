@@ -294,9 +294,9 @@ def test_no_request_names_a_function_for_the_model(body: dict):
 
 def test_a_mark_among_the_arguments_stays_a_dictionary():
     """C3d: {"__by_name__": ...} from HTTP was imported in the worker's process."""
-    from quire.executor.messages import Ask, decode_down, encode, revived
+    from quire.executor.messages import CallWorker, decode_down, encode, revive_callables
 
     args = ["length", [{"__by_name__": "os:getcwd"}, ["x", {"a": {"__by_name__": "this:s"}}]], {}]
-    arrived = decode_down(encode(Ask("collective_rpc", args)))
-    assert isinstance(arrived, Ask)
-    assert revived(arrived.args) == args
+    arrived = decode_down(encode(CallWorker("collective_rpc", args)))
+    assert isinstance(arrived, CallWorker)
+    assert revive_callables(arrived.args) == args

@@ -15,12 +15,12 @@ from scripted import ScriptedEngine, make_state
 from test_guard import HI
 
 from quire.config.server import ServerConfig
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.app import UI_ROUTES, build_app
 from quire.server.hosts import PROBES, allowed_hosts, name_of
 from quire.server.middleware import OPEN
 from quire.server.process import sockets
-from quire.server.process.launch import Serving
+from quire.server.process.launch import ServerProcess
 from quire.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
@@ -36,7 +36,7 @@ def limits(host: str | None = None, address: str = "127.0.0.1", **more: Any) -> 
 
 
 def state_with(engine: ScriptedEngine, **more: Any) -> ServerState:
-    """As `Serving` makes it on 127.0.0.1."""
+    """As `ServerProcess` makes it on 127.0.0.1."""
     state = make_state(engine, **more)
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -150,6 +150,6 @@ def test_the_name_in_a_header(host: str, name: str):
 def test_a_server_that_listens_looks_at_them(more: dict[str, Any], limited: bool):
     config = make_state(None, host="127.0.0.1", port=0, **more).config
     with sockets.bind(config.server) as listener:
-        serving = Serving(config, listener, None, Tenants(config.server))
+        serving = ServerProcess(config, listener, None, ApiKeys(config.server))
         serving.state.hosts, found = None, serving.state.hosts
     assert (found is not None) == limited

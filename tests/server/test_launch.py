@@ -20,9 +20,9 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.engine.status_pipe import STOP
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.process import http_supervisor, sockets
-from quire.server.process.launch import Serving
+from quire.server.process.launch import ServerProcess
 
 WORKERS = 64  # more threads than an event loop has by itself
 
@@ -33,16 +33,16 @@ def listener() -> Iterator[socket]:
         yield made
 
 
-def lived(serving: Serving) -> int:
+def lived(serving: ServerProcess) -> int:
     async def main() -> int:
         return await asyncio.wait_for(serving.run(), 60)
 
     return asyncio.run(main())
 
 
-def serving_of(listener: socket, client: Any, start: Any) -> Serving:
+def serving_of(listener: socket, client: Any, start: Any) -> ServerProcess:
     config = EngineConfig.from_keywords(model="none", host="127.0.0.1", port=0)
-    serving = Serving(config, listener, client, Tenants(config.server))
+    serving = ServerProcess(config, listener, client, ApiKeys(config.server))
     serving._start = start  # type: ignore[method-assign]
     return serving
 
@@ -133,15 +133,15 @@ def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(http_supervisor.signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(http_supervisor.signal, "getsignal", lambda number: signal.SIG_DFL)
-    monkeypatch.setattr(http_supervisor.Fleet, "_turn", lambda self: 0)
-    monkeypatch.setattr(http_supervisor.Fleet, "_take_in", lambda self: None)
-    keeper = http_supervisor.Fleet.__new__(http_supervisor.Fleet)
+    monkeypatch.setattr(http_supervisor.HttpSupervisor, "_turn", lambda self: 0)
+    monkeypatch.setattr(http_supervisor.HttpSupervisor, "_take_in", lambda self: None)
+    keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
     keeper.config = EngineConfig.from_keywords(model="none", api_key_file=key_file)
     keeper.told, keeper.client, front = None, Mock(), Mock()
     front.poll.return_value = None
     keeper.children = []
     assert keeper.run() == 0
-    keeper.children = [http_supervisor.Child(0, None, front)]
+    keeper.children = [http_supervisor.HttpWorkerSlot(0, None, front)]
     handlers[signal.SIGHUP](signal.SIGHUP, None)
     assert (keeper.told is None) == (key_file is not None)
     front.send_signal.assert_called_once_with(STOP if key_file is None else signal.SIGHUP)
@@ -158,10 +158,10 @@ def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
         return started
 
     monkeypatch.setattr(http_supervisor.subprocess, "Popen", start)
-    keeper = http_supervisor.Fleet.__new__(http_supervisor.Fleet)
+    keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
     keeper.host, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
     keeper.counted, keeper.told = Mock(), None
-    child = http_supervisor.Child(0, listener)
+    child = http_supervisor.HttpWorkerSlot(0, listener)
     keeper._start(child)
     assert child.ear is not None
     child.ear.close()

@@ -185,11 +185,11 @@ def test_several_processes_need_an_engine_of_its_own():
 
 
 def test_quiet_paths_are_not_in_the_access_log():
-    quiet = sockets.Quiet("/health, /metrics")
+    quiet = sockets.PathFilter("/health, /metrics")
     arguments = [("1", "GET", path, "1.1", 200) for path in ("/health", "/health?x", "/v1/models")]
     records = [logging.LogRecord("x", 20, "", 1, "%s", one, None) for one in arguments]
     assert [quiet.filter(record) for record in records] == [False, False, True]
-    below = sockets.Quiet("/v1/models", "/api")
+    below = sockets.PathFilter("/v1/models", "/api")
     assert [below.filter(record) for record in records] == [True, True, True]
     assert not below.filter(logging.LogRecord("x", 20, "", 1, "%s", ("1", "GET", "/api/v1/models"), None))  # fmt: skip
 

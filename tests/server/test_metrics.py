@@ -10,7 +10,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.errors import ConfigError, QueueFull
 from quire.frontend.outputs import RequestMetrics
-from quire.observe.prometheus import Metrics
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
@@ -107,7 +107,7 @@ def test_gaps_of_a_stream_are_seen_before_it_ends():
 def test_old_names_and_buckets_are_a_choice():
     engine = ScriptedEngine("a")
     state = make_state(engine)
-    state.metrics = Metrics("toy", legacy=False, custom={"request_latency": [1, 2.5]})
+    state.metrics = ServerMetrics("toy", legacy=False, custom={"request_latency": [1, 2.5]})
     state.metrics.attach(engine.stats, 100, {})
     text = state.metrics.render().decode()
     assert "vllm:gpu_cache_usage_perc" not in text
@@ -130,7 +130,7 @@ def test_old_names_and_buckets_are_a_choice():
 )
 def test_odd_buckets_are_refused(wanted: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
-        Metrics("toy", custom=wanted)
+        ServerMetrics("toy", custom=wanted)
 
 
 def test_bytes_of_both_bodies_are_counted():
@@ -184,7 +184,7 @@ def test_refusals_name_the_limit_that_was_reached():
 
 
 def test_those_who_wait_are_told_apart():
-    metrics = Metrics("toy")
+    metrics = ServerMetrics("toy")
     metrics.attach(lambda: EngineStats(waiting=5, deferred=2), 10, {})
     text = metrics.render().decode()
     for reason, count in (("capacity", 3), ("deferred", 2)):

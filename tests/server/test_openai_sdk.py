@@ -12,7 +12,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.errors import EngineDeadError, QueueFull, ValidationError
 from quire.server.app import build_app
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 
 openai = pytest.importorskip("openai")
 
@@ -202,7 +202,7 @@ def test_keys_limits_and_phases():
     loading = make_state(None)
     assert with_client(loading, refused).status_code == 503
     draining = make_state(ScriptedEngine())
-    draining.phase = Phase.DRAINING
+    draining.phase = ServerPhase.DRAINING
     said = with_client(draining, refused)
     assert (said.status_code, said.response.headers["retry-after"]) == (503, "30")
     small = make_state(ScriptedEngine(), max_body_bytes=10)
@@ -228,7 +228,7 @@ def test_it_tries_again_when_it_is_told_to():
     async def work(client: Any) -> None:
         async def later() -> None:
             await asyncio.sleep(0.2)
-            state.engine, state.phase = ScriptedEngine(), Phase.READY
+            state.engine, state.phase = ScriptedEngine(), ServerPhase.READY
 
         ready = asyncio.ensure_future(later())
         again = client.with_options(max_retries=3)

@@ -13,7 +13,7 @@ from scripted import ScriptedEngine, make_state
 from quire.cli import chat as chat_command
 from quire.cli import complete as complete_command
 from quire.cli.chat import conversation
-from quire.cli.completion_client import Remote, Wish, read
+from quire.cli.completion_client import ClientOptions, RemoteClient, read
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, QuireError
@@ -59,8 +59,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("builtins.input", read_line)
 
 
-def wish(**more: object) -> Wish:
-    return Wish(EngineConfig(), **more)  # type: ignore[arg-type]
+def wish(**more: object) -> ClientOptions:
+    return ClientOptions(EngineConfig(), **more)  # type: ignore[arg-type]
 
 
 def test_a_conversation_is_remembered(monkeypatch, capsys):
@@ -149,7 +149,7 @@ def test_no_server_there(capsys):
 
 def test_an_address_that_is_none():
     with pytest.raises(ConfigError, match="--url ftp://x"):
-        Remote(Wish(EngineConfig(), url="ftp://x"))
+        RemoteClient(ClientOptions(EngineConfig(), url="ftp://x"))
 
 
 def test_flags_of_the_engine_work_too():

@@ -12,13 +12,13 @@ import pytest
 from asgi import browser, calling
 from scripted import ScriptedEngine, make_state
 
-from quire.config.api_key_file import Key, read_keys
+from quire.config.api_key_file import TenantKey, read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.server.api_keys import Bucket, Tenant, Tenants
+from quire.server.api_keys import ApiKeys, RateLimit, Tenant
 from quire.server.async_engine import salted
 from quire.server.errors import ApiError
-from quire.server.shared_usage import Ledger, forget
+from quire.server.shared_usage import UsageLedger, forget
 from quire.server.state import ServerState
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -45,7 +45,7 @@ def state_of(folder: Path, *entries: dict[str, Any], clock: Clock | None = None,
     state = make_state(
         engine or ScriptedEngine("x", "yz"), api_key_file=key_file(folder, *entries), **more
     )
-    state.tenants = Tenants(state.config.server, clock or Clock())
+    state.tenants = ApiKeys(state.config.server, clock or Clock())
     return state
 
 
@@ -187,7 +187,7 @@ def test_in_a_stream_too_a_refusal_is_a_429(tmp_path: Path):
 def test_a_file_that_is_read_again(tmp_path: Path):
     path = key_file(tmp_path, A | {"requests_per_minute": 2}, B)
     clock = Clock()
-    tenants = Tenants(ServerConfig(api_key_file=path), clock)
+    tenants = ApiKeys(ServerConfig(api_key_file=path), clock)
     assert tenants.weights == {"a": 1.0, "b": 3.0}
     old = tenants.find(b"ka")
     assert old is not None
@@ -210,8 +210,8 @@ def test_yaml(tmp_path: Path):
         "- name: a\n  key: ka\n  weight: 0.5\n- {name: b, key: kb, max_concurrency: 4}\n"
     )
     assert read_keys(str(path)) == [
-        Key(name="a", key="ka", weight=0.5),
-        Key(name="b", key="kb", max_concurrency=4),
+        TenantKey(name="a", key="ka", weight=0.5),
+        TenantKey(name="b", key="kb", max_concurrency=4),
     ]
 
 
@@ -229,12 +229,12 @@ def test_mistakes_in_the_file_are_named_and_no_key_is_told(tmp_path: Path, text:
     with pytest.raises(ConfigError, match=words) as error:
         read_keys(str(path))
     assert "secret" not in str(error.value)
-    assert "secret" not in repr(Key(name="a", key="secret"))
+    assert "secret" not in repr(TenantKey(name="a", key="secret"))
 
 
 def test_a_bucket_never_holds_more_than_a_minutes_worth():
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = RateLimit(60, clock)
     bucket.take(70)
     assert bucket.level == -10
     assert bucket.seconds_until(1) == 11
@@ -243,7 +243,7 @@ def test_a_bucket_never_holds_more_than_a_minutes_worth():
 
 
 def test_no_limits_no_headers():
-    assert Tenant(Key(name="a", key="k")).headers() == {}
+    assert Tenant(TenantKey(name="a", key="k")).headers() == {}
 
 
 def test_processes_share_what_a_key_may(tmp_path: Path):
@@ -251,7 +251,7 @@ def test_processes_share_what_a_key_may(tmp_path: Path):
     entry = A | {"requests_per_minute": 3, "tokens_per_minute": 100, "max_concurrency": 2}
     server, clock = ServerConfig(api_key_file=key_file(tmp_path, entry)), Clock()
     (folder := tmp_path / "keys").mkdir()
-    both = [Tenants(server, clock, Ledger(folder, front, 2)) for front in range(2)]
+    both = [ApiKeys(server, clock, UsageLedger(folder, front, 2)) for front in range(2)]
     here, there = (tenants.find(b"ka") for tenants in both)
     assert here is not None
     assert there is not None
@@ -274,7 +274,7 @@ def test_processes_share_what_a_key_may(tmp_path: Path):
         there.begin(1)
     here.end(1)
     # Whoever comes later, as one that is started again, finds what was used.
-    assert Tenants(server, clock, Ledger(folder, 1, 2)).find(b"ka").headers() == here.headers()  # type: ignore[union-attr]
+    assert ApiKeys(server, clock, UsageLedger(folder, 1, 2)).find(b"ka").headers() == here.headers()  # type: ignore[union-attr]
     clock.now += 60
     there.account.begin()
     forget(folder, 0, 2)

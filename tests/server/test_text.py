@@ -14,8 +14,8 @@ from scripted import ScriptedEngine, make_state
 from told import make_tokenizer, told_engine
 
 from quire.errors import EngineDeadError, EngineDelayed, StartupError
-from quire.observe.prometheus import Metrics
-from quire.server.state import Phase, ServerState
+from quire.observe.prometheus import ServerMetrics
+from quire.server.state import ServerPhase, ServerState
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 TALE = "Ünd 🙂🙃 é 日本語 \u200d👩‍👩‍👧 <END> ENDE <EN <END"
@@ -34,7 +34,7 @@ def say(folder: Path, text: str, step: int, path: str, body: dict[str, Any]) -> 
     async def go() -> tuple[str, list[str]]:
         engine, client = told_engine(folder, text, step)
         state = make_state(None)
-        state.engine, state.phase = engine, Phase.READY
+        state.engine, state.phase = engine, ServerPhase.READY
         async with browser(state) as http:
             answer = await http.post(path, json={**body, "stream": True, "max_tokens": 4000})
         client.close()
@@ -112,8 +112,8 @@ def test_a_dead_engine_ends_every_stream(folder: Path):
     async def go() -> list[str]:
         engine, client = told_engine(folder, "abc")
         client.tokens = client.tokens[:0]  # it says nothing
-        state = ServerState(make_state(None).config, Metrics("toy", process=False), engine)
-        state.phase = Phase.READY
+        state = ServerState(make_state(None).config, ServerMetrics("toy", process=False), engine)
+        state.phase = ServerPhase.READY
         async with browser(state) as http:
             bodies = [{"prompt": "x", "stream": True}, {"prompt": "x"}]
             asked = [asyncio.ensure_future(http.post(TEXT, json=body)) for body in bodies]
@@ -151,7 +151,7 @@ def test_while_no_engine_runs_all_are_told_to_come_back():
         found = ask(None, "POST", TEXT, body, state=state)
         assert (found.status_code, found.headers["retry-after"]) == (503, "30")
         assert "0badcafe" in found.json()["error"]["message"]
-    assert state.phase is Phase.READY
+    assert state.phase is ServerPhase.READY
 
 
 @pytest.mark.parametrize(

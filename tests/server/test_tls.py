@@ -51,7 +51,7 @@ def put(made: Path, folder: Path, name: str) -> None:
 
 
 @asynccontextmanager
-async def serving(config: ServerConfig) -> AsyncIterator[tuple[sockets.Server, int]]:
+async def serving(config: ServerConfig) -> AsyncIterator[tuple[sockets.UvicornServer, int]]:
     listener = sockets.bind(config)
     server = sockets.http_server(build_app(make_state(ScriptedEngine())), config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -16,7 +16,7 @@ from quire.api.async_llm import AsyncLLM
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
 from quire.frontend.tokenizer import load
-from quire.protocol.output import EngineOutput, EngineStats, FinishReason, Ready
+from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason
 from quire.protocol.request import EngineRequest
 from quire.server.async_engine import AsyncTextEngine
 
@@ -28,7 +28,7 @@ class ToldClient:
         self.tokenizer = load(str(folder))
         asked = EngineConfig.from_keywords(model=str(folder), served_model_name="toy")
         self.resolved: Any = SimpleNamespace(asked=asked, path=str(folder), hf_config={})
-        self.ready = Ready(
+        self.ready = EngineReady(
             max_model_len=4096, num_blocks=64, block_size=64, vocab_size=len(self.tokenizer),
             dtype="float32", device="cpu", architecture="Told", model_impl="told", depth=1,
         )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from llguidance import LLMatcher
 
-from quire.features.structured.compiler import Compiler
+from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.matcher import make_matcher
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.features.structured.xgrammar_backend import XCompiler
 from quire.protocol.structured_outputs import StructuredOutputsParams
@@ -14,7 +14,7 @@ from quire.protocol.structured_outputs import StructuredOutputsParams
 
 class Reader:
     def __init__(self, checkpoint: str, size: int = 259):
-        self.compiler = Compiler(Vocabulary(tokenizer_json(checkpoint), size))
+        self.compiler = GrammarCompiler(Vocabulary(tokenizer_json(checkpoint), size))
         self._xgrammar: XCompiler | None = None
 
     def matcher(self, constraint: StructuredOutputsParams) -> LLMatcher:
@@ -28,7 +28,7 @@ class Reader:
     def admits(self, constraint: StructuredOutputsParams, *pieces: str | int) -> bool:
         """Is this a whole output? Pieces are text, or tokens by their ids."""
         tokenizer = self.compiler.vocabulary.tokenizer
-        matcher = self.matcher(checked(constraint))
+        matcher = self.matcher(check_constraint(constraint))
         tokens: list[int] = []
         for piece in pieces:
             tokens += [piece] if isinstance(piece, int) else tokenizer.tokenize_str(piece)

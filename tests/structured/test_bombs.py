@@ -22,9 +22,9 @@ from quire.errors import ValidationError
 from quire.features.structured import check_process
 from quire.features.structured import compiler as compile
 from quire.features.structured.check_process import ConstraintChecker
-from quire.features.structured.compiler import Compiler
+from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.refusal import Refused
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.protocol.request import EngineRequest
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -90,19 +90,19 @@ HONEST = [
 def test_what_can_be_counted_is_refused_before_it_is_compiled(name: str):
     began = time.thread_time()
     with pytest.raises(ValidationError, match="at most"):
-        checked(REVIEWED[name])
+        check_constraint(REVIEWED[name])
     assert time.thread_time() - began < 5  # (40 s and a panic)
 
 
 @pytest.mark.parametrize("form", HONEST, ids=str)
 def test_what_is_large_and_can_be_done_is_taken(reader: Reader, form: Form):
-    assert reader.compiler.ask(checked(form).plain()).result(60).alive
+    assert reader.compiler.ask(check_constraint(form).plain()).result(60).alive
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_takes_too_much_is_ended(reader: Reader, name: str):
     """The process of such a grammar ends; whoever asks at the same time does not wait for that."""
-    compiler = Compiler(reader.compiler.vocabulary)
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
     compiler.forkers.start()
     bombs = [
         compiler.ask(
@@ -123,7 +123,7 @@ def _fields(form: Form) -> dict[str, Any]:
 
 
 def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
-    compiler = Compiler(reader.compiler.vocabulary)
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
     form = HIDDEN["multiples"].plain()
     bomb = compiler.ask(form)
     while not (compiler._running or bomb.done()):
@@ -137,7 +137,7 @@ def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
 
 
 def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
-    compiler = Compiler(reader.compiler.vocabulary)
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
     one = compiler.ask(Form(regex="[0-9]-one")).result(60).bytes
     assert one > 1 << 16
     monkeypatch.setattr(compile, "KEPT_BYTES", int(3.5 * one))
@@ -148,7 +148,7 @@ def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.
 
 
 def test_a_refusal_is_kept_too(reader: Reader):
-    compiler = Compiler(reader.compiler.vocabulary)
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
     first = compiler.ask(Form(regex="["))
     with pytest.raises(Refused):
         first.result(60)
@@ -190,7 +190,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _holds(pid: int, compiler: Compiler) -> bool:
+def _holds(pid: int, compiler: GrammarCompiler) -> bool:
     peek = compiler.forkers.close.peek() if compiler.forkers.close is not None else None
     return peek is not None and peek[2][1].pid == pid
 

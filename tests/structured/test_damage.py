@@ -14,7 +14,7 @@ from schemas import CASES
 from test_forms import ADMITS
 
 from quire.errors import ValidationError
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.features.structured.xgrammar_backend import XMatcher
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -80,7 +80,7 @@ def scrambled(text: str, rng: random.Random) -> str:
 def survives(reader: Reader, make: Any) -> bool:
     """True: it can be compiled, and gives a mask or an error of its own."""
     try:
-        form = checked(make())
+        form = check_constraint(make())
     except ValidationError as error:
         return not str(error)
     try:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
 from engines import Engine, engine
 
-from quire.features.structured.compiler import Compiler
+from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.grammar import limits
 from quire.features.structured.grammar_rows import Places, PlaceSettings
 from quire.protocol.output import EngineOutput
@@ -274,13 +274,13 @@ def test_a_bad_constraint_fails_alone(plain: Engine, reader: Reader):
 
 
 def test_compiling_holds_up_nobody_else(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
-    go, compile_ = threading.Event(), Compiler._compile
+    go, compile_ = threading.Event(), GrammarCompiler._compile
 
-    def slow(self: Compiler, *asked: Any) -> Any:
+    def slow(self: GrammarCompiler, *asked: Any) -> Any:
         go.wait(60)
         return compile_(self, *asked)
 
-    monkeypatch.setattr(Compiler, "_compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     with engine(checkpoint) as one:
         one.client.submit(EngineRequest("held", prompt(1), params(Form(regex="[0-9]{3}"))))
         one.client.submit(EngineRequest("free", prompt(2), params(None, max_tokens=30)))

@@ -10,7 +10,7 @@ import pytest
 from grammar_reader import Reader
 
 from quire.errors import ValidationError
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -123,7 +123,7 @@ REFUSED: list[tuple[Form, str]] = [
 def test_refusals_say_why(number: int):
     form, says = REFUSED[number]
     with pytest.raises(ValidationError) as caught:
-        checked(form)
+        check_constraint(form)
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"structured_outputs.{form.kind}: ")
 

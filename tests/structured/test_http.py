@@ -22,7 +22,7 @@ from scripted import make_state
 from quire.config.engine import EngineConfig
 from quire.engine.assemble import make_client
 from quire.server.async_engine import AsyncTextEngine
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"  # fmt: skip
 SAID = {"messages": [{"role": "user", "content": "hi"}]}
@@ -37,7 +37,7 @@ def state(checkpoint: str) -> Iterator[ServerState]:
     )
     client = make_client(config)
     made = make_state(None)
-    made.engine, made.phase = AsyncTextEngine.over(client, config), Phase.READY
+    made.engine, made.phase = AsyncTextEngine.over(client, config), ServerPhase.READY
     yield made
     made.engine.llm.shutdown()
 

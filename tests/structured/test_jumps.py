@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.features.structured.masks import may_jump
-from quire.frontend.request_manager import FrontRoom
+from quire.frontend.request_manager import RequestManager
 from quire.protocol.output import EngineOutput
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
@@ -60,7 +60,7 @@ def tiny(jumps: bool = True, **settings: Any) -> Any:
 
 
 def outputs(one: Engine, asked: list[SamplingParams]) -> list[list[EngineOutput]]:
-    front = FrontRoom(one.client)
+    front = RequestManager(one.client)
     children = [front.accept(PROMPT, each, id="x").children[0] for each in asked]
     return one.run([c.tokens for c in children], [c.params for c in children])
 
@@ -112,20 +112,20 @@ def test_a_cut_within_a_jump(jumping: Engine, most: int):
 
 def test_stop_strings_and_streams(jumping: Engine):
     """A stop string within a jump: nothing after it is shown, as if tokens came one by one."""
-    front = FrontRoom(jumping.client)
+    front = RequestManager(jumping.client)
     found = []
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
         params = ask(FORMS["regex"], 3, stop=["world"], output_kind=kind)
         collector = front.submit(front.accept(PROMPT, params, id=kind.name))
         text, ids = "", []
         while not collector.finished:
-            for ended in front.take_in(jumping.client.outputs()):
+            for ended in front.process_outputs(jumping.client.outputs()):
                 if (taken := ended.take()) is not None:
                     text += taken.outputs[0].text
                     ids += taken.outputs[0].token_ids
                     reason = taken.outputs[0].stop_reason
         found.append((text, ids, reason))
-        front.take_in(jumping.client.outputs())  # the engine's own word that it has ended
+        front.process_outputs(jumping.client.outputs())  # the engine's own word that it has ended
     assert found[0] == found[1]
     assert found[0][0].endswith("-hello-")
     assert found[0][2] == "world"

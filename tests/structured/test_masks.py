@@ -16,36 +16,36 @@ import torch
 from grammar_reader import Reader
 
 from quire.errors import ValidationError
-from quire.features.structured.compiler import KEPT, THREADS, Compiler, digest
-from quire.features.structured.gate import GrammarGate, Told, obey
+from quire.features.structured.compiler import KEPT, THREADS, GrammarCompiler, digest
+from quire.features.structured.gate import CompileRequests, GrammarGate, apply_compile_requests
 from quire.features.structured.grammar_process import GrammarProcess
 from quire.features.structured.grammar_rows import NOT_KEPT, Places, PlaceSettings
 from quire.features.structured.masks import GrammarMasks
 from quire.features.structured.refusal import Refused
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.ops.masked_argmax import bits, num_words
-from quire.protocol.plan import Entered, StepPlan
+from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 from quire.scheduler.request import Request
-from quire.worker.request_rows import Rows
-from quire.worker.sampling.logits_processors import Picked
+from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.logits_processors import ProcessorRows
 
 EOS, A, B = 2, 3 + ord("a") - 33, 3 + ord("b") - 33
 WIDTH = 259
 
 
-def entered(row: int, form: Form | None, outputs: list[int], **more: Any) -> Entered:
+def entered(row: int, form: Form | None, outputs: list[int], **more: Any) -> EnteredRow:
     params = SamplingParams(
         structured_outputs=None if form is None else form.plain(),
         eos_token_ids=[EOS], seed=0, max_tokens=40, **more,
     )  # fmt: skip
-    return Entered(row, str(row), [5, 6, *outputs], 2, 0, [[]], params)
+    return EnteredRow(row, str(row), [5, 6, *outputs], 2, 0, [[]], params)
 
 
-def masks(reader: Reader, *new: Entered) -> GrammarMasks:
-    made = GrammarMasks(reader.compiler, Rows(8, 64, 1, 8))
+def masks(reader: Reader, *new: EnteredRow) -> GrammarMasks:
+    made = GrammarMasks(reader.compiler, RequestRows(8, 64, 1, 8))
     for one in new:
         made.rows.enter(one)
         made.enter(one)
@@ -56,7 +56,7 @@ def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set
     """What is left of logits that are all finite, by row; and the masks for greedy rows say the same."""
     logits = torch.arange(len(rows) * width, dtype=torch.float32).view(len(rows), width)
     at = np.arange(len(rows))
-    picked = Picked(at, np.array(rows), made.rows.length[rows], made.rows)
+    picked = ProcessorRows(at, np.array(rows), made.rows.length[rows], made.rows)
     out = made.apply(logits.clone(), picked)
     assert not picked.errors
     left = out.isfinite()
@@ -150,7 +150,7 @@ def test_a_library_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.M
     monkeypatch.setattr("quire.features.structured.matcher.LLMatcher", fails)
     form = Form(regex="a{3}unlike any other")
     with pytest.raises(ValidationError, match="regex: the grammar library"):
-        checked(form)
+        check_constraint(form)
     with pytest.raises(Refused, match="the grammar library"):
         reader.matcher(form)
 
@@ -164,7 +164,7 @@ def asked(form: Form | None) -> Request:
 
 
 @contextmanager
-def held_up(compiler: Compiler) -> Iterator[None]:
+def held_up(compiler: GrammarCompiler) -> Iterator[None]:
     """Inside, what is asked for is not begun."""
     begun, go_on = threading.Semaphore(0), threading.Event()
 
@@ -192,7 +192,7 @@ def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
         assert not any(gate.ready(asked(form)) for form in forms)
         told = gate.extra(plan)
     assert told is not None
-    assert msgspec.msgpack.decode(told, type=Told).wanted == forms
+    assert msgspec.msgpack.decode(told, type=CompileRequests).wanted == forms
     assert gate.extra(plan) is None
     for form in forms:
         reader.compiler.ask(form).result()
@@ -243,9 +243,9 @@ def compiled(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
     return seen
 
 
-def pass_on(gate: GrammarGate, compiler: Compiler) -> None:
+def pass_on(gate: GrammarGate, compiler: GrammarCompiler) -> None:
     if (extra := gate.extra(StepPlan(1, [], [], []))) is not None:
-        obey(compiler, extra)
+        apply_compile_requests(compiler, extra)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -255,7 +255,7 @@ def test_nothing_is_compiled_for_those_who_gave_up(
     """(Who sent and aborted again and again filled the queue, and others waited behind it.)"""
     seen = compiled(reader, monkeypatch)
     gate = GrammarGate(reader.compiler, elsewhere=elsewhere)
-    other = Compiler(reader.compiler.vocabulary)  # the worker's, where it is elsewhere
+    other = GrammarCompiler(reader.compiler.vocabulary)  # the worker's, where it is elsewhere
     forms = [Form(regex=f"[a-z]{{{n},903}}-{elsewhere}") for n in range(1, 40)]
     with held_up(reader.compiler), held_up(other):
         waiting = [asked(form) for form in (*forms, forms[0], forms[1])]

@@ -17,7 +17,7 @@ from grammar_reader import Reader
 from schemas import CASES, INT, STR, obj
 
 from quire.errors import ValidationError
-from quire.features.structured.validate import checked
+from quire.features.structured.validate import check_constraint
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
@@ -36,7 +36,7 @@ def written(value: Any) -> list[str]:
 
 def refusal(schema: Any, backend: str = "guidance") -> str | None:
     try:
-        checked(StructuredOutputsParams(json=schema), backend)
+        check_constraint(StructuredOutputsParams(json=schema), backend)
     except ValidationError as error:
         return str(error).removeprefix("structured_outputs.json: ")
     return None

@@ -19,8 +19,8 @@ from engines import engine
 
 from quire.errors import ConfigError, ValidationError
 from quire.features.structured import validate
-from quire.features.structured.validate import checked
-from quire.frontend.request_manager import FrontRoom
+from quire.features.structured.validate import check_constraint
+from quire.frontend.request_manager import RequestManager
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -30,14 +30,14 @@ SHORTER = ("minLength", "maxLength")  # counts an escape as several characters, 
 
 def refusal(form: Form) -> str | None:
     try:
-        checked(form, "xgrammar")
+        check_constraint(form, "xgrammar")
     except ValidationError as error:
         return str(error)
     return None
 
 
 def admits(reader: Reader, form: Form, text: str) -> bool:
-    made = checked(form, "xgrammar")
+    made = check_constraint(form, "xgrammar")
     matcher = reader.matcher(made)
     tokens = reader.compiler.vocabulary.tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -116,10 +116,10 @@ def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
     for found in (True, False):
         monkeypatch.setattr(validate, "has_xgrammar", lambda found=found: found)
         if found:
-            assert checked(Form(json=names)).engine == "xgrammar"
-            assert checked(Form(json=INT)).engine == "guidance"
+            assert check_constraint(Form(json=names)).engine == "xgrammar"
+            assert check_constraint(Form(json=INT)).engine == "guidance"
     with pytest.raises(ValidationError, match="propertyNames"):
-        checked(Form(json=names))
+        check_constraint(Form(json=names))
 
 
 # -- on an engine ---------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_every_kind_is_kept(kinds: list[str]):
     config = {"structured_outputs_config": {"backend": "xgrammar"}}
     free = ("whitespace_pattern",)
     with engine("quire-tiny", max_num_seqs=16, **config) as one:
-        front = FrontRoom(one.client)
+        front = RequestManager(one.client)
         forms = [Form(**{k: v for k, v in plain(KINDS[kind][0]).items() if k not in free}) for kind in kinds]  # fmt: skip
         forms.append(Form(json=obj({"a": STR, "b": INT}, ["a", "b"], additionalProperties=False)))
         params = [SamplingParams(structured_outputs=form, max_tokens=60, seed=3) for form in forms]

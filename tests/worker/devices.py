@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.protocol.plan import Entered, StepPlan, Work
+from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.model_input import TokenSource
-from quire.worker.request_rows import Rows
-from quire.worker.sampling.sampler import SampleSink
+from quire.worker.model_input import TokenModelInput
+from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.sampler import Sampler
 from quire.worker.worker import Worker
 
 VOCAB = 211
@@ -53,8 +53,8 @@ class TinyModel(nn.Module):
 
 def make_worker(model: nn.Module | None = None, max_rows: int = 8, **sink) -> Worker:
     model = model or TinyModel()
-    rows = Rows(max_rows, LENGTH, 1, BLOCK)
-    return Worker(None, model, TokenSource(model), SampleSink(model, rows, **sink), [], rows)
+    rows = RequestRows(max_rows, LENGTH, 1, BLOCK)
+    return Worker(None, model, TokenModelInput(model), Sampler(model, rows, **sink), [], rows)
 
 
 def enter(
@@ -63,10 +63,10 @@ def enter(
     params: SamplingParams,
     num_prompt: int | None = None,
     computed: int = 0,
-) -> Entered:
+) -> EnteredRow:
     blocks = [[1 + row * 16 + i for i in range(LENGTH // BLOCK)]]
     prompt = len(tokens) if num_prompt is None else num_prompt
-    return Entered(row, f"r{row}", tokens, prompt, computed, blocks, params)
+    return EnteredRow(row, f"r{row}", tokens, prompt, computed, blocks, params)
 
 
 class Driver:
@@ -76,7 +76,7 @@ class Driver:
         self.worker, self.step = worker, 0
         self.left: list[int] = []
 
-    def __call__(self, work: list[Work], entered: list[Entered] = ()):
+    def __call__(self, work: list[WorkItem], entered: list[EnteredRow] = ()):
         self.step += 1
         left, self.left = self.left, []
         return self.worker.run(StepPlan(self.step, list(entered), work, left)).result()
@@ -86,7 +86,7 @@ def generate(worker: Worker, prompts: dict[int, tuple[list[int], SamplingParams]
     """Texts by row, of rows that run together from start to end."""
     drive = Driver(worker)
     entered = [enter(row, tokens, params) for row, (tokens, params) in prompts.items()]
-    work = [Work(row, len(tokens)) for row, (tokens, _) in prompts.items()]
+    work = [WorkItem(row, len(tokens)) for row, (tokens, _) in prompts.items()]
     texts: dict[int, list[int]] = {row: [] for row in prompts}
     results = []
     for index in range(count):
@@ -94,7 +94,7 @@ def generate(worker: Worker, prompts: dict[int, tuple[list[int], SamplingParams]
         results.append(result)
         for row, tokens in zip(prompts, result.tokens, strict=True):
             texts[row] += tokens
-        work = [Work(row, 1) for row in prompts]
+        work = [WorkItem(row, 1) for row in prompts]
     drive.left = list(prompts)
     drive([])
     return texts, results

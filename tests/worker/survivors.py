@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.worker.sampling.top_k_top_p import SCALE, Limits
+from quire.worker.sampling.top_k_top_p import SCALE, SamplingLimits
 
 
 def survivors(values: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -31,14 +31,14 @@ def survivors(values: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.
     return alive
 
 
-def all_survivors(scaled_SV: torch.Tensor, limits: Limits) -> torch.Tensor:
+def all_survivors(scaled_SV: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
     """bool [S, V]."""
     rows = zip(scaled_SV.numpy(), limits.top_k, limits.top_p, limits.min_p, strict=True)
     found = [survivors(values, int(k), float(p), float(m)) for values, k, p, m in rows]
     return torch.from_numpy(np.stack(found))
 
 
-def tied_logits(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits]:
+def tied_logits(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, SamplingLimits]:
     """Logits of a few distinct bf16 values, some -inf, some zeros of either sign; and limits of every kind."""
     dice, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     spread = [0.0, 0.02, 0.4, 1.5, 6.0][seed % 5]
@@ -48,7 +48,7 @@ def tied_logits(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, Limits
     scaled_SV = torch.where(torch.rand(count, vocab, generator=made) < 0.1, -0.0, scaled_SV)
     if seed % 3 == 0:
         scaled_SV[:, 1 if vocab > 1 else vocab :: 3] = -torch.inf
-    limits = Limits(
+    limits = SamplingLimits(
         dice.choice([0, 1, 1, 2, 7, 40, 300, 2500], count),
         dice.choice([1.0, 0.9, 0.5, 0.999, 1e-6, 0.0], count),
         dice.choice([0, 0, 0.05, 0.6, 1.0], count),

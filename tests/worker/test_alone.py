@@ -8,9 +8,9 @@ import pytest
 import torch
 from devices import LENGTH, VOCAB, Driver, TinyModel, enter, generate, make_worker
 
-from quire.protocol.plan import Work
+from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.sampling.top_k_top_p import Limits, draw_limited
+from quire.worker.sampling.top_k_top_p import SamplingLimits, draw_top_k_top_p
 
 COUNT = 7
 WISHES = [
@@ -81,7 +81,7 @@ class Mates:
             request, computed = self.seated[row]
             left = len(self.texts[request]) - computed
             count = self.dice.randint(1, left)
-            work.append(Work(row, count, samples=count == left))
+            work.append(WorkItem(row, count, samples=count == left))
             self.seated[row] = request, computed + count
         result = self.drive(work, entered)
         assert not result.errors
@@ -148,16 +148,18 @@ def test_candidates_do_not_matter():
     scaled_SV[6:] = (scaled_SV[6:] * 8).round() / 8  # with ties
     keys_2S = torch.randint(-(2**31), 2**31, (2, count), generator=made).to(torch.int32)
     for top_k, top_p, min_p in [(0, 0.9, 0), (0, 0.3, 0.01), (50, 0.9, 0), (0, 1.0, 0.2), (2000, 0.99, 0)]:  # fmt: skip
-        limits = Limits(*(torch.full((count,), value).numpy() for value in (top_k, top_p, min_p)))
-        together = draw_limited(scaled_SV, limits, keys_2S)
+        limits = SamplingLimits(
+            *(torch.full((count,), value).numpy() for value in (top_k, top_p, min_p))
+        )
+        together = draw_top_k_top_p(scaled_SV, limits, keys_2S)
         for row in range(count):
             here = torch.arange(row, row + 1)
-            alone = draw_limited(scaled_SV[here], limits[here.numpy()], keys_2S[:, here])
+            alone = draw_top_k_top_p(scaled_SV[here], limits[here.numpy()], keys_2S[:, here])
             assert alone == together[row]
 
 
 def test_the_longest_text_has_a_place():
     params = SamplingParams(temperature=0.0, seed=0)
     drive = Driver(make_worker())
-    result = drive([Work(0, LENGTH)], [enter(0, [1] * LENGTH, params)])
+    result = drive([WorkItem(0, LENGTH)], [enter(0, [1] * LENGTH, params)])
     assert len(result.tokens[0]) == 1

@@ -14,7 +14,7 @@ from devices import Driver, Executed, TinyModel, enter, follow, generate, make_w
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
 from quire.executor.inline import InlineExecutor
 from quire.executor.process import ProcessExecutor
-from quire.protocol.plan import StepPlan, Work
+from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
@@ -90,8 +90,8 @@ def test_both_give_the_same(shared):
 
 
 def test_several_steps_in_flight(shared):
-    plans = [StepPlan(1, [enter(0, [5, 6], GREEDY)], [Work(0, 2)], [])]
-    plans += [StepPlan(step, [], [Work(0, 1)], []) for step in range(2, 9)]
+    plans = [StepPlan(1, [enter(0, [5, 6], GREEDY)], [WorkItem(0, 2)], [])]
+    plans += [StepPlan(step, [], [WorkItem(0, 1)], []) for step in range(2, 9)]
     expected = [InlineExecutor(worker).launch(plan).result() for worker in [make_worker()] for plan in plans]  # fmt: skip
     pending = [shared.launch(plan) for plan in plans]
     assert shared.call("ping") == [True]
@@ -109,18 +109,18 @@ def test_neither_waits_for_the_other_to_read(shared):
 
 
 def _ask(name, *args):
-    from quire.executor.messages import Ask
+    from quire.executor.messages import CallWorker
 
-    return Ask(name, list(args))
+    return CallWorker(name, list(args))
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
 def test_a_failed_step_is_no_more_than_that(kind, request):
     executor = InlineExecutor(tiny(b"")) if kind == "inline" else request.getfixturevalue("shared")
     drive = Driver(Executed(executor))
-    drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
+    drive([WorkItem(0, 2)], [enter(0, [5, 6], GREEDY)])
     executor.call("fail_next", True)
-    pending = executor.launch(StepPlan(9, [enter(1, [5, 6], GREEDY)], [Work(1, 2)], []))
+    pending = executor.launch(StepPlan(9, [enter(1, [5, 6], GREEDY)], [WorkItem(1, 2)], []))
     executor.call("fail_next", False)
     with pytest.raises(StepFailed, match="ValueError: the toy fails") as failure:
         pending.result()
@@ -128,7 +128,7 @@ def test_a_failed_step_is_no_more_than_that(kind, request):
     if kind == "process":
         assert "in forward" in failure.value.__notes__[0]
     drive.left = [1]
-    assert drive([Work(0, 1)]).tokens == [follow(TinyModel(), [5, 6], 2)[1:]]
+    assert drive([WorkItem(0, 1)]).tokens == [follow(TinyModel(), [5, 6], 2)[1:]]
     drive.left = [0]
     drive([])
 
@@ -175,14 +175,14 @@ def test_a_plan_that_contradicts_itself_ends_the_worker(process):
 
 
 def test_a_killed_worker_is_noticed(process):
-    step = process.launch(StepPlan(1, [enter(0, [5, 6], GREEDY)], [Work(0, 2)], []))
+    step = process.launch(StepPlan(1, [enter(0, [5, 6], GREEDY)], [WorkItem(0, 2)], []))
     assert len(step.result().tokens) == 1
     os.kill(process.process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"ended by SIGKILL.*memory"):
-        process.launch(StepPlan(2, [], [Work(0, 1)], [])).result()
+        process.launch(StepPlan(2, [], [WorkItem(0, 1)], [])).result()
     with pytest.raises(EngineDeadError, match="SIGKILL"):
-        process.launch(StepPlan(3, [], [Work(0, 1)], []))
+        process.launch(StepPlan(3, [], [WorkItem(0, 1)], []))
     assert time.monotonic() - began < 30
 
 

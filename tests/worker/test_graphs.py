@@ -14,7 +14,7 @@ from models.harness import make_batch
 from torch import Tensor
 
 from quire.forward_context import ForwardBatch, current_batch, forward_context
-from quire.worker.graphs import GraphSource, Pace, default_sizes
+from quire.worker.graphs import CaptureBudget, GraphModelInput, default_sizes
 
 BLOCKS, LENGTH = 6, 96
 
@@ -74,12 +74,14 @@ def a_batch(rng: random.Random, counts: list[int]) -> ForwardBatch:
 
 
 def source(
-    recorder: Recorder, sizes=(1, 2, 4), pace: Pace | None = None, tokens=(1,)
-) -> GraphSource:
-    return GraphSource(Sum(), recorder, sizes, BLOCKS, LENGTH, tokens, pace or Pace(share=1.0))
+    recorder: Recorder, sizes=(1, 2, 4), pace: CaptureBudget | None = None, tokens=(1,)
+) -> GraphModelInput:
+    return GraphModelInput(
+        Sum(), recorder, sizes, BLOCKS, LENGTH, tokens, pace or CaptureBudget(share=1.0)
+    )
 
 
-def run(source: GraphSource, batch: ForwardBatch) -> Tensor:
+def run(source: GraphModelInput, batch: ForwardBatch) -> Tensor:
     with forward_context(batch):
         return source.forward(batch).clone()
 
@@ -134,7 +136,7 @@ def test_all_sizes_share_their_memory() -> None:
 def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
     """Until it is a size's turn, a larger one serves, or none."""
     rng, recorder, clock = random.Random(5), Recorder(), Clock()
-    pace = Pace(share=0.25, clock=clock)
+    pace = CaptureBudget(share=0.25, clock=clock)
     graphs = source(recorder, pace=pace)
     run(graphs, a_batch(rng, [1] * 4))
     clock.now = 10.0

@@ -9,17 +9,17 @@ from worker.survivors import all_survivors, tied_logits
 
 from quire.worker.sampling import top_k_top_p as module
 from quire.worker.sampling.gumbel import draw, keys, seed_words
-from quire.worker.sampling.top_k_top_p import Limits, cutoff, draw_limited
+from quire.worker.sampling.top_k_top_p import SamplingLimits, cutoff, draw_top_k_top_p
 
 
-def hold(scaled_SV: torch.Tensor, limits: Limits, seed: int) -> None:
+def hold(scaled_SV: torch.Tensor, limits: SamplingLimits, seed: int) -> None:
     """The cutoff and the draw are those of the definition."""
     survive = all_survivors(scaled_SV, limits)
     kept_SV = scaled_SV.masked_fill(~survive, -torch.inf)
     assert torch.equal(cutoff(scaled_SV, limits).masked_(scaled_SV.clone()), kept_SV)
     count = len(scaled_SV)
     keys_2S = torch.from_numpy(keys(seed_words([seed] * count), np.arange(count)))
-    assert torch.equal(draw_limited(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
+    assert torch.equal(draw_top_k_top_p(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -34,7 +34,7 @@ def test_survivors(seed: int) -> None:
             scaled_SV = (scaled_SV * 4).round() / 4
         if trial % 4 == 0:
             scaled_SV[:, ::3] = -torch.inf
-        limits = Limits(
+        limits = SamplingLimits(
             dice.choice([0, 0, 1, 7, 100, 2500], count),
             dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6], count),
             dice.choice([0, 0, 0.01, 0.5, 1.0], count),
@@ -51,7 +51,7 @@ def test_survivors_of_tied_logits(vocab: int) -> None:
 def test_ties_go_to_the_lower_id() -> None:
     """Exactly k survive; top-p keeps the smallest prefix; min-p keeps all tokens of one logit."""
     scaled_SV = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0, 1.0, 3.0]]).repeat(7, 1)
-    limits = Limits(
+    limits = SamplingLimits(
         np.array([1, 3, 5, 0, 0, 0, 3]),
         np.array([1, 1, 1, 1e-6, 0.5, 1, 0.7]),
         np.array([0, 0, 0, 0, 0, 1.0, 0.5]),
@@ -68,7 +68,7 @@ def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
     scaled_SV = torch.full((1, vocab), -torch.inf)
     scaled_SV[0, [2, 0, 1]] = torch.tensor([0.0, -0.6931472, -0.6931472])
     assert scaled_SV[0, 0].exp() == 0.5
-    limits = Limits(np.array([0]), np.array([0.5]), np.array([0.0]))
+    limits = SamplingLimits(np.array([0]), np.array([0.5]), np.array([0.0]))
     cut = cutoff(scaled_SV, limits)
     assert (float(cut.logits_S), int(cut.ids_S)) == (0.0, 2)
 
@@ -85,17 +85,19 @@ def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
     monkeypatch.setattr(module, "cutoff", None)
     scaled_SV = torch.randn(3, 5_000, generator=torch.Generator().manual_seed(0))
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3]), np.arange(3)))
-    limits = Limits(np.array([5, 20, 1]), np.array([0.9, 1.0, 0.5]), np.array([0.0, 0.1, 0.0]))
-    draw_limited(scaled_SV, limits, keys_2S)
+    limits = SamplingLimits(
+        np.array([5, 20, 1]), np.array([0.9, 1.0, 0.5]), np.array([0.0, 0.1, 0.0])
+    )
+    draw_top_k_top_p(scaled_SV, limits, keys_2S)
     assert looked == [20 + module.SPARE]
 
 
 def test_rows_that_are_no_numbers_harm_nobody() -> None:
     scaled_SV = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(0)) / 10
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3, 4]), np.arange(4)))
-    limits = Limits(np.zeros(4, np.int64), np.full(4, 0.9), np.zeros(4))
-    expected = draw_limited(scaled_SV, limits, keys_2S)
+    limits = SamplingLimits(np.zeros(4, np.int64), np.full(4, 0.9), np.zeros(4))
+    expected = draw_top_k_top_p(scaled_SV, limits, keys_2S)
     for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
         scaled_SV[row, 17] = value
         scaled_SV[row, 40:] = value
-    assert draw_limited(scaled_SV, limits, keys_2S)[0] == expected[0]
+    assert draw_top_k_top_p(scaled_SV, limits, keys_2S)[0] == expected[0]

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from quire.protocol.plan import Entered, StepPlan, Work
+from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.page_prefault import PagesAhead
+from quire.worker.page_prefault import KVPagePrefaulter
 
 BLOCKS, EACH = 1000, 64 << 10  # 62 MiB
 
@@ -47,12 +47,12 @@ def until(tensor: torch.Tensor, block: int) -> None:
 
 def plan(*blocks: int, more: int = 0) -> StepPlan:
     params = SamplingParams(max_tokens=1)
-    entered = [Entered(0, "a", [1], 1, 0, [list(blocks)], params)] if blocks else []
-    return StepPlan(1, entered, [Work(0, 1, [[more]] if more else [])], [])
+    entered = [EnteredRow(0, "a", [1], 1, 0, [list(blocks)], params)] if blocks else []
+    return StepPlan(1, entered, [WorkItem(0, 1, [[more]] if more else [])], [])
 
 
-def begun(tensor: torch.Tensor, step: int) -> PagesAhead:
-    hook = PagesAhead(BLOCKS, step)
+def begun(tensor: torch.Tensor, step: int) -> KVPagePrefaulter:
+    hook = KVPagePrefaulter(BLOCKS, step)
     hook.begin([(tensor,)])
     return hook
 
@@ -85,7 +85,7 @@ def test_what_was_written_stays():
 
 
 def test_without_a_cache_it_does_nothing():
-    hook = PagesAhead(1, 8)
+    hook = KVPagePrefaulter(1, 8)
     hook.begin([])
     hook.before(plan(0, 1))
 

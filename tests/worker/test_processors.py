@@ -10,7 +10,7 @@ import torch
 from devices import VOCAB, Driver, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import ConfigError
-from quire.protocol.plan import Work
+from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.load_processors import load_processors
 from quire.worker.sampling.logits_processors import Processor
@@ -101,17 +101,22 @@ def test_failures_of_a_processor_of_ours():
         enter(2, [5], wish(force="nonsense")),
         enter(3, [5], wish(force=9)),
     ]
-    result = drive([Work(row, 1) for row in range(4)], entered)
+    result = drive([WorkItem(row, 1) for row in range(4)], entered)
     assert result.errors == {1: "told", 2: "Force: force must be a token id"}
     assert (result.tokens[0], result.tokens[3]) == (well[:1], [9])
     drive.left = [1, 2]
-    result = drive([Work(0, 1), Work(3, 1), Work(1, 1)], [enter(1, [5], wish(force="raise"))])
+    result = drive(
+        [WorkItem(0, 1), WorkItem(3, 1), WorkItem(1, 1)], [enter(1, [5], wish(force="raise"))]
+    )
     # all that use it fail in this step, and nobody else
     message = "logits processor Force failed: RuntimeError: as was asked"
     assert result.errors == {1: message, 2: message}
     assert result.tokens[0] == well[1:2]
     drive.left = [1, 3]
-    assert drive([Work(0, 1), Work(1, 1)], [enter(1, [5], wish(force=8))]).tokens == [well[2:], [8]]
+    assert drive([WorkItem(0, 1), WorkItem(1, 1)], [enter(1, [5], wish(force=8))]).tokens == [
+        well[2:],
+        [8],
+    ]
 
 
 # -- the shape that vLLM users know -------------------------------------------------------------
@@ -176,7 +181,7 @@ def test_a_processor_of_vllms_shape_through_comings_and_goings():
                 seated[row] = [start, len(outputs), len(outputs) + 2]
         working = [row for row in seated if dice.random() < 0.8]
         dice.shuffle(working)
-        result = drive([Work(row, seated[row][2]) for row in working], entered)
+        result = drive([WorkItem(row, seated[row][2]) for row in working], entered)
         assert not result.errors
         for row, tokens in zip(working, result.tokens, strict=True):
             start, outputs, _ = seated[row]
@@ -194,10 +199,12 @@ def test_a_processor_of_vllms_shape_beside_rows_that_it_leaves_alone():
     texts, _ = generate(worker, {0: ([5], wish()), 3: ([7, 1], wish(start=7))}, 3)
     assert texts == {0: follow(TinyModel(), [5], 3), 3: [7, 8, 9]}
     drive = Driver(worker)
-    result = drive([Work(0, 1), Work(1, 1)], [enter(0, [5], wish(start=-1)), enter(1, [5], wish())])
+    result = drive(
+        [WorkItem(0, 1), WorkItem(1, 1)], [enter(0, [5], wish(start=-1)), enter(1, [5], wish())]
+    )
     assert result.errors == {0: "Follow: start must be positive"}
     drive.left = [0]
-    result = drive([Work(1, 1), Work(2, 1)], [enter(2, [6], wish(**{"raise": 1}))])
+    result = drive([WorkItem(1, 1), WorkItem(2, 1)], [enter(2, [6], wish(**{"raise": 1}))])
     assert set(result.errors) == {0, 1}  # such a class sees all rows at once
     assert "Follow failed: KeyError: 'as was asked'" in result.errors[0]
     drive.left = [1, 2]

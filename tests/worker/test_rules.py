@@ -160,7 +160,7 @@ def test_prompt_logprobs(mode, chunks):
     """Of every prompt token but the first, whatever the chunks; no rule and no temperature touches them."""
     from devices import Driver, enter
 
-    from quire.protocol.plan import Work
+    from quire.protocol.plan import WorkItem
 
     prompt = PROMPTS[2]
     params = made({"prompt_logprobs": 2, "temperature": 0.5, "repetition_penalty": 1.9}, seed=1)
@@ -168,7 +168,7 @@ def test_prompt_logprobs(mode, chunks):
     positions, entered = [], [enter(3, prompt, params)]
     for index, chunk in enumerate(chunks):
         last = index == len(chunks) - 1
-        result = drive([Work(3, chunk, samples=last)], entered)
+        result = drive([WorkItem(3, chunk, samples=last)], entered)
         entered = []
         if (reported := result.prompt_logprobs.get(0)) is None:
             continue
@@ -185,7 +185,7 @@ def test_prompt_logprobs(mode, chunks):
             assert values == pytest.approx(scores[ids].tolist(), rel=1e-5, abs=1e-5)
             assert rank == 1 + int((scores > scores[prompt[at]]).sum())
     assert positions == list(range(1, len(prompt)))
-    assert drive([Work(3, 1)]).prompt_logprobs == {}
+    assert drive([WorkItem(3, 1)]).prompt_logprobs == {}
 
 
 def test_no_token_left_fails_its_row_alone():

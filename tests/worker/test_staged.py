@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import interpreted  # noqa: F401
 
-from quire.protocol.plan import Entered, StepPlan, Work
+from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.device_rows import TOKENS, StagedBatcher, StagedRows
-from quire.worker.input_batch import Batcher
-from quire.worker.request_rows import Rows
-from quire.worker.staging_buffer import LINE, Twin
+from quire.worker.device_rows import TOKENS, DeviceInputBatchBuilder, DeviceRows
+from quire.worker.input_batch import InputBatchBuilder
+from quire.worker.request_rows import RequestRows
+from quire.worker.staging_buffer import LINE, StagingBuffer
 
 ROWS, LENGTH, GROUPS, BLOCK = 4, 80, 2, 8
 
@@ -35,7 +35,7 @@ def plans(rng: random.Random, count: int):
                 tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 40))]
                 length[row], done[row] = len(tokens), 0
                 entered.append(
-                    Entered(
+                    EnteredRow(
                         row, f"{step}-{row}", tokens, len(tokens), 0, [[], []], SamplingParams()
                     )
                 )
@@ -49,15 +49,15 @@ def plans(rng: random.Random, count: int):
             new = [[rng.randint(1, 99) for _ in range(need - have)] for _ in range(GROUPS)]
             done[row] += n
             length[row] += done[row] == length[row]
-            work.append(Work(row, n, new if need > have else []))
+            work.append(WorkItem(row, n, new if need > have else []))
         if work or entered or left:
             yield StepPlan(step, entered, work, left)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_are_those_of_plain_rows(seed: int) -> None:
-    made = [kind(ROWS, LENGTH, GROUPS, BLOCK) for kind in (Rows, StagedRows)]
-    batchers = [Batcher(made[0]), StagedBatcher(made[1])]
+    made = [kind(ROWS, LENGTH, GROUPS, BLOCK) for kind in (RequestRows, DeviceRows)]
+    batchers = [InputBatchBuilder(made[0]), DeviceInputBatchBuilder(made[1])]
     seen = 0
     for plan in plans(random.Random(seed), 25):
         for rows in made:
@@ -84,8 +84,8 @@ def test_batches_are_those_of_plain_rows(seed: int) -> None:
 
 def test_what_is_written_last_stays() -> None:
     """A prompt outside the vocabulary is replaced by zeros before anything is computed of it."""
-    rows = StagedRows(ROWS, LENGTH, 1, BLOCK)
-    rows.enter(Entered(1, "a", [7, 8, 9], 3, 0, [[5]], SamplingParams()))
+    rows = DeviceRows(ROWS, LENGTH, 1, BLOCK)
+    rows.enter(EnteredRow(1, "a", [7, 8, 9], 3, 0, [[5]], SamplingParams()))
     rows.put(1, 0, [0, 0, 0])
     assert rows.pieces[TOKENS] == [(1, 0, [0, 0, 0])], "pieces of one flush are written in no order"
     rows.put(1, 3, [4])
@@ -96,7 +96,7 @@ def test_what_is_written_last_stays() -> None:
 
 
 def test_a_twin_uses_its_host_sides_in_turn() -> None:
-    twin = Twin(12, "cpu", copies=2)
+    twin = StagingBuffer(12, "cpu", copies=2)
     found = []
     for step in range(3):
         twin.begin()
@@ -112,7 +112,7 @@ def test_a_twin_uses_its_host_sides_in_turn() -> None:
 
 @pytest.mark.device
 def test_on_a_device_a_copy_is_not_overtaken() -> None:
-    twin = Twin(1 << 20, "cuda", copies=2)
+    twin = StagingBuffer(1 << 20, "cuda", copies=2)
     kept = []
     for step in range(20):
         twin.begin()

@@ -14,19 +14,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
-from quire.frontend.request_manager import FrontRoom
-from quire.protocol.sampling_params import SamplingParams, Thoughts
+from quire.frontend.request_manager import RequestManager
+from quire.protocol.sampling_params import SamplingParams, ThinkingMarkers
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
-from quire.worker.sampling.thinking_budget import Thinking
+from quire.worker.sampling.thinking_budget import ThinkingState
 
 OPEN, A, B, C = 90, 91, 92, 93  # a mark that opens, and the three tokens of the one that ends
-ONE = Thoughts(3, [[OPEN]], [[A]], opened=False, again=False)
-LONG = Thoughts(3, [[OPEN]], [[A, B, C]], opened=True, again=False)
+ONE = ThinkingMarkers(3, [[OPEN]], [[A]], opened=False, again=False)
+LONG = ThinkingMarkers(3, [[OPEN]], [[A, B, C]], opened=True, again=False)
 
 
-def said(marks: Thoughts, wishes: list[int], piece: int = 1) -> list[int]:
+def said(marks: ThinkingMarkers, wishes: list[int], piece: int = 1) -> list[int]:
     """What comes out if the model wishes for these tokens, and its output is read `piece` tokens at a time."""
-    one, out = Thinking(marks, 0), []
+    one, out = ThinkingState(marks, 0), []
     for wish in wishes:
         if len(out) - one.read >= piece or len(out) >= marks.budget:
             one.take(out[one.read :])
@@ -40,7 +40,7 @@ def test_thoughts_end_when_the_budget_is_spent():
     assert said(ONE, wishes) == [1, OPEN, 2, 3, 4, A, 6, 7]
     assert said(ONE, [1, OPEN, 2, A, 4, 5, 6, 7]) == [1, OPEN, 2, A, 4, 5, 6, 7]
     assert said(ONE, [1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4, 5, 6]
-    none = Thoughts(0, [[OPEN]], [[A]], opened=True, again=False)
+    none = ThinkingMarkers(0, [[OPEN]], [[A]], opened=True, again=False)
     assert said(none, [1, 2, 3]) == [A, 2, 3]
 
 
@@ -53,7 +53,7 @@ def test_a_mark_of_several_tokens_is_not_begun_twice():
 
 
 def test_thoughts_that_come_again_share_the_budget():
-    again = Thoughts(3, [[OPEN]], [[A]], opened=True, again=True)
+    again = ThinkingMarkers(3, [[OPEN]], [[A]], opened=True, again=True)
     assert said(again, [1, 2, A, 7, OPEN, 4, 5]) == [1, 2, A, 7, OPEN, A, 5]
     assert said(ONE, [OPEN, A, 7, OPEN, 4, 5, 6, 7]) == [OPEN, A, 7, OPEN, 4, 5, 6, 7]
 
@@ -76,7 +76,7 @@ PARROT = Form(regex="[a-z ]{3,9}!")
 
 
 def answers(one: Engine, asked: list[tuple[str, SamplingParams]]) -> list[list[int]]:
-    front = FrontRoom(one.client)
+    front = RequestManager(one.client)
     children = [front.accept(text, params, id="x").children[0] for text, params in asked]
     return one.tokens([c.tokens for c in children], [c.params for c in children])
 
@@ -95,7 +95,7 @@ def test_no_setting_changes_where_thoughts_end():
     expected: list[list[int]] = []
     for setting, more in SETTINGS.items():
         with engine("quire-tiny", max_num_seqs=16, **more) as one:
-            end = FrontRoom(one.client).need_tokenizer().encode("</think>", False)
+            end = RequestManager(one.client).need_tokenizer().encode("</think>", False)
             found = answers(one, crowd())
             expected = expected or found
             assert found == expected, setting
@@ -116,11 +116,11 @@ def test_a_grammar_begins_when_thoughts_have_ended():
     with engine("quire-tiny") as one:
         params = SamplingParams(thinking_token_budget=4, max_tokens=40, seed=3, structured_outputs=Form(structural_tag=whole))  # fmt: skip
         (tokens,) = answers(one, [(THINKING, params)])
-        tokenizer = FrontRoom(one.client).need_tokenizer()
+        tokenizer = RequestManager(one.client).need_tokenizer()
         end = tokenizer.encode("</think>", False)[0]
         assert tokens.index(end) == 4
         assert re.fullmatch(PARROT.regex or "", tokenizer.decode(tokens[5:-1]))
-        front = FrontRoom(one.client)
+        front = RequestManager(one.client)
         front.inputs.reasoning = lambda: None
         with pytest.raises(ValidationError, match="marks of thoughts are known"):
             front.accept("a", params, id="x")

@@ -8,7 +8,7 @@ from devices import BLOCK, Driver, TinyModel, enter, follow, generate, make_work
 
 from quire.errors import StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, current_batch
-from quire.protocol.plan import StepPlan, Work
+from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.hooks import Hook
 
@@ -27,13 +27,15 @@ def test_chunks_do_not_matter():
     prompt = list(range(30, 47))
     drive = Driver(worker)
     entered = [enter(2, prompt, GREEDY)]
-    assert drive([Work(2, 5, samples=False)], entered).tokens == [[]]
-    assert drive([Work(2, 11, samples=False)]).tokens == [[]]
-    assert drive([Work(2, 1)]).tokens == [follow(worker.model, prompt, 1)]
+    assert drive([WorkItem(2, 5, samples=False)], entered).tokens == [[]]
+    assert drive([WorkItem(2, 11, samples=False)]).tokens == [[]]
+    assert drive([WorkItem(2, 1)]).tokens == [follow(worker.model, prompt, 1)]
     # and one that resumes with output and a cached prefix
     text = follow(worker.model, prompt, 4)
     drive.left = [2]
-    assert drive([Work(2, 5)], [enter(2, prompt + text[:3], GREEDY, 17, 15)]).tokens == [text[3:]]
+    assert drive([WorkItem(2, 5)], [enter(2, prompt + text[:3], GREEDY, 17, 15)]).tokens == [
+        text[3:]
+    ]
 
 
 class Watch(Hook):
@@ -65,11 +67,11 @@ def test_the_batch_says_where_everything_is():
     seen = batches_of(worker)
     drive = Driver(worker)
     result = drive(
-        [Work(1, 6, samples=False), Work(4, 3)],
+        [WorkItem(1, 6, samples=False), WorkItem(4, 3)],
         [enter(1, list(range(10, 20)), GREEDY), enter(4, [1, 2, 3], GREEDY)],
     )
     assert result.extras == {"watch": b"seen 1"}
-    drive([Work(4, 1), Work(1, 4)])
+    drive([WorkItem(4, 1), WorkItem(1, 4)])
     assert [known for _, known in seen] == [True, True]
     batch = seen[1][0]
     drawn = result.tokens[1][0]
@@ -98,8 +100,8 @@ def test_blocks_are_added_as_the_plan_brings_them():
     drive = Driver(worker)
     entered = enter(0, [1, 2, 3, 4], GREEDY)
     entered.blocks = [[7]]
-    drive([Work(0, 4)], [entered])
-    drive([Work(0, 1, [[9]])])
+    drive([WorkItem(0, 4)], [entered])
+    drive([WorkItem(0, 1, [[9]])])
     batch = seen[1][0]
     assert batch.block_tables[0].tolist() == [[7, 9]]
     assert batch.slots[0].tolist() == [9 * BLOCK]
@@ -119,14 +121,14 @@ def test_nan_fails_its_row_alone():
     well = {row: ([3, 4], params[row // 2]) for row in range(8)}
     expected, _ = generate(make_worker(), well, 1)
     drive = Driver(worker)
-    result = drive([Work(row, 2) for row in sick], [enter(row, *sick[row]) for row in sick])
+    result = drive([WorkItem(row, 2) for row in sick], [enter(row, *sick[row]) for row in sick])
     assert sorted(result.errors) == [0, 2, 4, 6]
     assert "NaN" in result.errors[0]
     assert [result.tokens[row] for row in (1, 3, 5, 7)] == [expected[row] for row in (1, 3, 5, 7)]
     # the greedy path has its own check
     worker = make_worker(model)
     result = Driver(worker)(
-        [Work(0, 1), Work(1, 1)], [enter(0, [17], GREEDY), enter(1, [4], GREEDY)]
+        [WorkItem(0, 1), WorkItem(1, 1)], [enter(0, [17], GREEDY), enter(1, [4], GREEDY)]
     )
     assert list(result.errors) == [0]
 
@@ -134,13 +136,13 @@ def test_nan_fails_its_row_alone():
 def test_a_failing_pass_fails_its_step_alone():
     worker = make_worker()
     drive = Driver(worker)
-    drive([Work(0, 2)], [enter(0, [5, 6], GREEDY)])
+    drive([WorkItem(0, 2)], [enter(0, [5, 6], GREEDY)])
     worker.model.fail = True
     with pytest.raises(StepFailed, match="ValueError: the toy fails"):
-        drive([Work(1, 2)], [enter(1, [5, 6], GREEDY)])
+        drive([WorkItem(1, 2)], [enter(1, [5, 6], GREEDY)])
     worker.model.fail = False
     drive.left = [1]
-    assert drive([Work(0, 1)]).tokens == [follow(worker.model, [5, 6], 2)[1:]]
+    assert drive([WorkItem(0, 1)]).tokens == [follow(worker.model, [5, 6], 2)[1:]]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_a_failing_pass_fails_its_step_alone():
         (StepPlan(1, [], [], [0]), "nobody sits there"),
         (StepPlan(1, [enter(0, [1], GREEDY), enter(0, [1], GREEDY)], [], []), "is taken"),
         (StepPlan(1, [enter(0, [1] * 65, GREEDY)], [], []), "holds 64"),
-        (StepPlan(1, [enter(0, [1], GREEDY)], [Work(0, 2)], []), "lacks the tokens"),
+        (StepPlan(1, [enter(0, [1], GREEDY)], [WorkItem(0, 2)], []), "lacks the tokens"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(plan, message):
@@ -162,7 +164,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_row_alone():
     drive = Driver(worker)
     wrong = SamplingParams(temperature=0.0, logit_bias={211: 1.0}, seed=0)
     result = drive(
-        [Work(0, 1), Work(1, 2), Work(2, 1), Work(3, 2), Work(4, 2)],
+        [WorkItem(0, 1), WorkItem(1, 2), WorkItem(2, 1), WorkItem(3, 2), WorkItem(4, 2)],
         [
             enter(0, [5], GREEDY),
             enter(1, [5, 211], GREEDY),
@@ -182,10 +184,10 @@ def test_models_that_keep_rows_are_told_of_changes():
     told = []
     model.per_request, model.forget = True, lambda rows: told.append(rows)
     drive = Driver(make_worker(model))
-    drive([Work(1, 1)], [enter(1, [5], GREEDY)])
-    drive([Work(1, 1)])
+    drive([WorkItem(1, 1)], [enter(1, [5], GREEDY)])
+    drive([WorkItem(1, 1)])
     drive.left = [1]
-    drive([Work(2, 1)], [enter(2, [5], GREEDY)])
+    drive([WorkItem(2, 1)], [enter(2, [5], GREEDY)])
     assert told == [[1], [1, 2]]
 
 
@@ -218,7 +220,7 @@ def test_a_number_of_any_size_hurts_nobody_else():
     odd = SamplingParams(temperature=1.0, seed=1)
     odd.top_k = 1 << 63
     entered = [enter(1, [4, 5], odd), enter(2, [6, 7], GREEDY)]
-    result = Driver(worker)([Work(1, 2), Work(2, 2)], entered)
+    result = Driver(worker)([WorkItem(1, 2), WorkItem(2, 2)], entered)
     assert result.tokens[1] == follow(worker.model, [6, 7], 1)
     assert set(result.errors) <= {0}
 
@@ -227,6 +229,6 @@ def test_parameters_that_cannot_be_used_fail_their_request(monkeypatch):
     worker = make_worker()
     monkeypatch.setattr(worker.sink.pipeline, "enter", lambda new: 1 / 0 if new.row == 1 else None)
     entered = [enter(1, [4, 5], GREEDY), enter(2, [6, 7], GREEDY)]
-    result = Driver(worker)([Work(1, 2), Work(2, 2)], entered)
+    result = Driver(worker)([WorkItem(1, 2), WorkItem(2, 2)], entered)
     assert "cannot be used" in result.errors[0]
     assert result.tokens[1] == follow(worker.model, [6, 7], 1)

@@ -2,12 +2,11 @@
 
     caller   generate() ---------------- take() --> RequestOutput
                  |                          ^
-    loop     FrontRoom.submit   FrontRoom.take_in
+    loop     RequestManager.send     RequestManager.process_outputs
                  |                          ^
     thread       `---> client ----- outputs()
 
-One thread waits for the engine and hands what came to the loop; all else happens in the loop, so nothing needs a
-lock. Knows a front room. Does not know HTTP.
+One thread waits for the engine's outputs and posts them to the loop. All else runs in the loop, without locks.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from typing import Any, Self
 
 from quire import env
 from quire.api.metrics import engine_stats
-from quire.api.stream import Stream
+from quire.api.stream import OutputStream
 from quire.api.unsupported import Later
 from quire.config.engine import EngineConfig
-from quire.engine import sleep as rest
-from quire.engine import sleep_client
+from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, Unsupported, ValidationError
-from quire.frontend.input_processor import Accepted
-from quire.frontend.output_processor import Collector
+from quire.frontend.input_processor import AcceptedRequest
+from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import read_prompt
-from quire.frontend.request_manager import FrontRoom
+from quire.frontend.request_manager import RequestManager
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
@@ -42,9 +40,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
-BREATH_S = (
-    0.01  # of sending one request to the engine, before other callbacks of the loop have their turn
-)
+BREATH_S = 0.01  # of sending one request, before other callbacks of the loop have their turn
 LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, which other streams would wait for
 
 
@@ -57,8 +53,8 @@ class AsyncLLM(Later):
     def __init__(self, client: EngineClient, config: EngineConfig | None = None):
         self.client = client
         self.config = config or client.resolved.asked
-        self.front = FrontRoom(client)
-        self._streams: dict[str, Stream] = {}
+        self.front = RequestManager(client)
+        self._streams: dict[str, OutputStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
         self._close = weakref.finalize(self, client.close)
@@ -158,14 +154,11 @@ class AsyncLLM(Later):
     async def open(
         self, prompt: Any, params: SamplingParams | None, request_id: str, heard: Callable[[], None],
         *, prompt_text: str | None = None, **options: Any,
-    ) -> Stream:  # fmt: skip
+    ) -> OutputStream:  # fmt: skip
         """A request as `generate` has it, without an iterator around it; it runs until it is closed.
 
         Args:
             heard: called in the loop when there may be something to take.
-
-        Raises:
-            as `generate`.
         """
         self._enter_loop()
         accepted = await self._accept(prompt, params, id=request_id, **options)
@@ -173,7 +166,7 @@ class AsyncLLM(Later):
             accepted.prompt = accepted.prompt or prompt_text
         self.check_alive()
         collector = self.front.register(accepted)
-        stream = self._streams[request_id] = Stream(self, collector, heard)
+        stream = self._streams[request_id] = OutputStream(self, collector, heard)
         try:
             await self._send(accepted, collector)
         except BaseException:
@@ -181,7 +174,7 @@ class AsyncLLM(Later):
             raise
         return stream
 
-    async def _send(self, accepted: Accepted, collector: Collector) -> None:
+    async def _send(self, accepted: AcceptedRequest, collector: OutputProcessor) -> None:
         """To the engine. Others go on meanwhile, for it takes time to encode many copies of a long request."""
         until = time.monotonic() + BREATH_S
         for child in accepted.children:
@@ -193,7 +186,7 @@ class AsyncLLM(Later):
                 until = time.monotonic() + BREATH_S
             self.front.send(collector, child)
 
-    def closed(self, stream: Stream) -> None:
+    def closed(self, stream: OutputStream) -> None:
         """Its reader has gone."""
         collector = stream.collector
         if self._streams.get(collector.id) is stream:
@@ -202,13 +195,17 @@ class AsyncLLM(Later):
             with suppress(EngineDeadError):
                 self.front.abort([collector.id])
 
-    async def _accept(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Accepted:
+    async def _accept(
+        self, prompt: Any, params: SamplingParams | None, **options: Any
+    ) -> AcceptedRequest:
         if not options["id"]:
             raise ValidationError("request_id must be a text of your own", parameter="request_id")
         given = read_prompt(prompt)
         takes_time = params is not None and params.structured_outputs is not None
         if takes_time or (given.tokens is None and len(given.text or "") > LONG_TEXT):
-            accepted: Accepted = await self.in_thread(self.front.accept, given, params, **options)
+            accepted: AcceptedRequest = await self.in_thread(
+                self.front.accept, given, params, **options
+            )
             return accepted
         return self.front.accept(given, params, **options)
 
@@ -218,7 +215,7 @@ class AsyncLLM(Later):
         for collector in self.front.abort(ids):
             self._tell(collector)
 
-    def _tell(self, collector: Collector) -> None:
+    def _tell(self, collector: OutputProcessor) -> None:
         if (stream := self._streams.get(collector.id)) is not None:
             stream.heard()
 
@@ -247,7 +244,7 @@ class AsyncLLM(Later):
 
     def _take_in(self, outputs: list[EngineOutput]) -> None:
         try:
-            for collector in self.front.take_in(outputs):
+            for collector in self.front.process_outputs(outputs):
                 self._tell(collector)
         except EngineDeadError as error:
             self._fail(error)
@@ -332,7 +329,7 @@ class AsyncLLM(Later):
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`."""
-        return not await self.call("wake_up", list(rest.checked_tags(tags)))
+        return not await self.call("wake_up", list(sleep.checked_tags(tags)))
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call("is_sleeping"))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.api.progress import Progress, progress
-from quire.frontend.beam_search import Search, entries_of, step_params
-from quire.frontend.input_processor import Accepted
+from quire.frontend.beam_search import BeamSearch, entries_of, step_params
+from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.logprobs import Position
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, error_of
 from quire.frontend.prompts import Prompt
@@ -49,9 +49,9 @@ def _together(
     searches = []
     for prompt in prompts:
         tokens = inputs.accept(prompt, step, id="beam", inner=True).tokens
-        searches.append(Search(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
+        searches.append(BeamSearch(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
     for _ in range(params.max_tokens):
-        asked: list[Accepted] = []
+        asked: list[AcceptedRequest] = []
         for one, salt in zip(searches, salts, strict=True):
             for beam in one.beams:
                 prompt = Prompt(tokens=beam.tokens, salt=salt)
@@ -74,7 +74,7 @@ def _entries(answer: RequestOutput) -> Position:
     return entries_of(answer)
 
 
-def _result(llm: LLM, one: Search, params: BeamSearchParams) -> BeamSearchOutput:
+def _result(llm: LLM, one: BeamSearch, params: BeamSearchParams) -> BeamSearchOutput:
     chosen = one.best()
     if llm.tokenizer is not None:
         for beam in chosen:

@@ -14,21 +14,20 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from quire.api import beam
-from quire.api.metrics import Metric, Watch
+from quire.api.metrics import Metric, MetricsWatch
 from quire.api.progress import Progress, progress
-from quire.api.prompt_batch import Options, Params, accept_all, refuse_media_and_lora
+from quire.api.prompt_batch import BatchOptions, Params, accept_all, refuse_media_and_lora
 from quire.api.unsupported import Later
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
-from quire.engine import sleep as rest
-from quire.engine import sleep_client
+from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, Unsupported, ValidationError
 from quire.frontend.chat import ChatOptions, conversations
-from quire.frontend.input_processor import Accepted
+from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.prompts import Prompt, read_prompts
-from quire.frontend.request_manager import FrontRoom
+from quire.frontend.request_manager import RequestManager
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import configure, get_logger
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
@@ -87,9 +86,9 @@ class LLM(Later):
     def _attach(self, client: EngineClient) -> None:
         self.client = client
         self.config = client.resolved.asked
-        self.front = FrontRoom(client)
+        self.front = RequestManager(client)
         self.front.logs_requests = self.config.observe.enable_log_requests
-        self.watch = Watch(client, self.config.model.model)
+        self.watch = MetricsWatch(client, self.config.model.model)
         self.request_counter = itertools.count()
         self._running = threading.RLock()  # one thread drives the engine, the others wait
         self._kept: dict[str, RequestOutput] = {}
@@ -99,7 +98,7 @@ class LLM(Later):
     # -- texts ----------------------------------------------------------------------------------
     def generate(
         self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
-        **options: Unpack[Options],
+        **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:  # fmt: skip
         """Outputs of one prompt or of several, in the order of the prompts.
 
@@ -137,7 +136,7 @@ class LLM(Later):
 
     def enqueue(
         self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
-        **options: Unpack[Options],
+        **options: Unpack[BatchOptions],
     ) -> list[str]:  # fmt: skip
         """As `generate`, but only hands the requests over; their ids. `wait_for_completion` has the outputs."""
         return self._submit(self._accept(prompts, sampling_params, **options))
@@ -188,7 +187,9 @@ class LLM(Later):
         return beam.search(self, read_prompts(prompts), params, use_tqdm, concurrency_limit)
 
     # -- from prompts to outputs ----------------------------------------------------------------
-    def _accept(self, prompts: Any, params: Params, **options: Unpack[Options]) -> list[Accepted]:
+    def _accept(
+        self, prompts: Any, params: Params, **options: Unpack[BatchOptions]
+    ) -> list[AcceptedRequest]:
         return accept_all(self.front, map(str, self.request_counter), prompts, params, **options)
 
     def _accept_chat(
@@ -205,7 +206,7 @@ class LLM(Later):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> list[Accepted]:
+    ) -> list[AcceptedRequest]:
         how = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -219,14 +220,14 @@ class LLM(Later):
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)
 
-    def _submit(self, accepted: Sequence[Accepted]) -> list[str]:
+    def _submit(self, accepted: Sequence[AcceptedRequest]) -> list[str]:
         with self._running:
             for one in accepted:
                 self.front.submit(one)
         return [one.id for one in accepted]
 
     def run_accepted(
-        self, accepted: Sequence[Accepted], use_tqdm: Progress = False
+        self, accepted: Sequence[AcceptedRequest], use_tqdm: Progress = False
     ) -> list[RequestOutput]:
         """Send and wait; whatever goes wrong, nothing of these requests is left."""
         with self._running:
@@ -260,7 +261,7 @@ class LLM(Later):
 
     def _turn(self) -> Iterator[RequestOutput]:
         """What finished in the engine's next outputs."""
-        for collector in self.front.take_in(self.client.outputs()):
+        for collector in self.front.process_outputs(self.client.outputs()):
             output = collector.take()
             if output is None or not output.finished:
                 continue
@@ -364,12 +365,12 @@ class LLM(Later):
             ValidationError: no such level or mode.
             Conflict: another thread woke it up before all had ended.
         """
-        rest.checked_level(level)
-        rest.checked_mode(mode)
+        sleep.checked_level(level)
+        sleep.checked_mode(mode)
         call = self.client.call
         self._asleep = True  # before it is held: whoever comes later must not wait with our lock
         try:
-            with sleep_client.by_turns(call, mode, rest.SLEEP) as holder:
+            with sleep_client.by_turns(call, mode, sleep.SLEEP) as holder:
                 if mode != "keep":
                     # Other threads' requests end there; what was enqueued ends here.
                     with self._running:
@@ -396,7 +397,7 @@ class LLM(Later):
             ValidationError: no such tag.
             QuireError: the weights could not be loaded again; it still sleeps.
         """
-        self._asleep = bool(self.client.call("wake_up", list(rest.checked_tags(tags))))
+        self._asleep = bool(self.client.call("wake_up", list(sleep.checked_tags(tags))))
         return not self._asleep
 
     def is_sleeping(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.request_manager import FrontRoom
+from quire.frontend.request_manager import RequestManager
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import SamplingParams
 
@@ -21,7 +21,7 @@ class LLMEngine:
     """An engine in this program, stepped by hand. Not for several threads."""
 
     def __init__(self, client: EngineClient):
-        self.client, self.front = client, FrontRoom(client)
+        self.client, self.front = client, RequestManager(client)
         self.config = client.resolved.asked
         self.front.logs_requests = self.config.observe.enable_log_requests
         self._ended: list[RequestOutput] = []
@@ -73,7 +73,7 @@ class LLMEngine:
         """What is new, of the kind that each request's `output_kind` says; [] when nothing runs."""
         found, self._ended = self._ended, []
         if not found and self.front.live:
-            changed = self.front.take_in(self.client.outputs())
+            changed = self.front.process_outputs(self.client.outputs())
             found = [out for one in changed if (out := one.take()) is not None]
         return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.engine.client import EngineClient
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
-from quire.observe.prometheus import Metrics, cache_info
+from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
@@ -56,14 +56,14 @@ def engine_stats(client: EngineClient) -> EngineStats:
     return EngineStats(**client.call("stats"))
 
 
-class Watch:
+class MetricsWatch:
     """What one LLM has seen: finished requests, and a line in the log now and then if that was asked for."""
 
     def __init__(self, client: EngineClient, name: str):
         asked = client.resolved.asked
         observe = asked.observe
         self.client = client
-        self.metrics = Metrics(
+        self.metrics = ServerMetrics(
             name, process=False, http=False,
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip

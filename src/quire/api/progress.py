@@ -10,7 +10,7 @@ from quire.frontend.outputs import RequestOutput
 Progress = bool | Callable[..., Any]
 
 
-class Bar:
+class ProgressBar:
     """A progress bar, or none."""
 
     def __init__(self, bar: Any = None):
@@ -42,13 +42,13 @@ class Bar:
             self.bar.close()
 
 
-def progress(use_tqdm: Progress, total: int, what: str = "Processed prompts") -> Bar:
+def progress(use_tqdm: Progress, total: int, what: str = "Processed prompts") -> ProgressBar:
     """`use_tqdm` True: tqdm's bar; a callable: the bar that it makes of tqdm's arguments; False: none."""
     if use_tqdm is False or not total:
-        return Bar()
+        return ProgressBar()
     make: Any = use_tqdm
     if use_tqdm is True:
         from tqdm.auto import tqdm
 
         make = tqdm
-    return Bar(make(total=total, desc=what, dynamic_ncols=True))
+    return ProgressBar(make(total=total, desc=what, dynamic_ncols=True))

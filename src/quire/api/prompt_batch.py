@@ -12,9 +12,9 @@ import msgspec
 
 from quire.config.vllm_flags import LORA
 from quire.errors import Unsupported, ValidationError
-from quire.frontend.input_processor import Accepted
+from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.prompts import read_prompts
-from quire.frontend.request_manager import FrontRoom
+from quire.frontend.request_manager import RequestManager
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 from quire.protocol.validators import wrong
 
@@ -22,7 +22,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 
 
-class Options(TypedDict, total=False):
+class BatchOptions(TypedDict, total=False):
     """What may be said of prompts besides their parameters."""
 
     lora_request: Any
@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
 
 
 def accept_all(
-    front: FrontRoom,
+    front: RequestManager,
     ids: Iterator[str],
     prompts: Any,
     params: Params,
@@ -41,7 +41,7 @@ def accept_all(
     priority: Priority = None,
     tokenization_kwargs: Mapping[str, Any] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
-) -> list[Accepted]:
+) -> list[AcceptedRequest]:
     """All of them checked before any is sent; each is answered once, when it is done.
 
     Raises:

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.frontend.output_processor import Collector
+from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestOutput, error_of
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
 
 
-class Stream:
+class OutputStream:
     """One request's outputs, for whoever waits in a way of his own: `take` what is there."""
 
-    def __init__(self, llm: AsyncLLM, collector: Collector, heard: Callable[[], None]):
+    def __init__(self, llm: AsyncLLM, collector: OutputProcessor, heard: Callable[[], None]):
         self.llm, self.collector, self.heard = llm, collector, heard
         self.ended = False
         """Nothing more will come."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from quire.cli.completion_client import Clock, Talker, Wish, read, talker
+from quire.cli.completion_client import ClientOptions, CompletionClient, TimingLine, read, talker
 from quire.errors import QuireError
 from quire.logging import configure
 
@@ -21,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
     return at_the_terminal("chat", argv, conversation)
 
 
-def at_the_terminal(command: str, argv: Sequence[str], talk: Callable[[Wish, Talker], int]) -> int:
+def at_the_terminal(
+    command: str, argv: Sequence[str], talk: Callable[[ClientOptions, CompletionClient], int]
+) -> int:
     """Find whom the flags name, and `talk` with it; what goes wrong is said in a line, and the exit status is 1."""
     wish = read(command, argv)
     configure(command, wish.config.observe.log_level)
@@ -33,7 +35,7 @@ def at_the_terminal(command: str, argv: Sequence[str], talk: Callable[[Wish, Tal
         return 1
 
 
-def conversation(wish: Wish, there: Talker) -> int:
+def conversation(wish: ClientOptions, there: CompletionClient) -> int:
     """One message and its answer after the other."""
     start: list[dict[str, str]] = []
     if wish.system_prompt:
@@ -78,7 +80,7 @@ def lines() -> Iterator[str]:
 
 def shown(pieces: Iterator[str], stats: bool) -> str:
     """Write an answer as it comes; all of it. Ctrl-C ends it there."""
-    clock, parts = Clock(pieces), []
+    clock, parts = TimingLine(pieces), []
     try:
         for piece in clock:
             parts.append(piece)

@@ -121,7 +121,7 @@ def compiler() -> str:
 
 
 def environment() -> list[tuple[str, str]]:
-    rows = list(env.given().items())
+    rows = list(env.own_variables().items())
     rows += [(name, value) for name in OUTER if (value := env.outer(name)) is not None]
     if env.outer("HF_TOKEN"):
         rows.append(("HF_TOKEN", "***"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.cli.chat import at_the_terminal, lines, say, shown
-from quire.cli.completion_client import Talker, Wish
+from quire.cli.completion_client import ClientOptions, CompletionClient
 from quire.errors import QuireError
 
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     return at_the_terminal("complete", argv, texts)
 
 
-def texts(wish: Wish, there: Talker) -> int:
+def texts(wish: ClientOptions, there: CompletionClient) -> int:
     """One text and how it goes on after the other."""
     if wish.quick is not None:
         shown(there.complete(wish.quick), wish.stats)

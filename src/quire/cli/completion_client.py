@@ -27,7 +27,7 @@ SILENCE_S = 600.0  # a busy server may need long for the first token
 
 
 @dataclass(slots=True)
-class Wish:
+class ClientOptions:
     """What the command line asked for."""
 
     config: EngineConfig
@@ -58,7 +58,7 @@ Every flag of the engine works too: see quire serve --help.
 """
 
 
-def read(command: str, argv: Sequence[str]) -> Wish:
+def read(command: str, argv: Sequence[str]) -> ClientOptions:
     """Flags -> a wish. Ends the program on --help (0) and on a mistake (2)."""
     parser = flags.make_parser(f"quire {command}")
     if any(word in ("-h", "--help") for word in argv):
@@ -92,10 +92,10 @@ def read(command: str, argv: Sequence[str]) -> Wish:
         parser.error(str(why))
     keys = config.server.api_key
     key = keys if isinstance(keys, str) else keys[0] if keys else env.outer("OPENAI_API_KEY")
-    return Wish(config, api_key=key, stats=stats, sampling=sampling, **own)
+    return ClientOptions(config, api_key=key, stats=stats, sampling=sampling, **own)
 
 
-class Talker(Protocol):
+class CompletionClient(Protocol):
     """Where answers come from."""
 
     name: str
@@ -108,15 +108,15 @@ class Talker(Protocol):
     def close(self) -> None: ...
 
 
-def talker(wish: Wish) -> Talker:
+def talker(wish: ClientOptions) -> CompletionClient:
     """Raises QuireError: no server there, or the model cannot be loaded."""
-    return Remote(wish) if wish.url is not None else Local(wish)
+    return RemoteClient(wish) if wish.url is not None else LocalClient(wish)
 
 
-class Remote:
+class RemoteClient:
     """A server that speaks OpenAI's protocol."""
 
-    def __init__(self, wish: Wish):
+    def __init__(self, wish: ClientOptions):
         url = wish.url if "://" in (wish.url or "") else f"http://{wish.url}"
         self.parts = urlsplit(url or "")
         if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
@@ -166,7 +166,9 @@ class Remote:
         except (OSError, http.client.HTTPException) as why:
             raise QuireError(f"{self.parts.geturl()} does not answer: {why}") from why
         if answer.status != 200:
-            raise QuireError(f"{self.parts.geturl()} answers {answer.status}: {said(answer)}")
+            raise QuireError(
+                f"{self.parts.geturl()} answers {answer.status}: {error_message(answer)}"
+            )
         return answer
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -185,7 +187,7 @@ class Remote:
                 yield from frame.get("choices", [])[:1]
 
 
-def said(answer: http.client.HTTPResponse) -> str:
+def error_message(answer: http.client.HTTPResponse) -> str:
     """An error's message, whatever form it has."""
     text = answer.read(4096).decode("utf-8", "replace")
     try:
@@ -195,15 +197,15 @@ def said(answer: http.client.HTTPResponse) -> str:
         return text.strip() or answer.reason
 
 
-class Local:
+class LocalClient:
     """The model in this process."""
 
-    def __init__(self, wish: Wish):
+    def __init__(self, wish: ClientOptions):
         from quire.engine.assemble import make_client
-        from quire.frontend.request_manager import FrontRoom
+        from quire.frontend.request_manager import RequestManager
 
         self.client = make_client(wish.config)
-        self.front = FrontRoom(self.client)
+        self.front = RequestManager(self.client)
         self.sampling, self.name, self.count = wish.sampling, wish.config.model.model, 0
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
@@ -228,7 +230,7 @@ class Local:
         collector = self.front.submit(accepted)
         try:
             while True:
-                for changed in self.front.take_in(self.client.outputs()):
+                for changed in self.front.process_outputs(self.client.outputs()):
                     if changed is not collector or (output := changed.take()) is None:
                         continue
                     if (error := error_of(output)) is not None:
@@ -240,7 +242,7 @@ class Local:
             self.front.abort([accepted.id])
 
 
-class Clock:
+class TimingLine:
     """How fast an answer came."""
 
     def __init__(self, pieces: Iterator[str]):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from quire.cli.doctor_checks import Finding, findings, own_cache, remote_tensors
+from quire.cli.doctor_checks import DoctorFinding, findings, own_cache, remote_tensors
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
@@ -30,7 +30,7 @@ from quire.engine.memory_plan import (
 from quire.engine.startup_timer import table
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf_config
-from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored, weight_files
+from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
 from quire.models.registry import choose_impl
 from quire.platforms.detect import PlatformFacts, facts
 from quire.plugins import load_plugins
@@ -40,7 +40,7 @@ LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """What was found out, as far as it got."""
 
     asked: EngineConfig
@@ -51,7 +51,7 @@ class Report:
     remote: bool = False
     """The weights are not here yet."""
     plan: MemoryPlan | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DoctorFinding] = field(default_factory=list)
 
     @property
     def would_start(self) -> bool:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     with heard() as warnings:
         asked = parse(argv, "quire doctor")
         report = examine(asked)
-    report.findings += [Finding("warning", text) for text in dict.fromkeys(warnings)]
+    report.findings += [DoctorFinding("warning", text) for text in dict.fromkeys(warnings)]
     print(text_of(report), end="")
     return 0 if report.would_start else 1
 
@@ -86,9 +86,9 @@ def heard() -> Iterator[list[str]]:
         ours.handlers, ours.propagate = before
 
 
-def examine(asked: EngineConfig) -> Report:
+def examine(asked: EngineConfig) -> DoctorReport:
     """All that can be known before anything is loaded; an error ends it, and is in the report."""
-    report = Report(asked, facts())
+    report = DoctorReport(asked, facts())
     try:
         check_wishes(asked)
         load_plugins()
@@ -99,7 +99,7 @@ def examine(asked: EngineConfig) -> Report:
         report.weights = on_disk(found)
         report.plan = _plan(report, report.resolved, found)
     except QuireError as why:
-        report.findings.append(Finding("error", str(why)))
+        report.findings.append(DoctorFinding("error", str(why)))
     if report.resolved is not None:
         report.findings += findings(report.resolved, report.facts, report.plan, report.weights)
     return report
@@ -113,11 +113,11 @@ def _small_files(asked: EngineConfig) -> str:
     return hf_config.locate(asked.model, load)
 
 
-def _weights(report: Report, path: str) -> list[Stored] | int:
+def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
     """From the headers here; from the hub's, if the weights were not fetched yet."""
     config = report.resolved.hf_config if report.resolved else None
     try:
-        return stored(path, config, report.asked.load.load_format)
+        return stored_tensors(path, config, report.asked.load.load_format)
     except ModelNotFound:
         there = remote_tensors(report.asked.model)
         if there is None:
@@ -126,7 +126,7 @@ def _weights(report: Report, path: str) -> list[Stored] | int:
     return there
 
 
-def _plan(report: Report, resolved: Resolved, found: list[Stored] | int) -> MemoryPlan:
+def _plan(report: DoctorReport, resolved: Resolved, found: list[Stored] | int) -> MemoryPlan:
     """The memory plan; where it does not work out, the one with the longest context that does."""
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
     weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
@@ -134,7 +134,7 @@ def _plan(report: Report, resolved: Resolved, found: list[Stored] | int) -> Memo
         forecast_weights(resolved, about.available_bytes, found)
         return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
     except NotEnoughMemory as why:
-        report.findings.append(Finding("error", str(why)))
+        report.findings.append(DoctorFinding("error", str(why)))
     shorter = replace(resolved, auto_max_model_len=True)
     return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs)
 
@@ -142,7 +142,7 @@ def _plan(report: Report, resolved: Resolved, found: list[Stored] | int) -> Memo
 # The text
 
 
-def text_of(report: Report) -> str:
+def text_of(report: DoctorReport) -> str:
     parts = [_head(report)]
     if report.resolved is not None:
         parts.append("Model\n" + table(_model(report, report.resolved)))
@@ -157,24 +157,27 @@ def text_of(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(report: Report) -> str:
+def _head(report: DoctorReport) -> str:
     here = report.facts
     return f"{report.asked.model.model} on {here.device} ({here.name})"
 
 
-def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
+def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
     config = resolved.hf_config
     try:
         impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
     except QuireError:
         impl, why = "none", "see below"
     prefixes = resolved.prefix_caching and not (impl == "transformers" and own_cache(resolved))
-    stored = stored_dtype(resolved.path, config)
+    stored_tensors = stored_dtype(resolved.path, config)
     rows = [
         ("directory", resolved.path),
         ("architecture", resolved.architecture),
         ("code", f"{impl} ({why})"),
-        ("number format", resolved.dtype + (f", stored as {stored}" * (stored != resolved.dtype))),
+        (
+            "number format",
+            resolved.dtype + (f", stored as {stored_tensors}" * (stored_tensors != resolved.dtype)),
+        ),
         ("context", f"{resolved.max_model_len} tokens"),
         ("step", f"{resolved.max_num_batched_tokens} tokens of {resolved.max_num_seqs} requests"),
         ("prefix caching", "on" if prefixes else "off"),
@@ -185,7 +188,7 @@ def _model(report: Report, resolved: Resolved) -> list[tuple[str, str]]:
     return rows
 
 
-def _files(report: Report, resolved: Resolved) -> str:
+def _files(report: DoctorReport, resolved: Resolved) -> str:
     try:
         kind, files = weight_files(resolved.path, report.asked.load.load_format)
     except QuireError:

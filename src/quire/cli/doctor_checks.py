@@ -33,7 +33,7 @@ from quire.platforms.detect import PlatformFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """error: it would not start. warning: it would start and disappoint. note: good to know."""
 
     level: Literal["error", "warning", "note"]
@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class DoctorContext:
     """What the functions below look at."""
 
     resolved: Resolved
@@ -56,31 +56,33 @@ class Patient:
 
 def findings(
     resolved: Resolved, facts: PlatformFacts, plan: MemoryPlan | None, weights: int
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """All of them, in the order of the functions."""
-    patient = Patient(resolved, facts, plan, weights)
-    found: list[Finding] = []
+    patient = DoctorContext(resolved, facts, plan, weights)
+    found: list[DoctorFinding] = []
     for look in LOOKS:
         try:
             found += look(patient)
         except QuireError as why:
-            found.append(Finding("error", str(why)))
+            found.append(DoctorFinding("error", str(why)))
     return found
 
 
 # Each looks at one thing
 
 
-def _code(patient: Patient) -> Iterator[Finding]:
+def _code(patient: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = patient.resolved
     config, asked = resolved.hf_config, resolved.asked.model
     impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
     if impl == "native":
         return
-    yield Finding("note", f"{why}, so the code of Transformers runs: right, and slower than ours")
+    yield DoctorFinding(
+        "note", f"{why}, so the code of Transformers runs: right, and slower than ours"
+    )
     if config.get("auto_map"):
         if not asked.trust_remote_code:
-            yield Finding(
+            yield DoctorFinding(
                 "warning",
                 "this checkpoint brings Python code of its own (auto_map in config.json); if it does not load,"
                 " read that code and pass --trust-remote-code",
@@ -88,13 +90,13 @@ def _code(patient: Patient) -> Iterator[Finding]:
         return
     kind = str(config.get("model_type", ""))
     if not known_to_transformers(kind):
-        yield Finding(
+        yield DoctorFinding(
             "error",
             f"neither Quire nor the installed Transformers knows model_type={kind!r}: upgrade transformers",
         )
 
 
-def _generic(patient: Patient) -> Iterator[Finding]:
+def _generic(patient: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = patient.resolved
     config, name = resolved.hf_config, resolved.architecture
     if choose_impl(name, config, resolved.asked.model.model_impl)[0] == "native":
@@ -102,7 +104,7 @@ def _generic(patient: Patient) -> Iterator[Finding]:
     check_supported(config, name)
     check_weights(bool(resolved.quantization or stored_quantization(config)), name)
     if reason := own_cache(resolved):
-        yield Finding(
+        yield DoctorFinding(
             "note",
             f"it runs with one cache for each request, because {reason}: prefix caching, paging and batched decoding"
             " are off",
@@ -132,10 +134,10 @@ def known_to_transformers(model_type: str) -> bool:
     )
 
 
-def _formats(patient: Patient) -> Iterator[Finding]:
+def _formats(patient: DoctorContext) -> Iterator[DoctorFinding]:
     resolved, native = patient.resolved, patient.facts.dtypes
     if resolved.dtype not in native:
-        yield Finding(
+        yield DoctorFinding(
             "warning",
             f"{patient.facts.name} has no instructions for {resolved.dtype}, so it is slow;"
             f" --dtype {native[0]} is native",
@@ -143,18 +145,18 @@ def _formats(patient: Patient) -> Iterator[Finding]:
     stored = stored_dtype(resolved.path, resolved.hf_config)
     if stored != resolved.dtype and patient.weights:
         made = patient.weights * ITEMSIZE[resolved.dtype] // ITEMSIZE.get(stored, 2)
-        yield Finding(
+        yield DoctorFinding(
             "note",
             f"weights are stored as {stored} and computed with as {resolved.dtype}: a copy of {size(made)} is made"
             " at start, instead of mapping the files",
         )
 
 
-def _weights(patient: Patient) -> Iterator[Finding]:
+def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = patient.resolved
     load = resolved.asked.load
     if load.load_format == "dummy":
-        yield Finding("note", "load_format=dummy: the weights are random, and so is the text")
+        yield DoctorFinding("note", "load_format=dummy: the weights are random, and so is the text")
         return
     try:
         kind, files = weight_files(resolved.path, load.load_format)
@@ -163,14 +165,16 @@ def _weights(patient: Patient) -> Iterator[Finding]:
             yield from _room_to_fetch(patient)
         return
     if kind == "pt":
-        yield Finding("note", "weights are pickles (*.bin, *.pt): safetensors files load faster")
+        yield DoctorFinding(
+            "note", "weights are pickles (*.bin, *.pt): safetensors files load faster"
+        )
         return
     wanted = resolved.hf_config.get("num_hidden_layers")
     names = [name for file in files for name in header(file)]
     if isinstance(wanted, int) and names:
         layers = _layers(names)
         if layers and max(layers) + 1 < wanted:
-            yield Finding(
+            yield DoctorFinding(
                 "error",
                 f"config.json says num_hidden_layers={wanted}, and the files have weights of {max(layers) + 1}:"
                 " fetch the checkpoint again",
@@ -188,22 +192,22 @@ def _layers(names: list[str]) -> set[int]:
     return found
 
 
-def _room_to_fetch(patient: Patient) -> Iterator[Finding]:
+def _room_to_fetch(patient: DoctorContext) -> Iterator[DoctorFinding]:
     free = shutil.disk_usage(patient.path).free
     if free < patient.weights:
-        yield Finding(
+        yield DoctorFinding(
             "error",
             f"the weights are {size(patient.weights)} and the disk of {patient.path} has {size(free)} free:"
             " make room, or choose another with --download-dir",
         )
     else:
-        yield Finding("note", f"the weights are fetched at start: {size(patient.weights)}")
+        yield DoctorFinding("note", f"the weights are fetched at start: {size(patient.weights)}")
 
 
-def _tokenizer(patient: Patient) -> Iterator[Finding]:
+def _tokenizer(patient: DoctorContext) -> Iterator[DoctorFinding]:
     asked = patient.resolved.asked.model
     if asked.skip_tokenizer_init:
-        yield Finding(
+        yield DoctorFinding(
             "note", "skip_tokenizer_init: prompts are token ids, and so is what comes back"
         )
         return
@@ -221,15 +225,17 @@ def _tokenizer(patient: Patient) -> Iterator[Finding]:
     }
     kind = next((name for name in files if (folder / name).is_file()), None)
     if kind is None:
-        yield Finding(
+        yield DoctorFinding(
             "error",
             f"{folder} has no tokenizer: name one with --tokenizer, or pass --skip-tokenizer-init",
         )
         return
     if files[kind]:
-        yield Finding("note", f"the tokenizer is {kind}, without tokenizer.json: {files[kind]}")
+        yield DoctorFinding(
+            "note", f"the tokenizer is {kind}, without tokenizer.json: {files[kind]}"
+        )
     if asked.chat_template is None and not _has_template(folder):
-        yield Finding(
+        yield DoctorFinding(
             "warning",
             "the tokenizer has no chat template: /v1/chat/completions refuses until --chat-template names one",
         )
@@ -242,19 +248,21 @@ def _has_template(folder: Path) -> bool:
     )
 
 
-def _template(patient: Patient) -> Iterator[Finding]:
+def _template(patient: DoctorContext) -> Iterator[DoctorFinding]:
     given = patient.resolved.asked.model.chat_template
     if given and "{" not in given and not Path(given).is_file():
-        yield Finding("error", f"chat_template={given}: neither a file that is here nor a template")
+        yield DoctorFinding(
+            "error", f"chat_template={given}: neither a file that is here nor a template"
+        )
 
 
-def _end(patient: Patient) -> Iterator[Finding]:
+def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
     generation = _json(patient.path / "generation_config.json")
     if (
         patient.resolved.hf_config.get("eos_token_id") is None
         and generation.get("eos_token_id") is None
     ):
-        yield Finding(
+        yield DoctorFinding(
             "warning",
             "neither config.json nor generation_config.json has an eos_token_id: unless the tokenizer names one,"
             " texts end at max_tokens only",
@@ -267,54 +275,56 @@ def _end(patient: Patient) -> Iterator[Finding]:
     if patient.resolved.asked.model.generation_config != "auto":
         return
     if (cap := generation.get("max_new_tokens")) is not None:
-        yield Finding(
+        yield DoctorFinding(
             "warning",
             f"generation_config.json caps every answer at {cap} tokens (max_new_tokens), whatever max_tokens a request"
             " sets; --generation-config vllm removes the cap",
         )
     if changed:
         shown = ", ".join(f"{name}={value}" for name, value in changed.items())
-        yield Finding(
+        yield DoctorFinding(
             "note",
             f"generation_config.json sets defaults of requests: {shown}; --generation-config vllm ignores it",
         )
 
 
-def _room(patient: Patient) -> Iterator[Finding]:
+def _room(patient: DoctorContext) -> Iterator[DoctorFinding]:
     plan = patient.plan
     if plan is None:
         return
     if plan.max_model_len < patient.resolved.max_model_len:
-        yield Finding(
+        yield DoctorFinding(
             "note", f"what follows from --max-model-len {plan.max_model_len} is shown above"
         )
     if plan.most_requests < min(plan.max_num_seqs, 4):
-        yield Finding(
+        yield DoctorFinding(
             "warning",
             f"only {plan.most_requests} request{'s' * (plan.most_requests != 1)} of max_model_len={plan.max_model_len}"
             " fit at once; others wait or are preempted. Lower --max-model-len, or raise --gpu-memory-utilization",
         )
     elif plan.most_requests < plan.max_num_seqs:
-        yield Finding(
+        yield DoctorFinding(
             "note",
             f"{plan.most_requests} requests of full length fit, of max_num_seqs={plan.max_num_seqs}: with long texts"
             " some are preempted and computed again",
         )
     if plan.available < plan.total // 2:
-        yield Finding(
+        yield DoctorFinding(
             "note",
             f"more than half of the memory is in use by others now: {size(plan.available)} of {size(plan.total)} is free",
         )
 
 
-def _address(patient: Patient) -> Iterator[Finding]:
+def _address(patient: DoctorContext) -> Iterator[DoctorFinding]:
     server = patient.resolved.asked.server
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         file = getattr(server, name)
         if file and not Path(file).is_file():
-            yield Finding("error", f"--{name.replace('_', '-')} {file}: there is no such file")
+            yield DoctorFinding(
+                "error", f"--{name.replace('_', '-')} {file}: there is no such file"
+            )
     if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
-        yield Finding("error", "TLS takes both --ssl-keyfile and --ssl-certfile")
+        yield DoctorFinding("error", "TLS takes both --ssl-keyfile and --ssl-certfile")
     if server.uds or not server.port:
         return
     family = socket.AF_INET6 if ":" in (server.host or "") else socket.AF_INET
@@ -323,13 +333,13 @@ def _address(patient: Patient) -> Iterator[Finding]:
         try:
             probe.bind((server.host or "127.0.0.1", server.port))
         except OSError as why:
-            yield Finding(
+            yield DoctorFinding(
                 "warning",
                 f"port {server.port} of {server.host or '127.0.0.1'} cannot be had now ({why.strerror}); --port takes another",
             )
 
 
-LOOKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+LOOKS: tuple[Callable[[DoctorContext], Iterator[DoctorFinding]], ...] = (
     _code,
     _generic,
     _formats,

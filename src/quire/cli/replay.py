@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     configure("replay")
     try:
-        recording = flight_recorder.read(asked.folder)
+        recording = flight_recorder.read_recording(asked.folder)
         if recording is None:
             return refused(f"nothing is recorded in {asked.folder}")
         recorded = from_recording((asked.folder / CONFIG).read_bytes())

@@ -49,7 +49,7 @@ Every flag of the engine works too: see quire serve --help.
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """What the command line asked for."""
 
     config: EngineConfig
@@ -59,7 +59,7 @@ class Job:
     metrics: bool = False
 
 
-def read(argv: Sequence[str]) -> Job:
+def read(argv: Sequence[str]) -> BatchJob:
     """Flags -> a job. Ends the program on --help (0) and on a mistake (2)."""
     parser = flags.make_parser("quire run-batch")
     if any(word in ("-h", "--help") for word in argv):
@@ -84,7 +84,7 @@ def read(argv: Sequence[str]) -> Job:
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
     config = replace(config, server=replace(config.server, api_key=None))
-    return Job(config, own["input_file"], own["output_file"], own["output_tmp_dir"], metrics)
+    return BatchJob(config, own["input_file"], own["output_file"], own["output_tmp_dir"], metrics)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +113,7 @@ def opened(source: str) -> Iterator[Iterable[bytes]]:
 
 
 @contextmanager
-def written(job: Job) -> Iterator[IO[bytes]]:
+def written(job: BatchJob) -> Iterator[IO[bytes]]:
     """A file that becomes the output when all of it is there."""
     remote = job.target.startswith(("http://", "https://"))
     folder = job.folder if remote else str(Path(job.target).resolve().parent)
@@ -138,17 +138,17 @@ async def run(
 ) -> tuple[int, int]:
     """Answer all lines: how many there were, how many are errors. `metrics`: /metrics can be read meanwhile."""
     from quire.engine.assemble import make_client
-    from quire.observe.prometheus import Metrics, cache_info
+    from quire.observe.prometheus import ServerMetrics, cache_info
     from quire.server.app import build_app
     from quire.server.async_engine import AsyncTextEngine
-    from quire.server.state import Phase, ServerState
+    from quire.server.state import ServerPhase, ServerState
 
-    state = ServerState(config, Metrics(config.model.model))
+    state = ServerState(config, ServerMetrics(config.model.model))
     async with telling(state) if metrics else nullcontext():
         client = await asyncio.to_thread(make_client, config, process=True)
         try:
             engine = await asyncio.to_thread(AsyncTextEngine.over, client, config)
-            state.engine, state.phase = engine, Phase.READY
+            state.engine, state.phase = engine, ServerPhase.READY
             info = cache_info(config.cache, client.ready, client.resolved)
             state.metrics.attach(engine.stats, client.ready.max_model_len, info)
             app = build_app(state)

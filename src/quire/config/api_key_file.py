@@ -26,7 +26,7 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
+class TenantKey:
     """One entry of the file."""
 
     name: str
@@ -74,7 +74,7 @@ def check_key(source: str, key: str) -> None:
         raise ConfigError(f"{source}: the key holds control characters, which no header can carry")
 
 
-def read_keys(path: str) -> list[Key]:
+def read_keys(path: str) -> list[TenantKey]:
     """The entries of a key file.
 
     Raises:
@@ -108,10 +108,10 @@ def _parsed(path: str, text: str) -> Any:
         raise ValueError from why
 
 
-def _entry(where: str, given: Any) -> Key:
+def _entry(where: str, given: Any) -> TenantKey:
     if not isinstance(given, dict):
         raise ConfigError(f"{where}: an object with `name` and `key` is needed")
-    known = [one.name for one in fields(Key)]
+    known = [one.name for one in fields(TenantKey)]
     if unknown := sorted(set(map(str, given)) - set(known)):
         raise ConfigError(f"{where}: there is no {', '.join(unknown)}; it may have {', '.join(known)}")  # fmt: skip
     for name in ("name", "key"):
@@ -127,4 +127,4 @@ def _entry(where: str, given: Any) -> Key:
         value = given.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):  # fmt: skip
             raise ConfigError(f"{where}: `{name}` must be a whole number of at least 1")
-    return Key(**{**given, "weight": float(weight)})
+    return TenantKey(**{**given, "weight": float(weight)})

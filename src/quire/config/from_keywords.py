@@ -15,7 +15,7 @@ from quire import env
 from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
-from quire.config.vllm_flags import OLD, Old
+from quire.config.vllm_flags import OLD, VllmFlag
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -112,7 +112,7 @@ def _merge(filled: dict[str, Any], more: dict[str, Any]) -> None:
             filled[name] = value
 
 
-def _apply(row: Old, value: Any, source: Source) -> dict[str, Any]:
+def _apply(row: VllmFlag, value: Any, source: Source) -> dict[str, Any]:
     name = spelt(row.name, source)
     if is_quiet(row, value):
         return (
@@ -129,7 +129,7 @@ def _apply(row: Old, value: Any, source: Source) -> dict[str, Any]:
     return row.to(value) if row.to else {}
 
 
-def is_quiet(row: Old, value: Any) -> bool:
+def is_quiet(row: VllmFlag, value: Any) -> bool:
     """Is this value the same as not giving the name at all?"""
     if value is None or value in ("", [], {}):
         return True

@@ -78,7 +78,7 @@ def online_schemes() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightLayout:
     """How one linear's weight lies in a checkpoint.
 
     `kind`: gptq, awq, ct-packed, ct-int or float. `group`: inputs that share a scale, -1: all of them.
@@ -117,7 +117,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class CheckpointQuantization:
     """What config.json says of a quantized checkpoint.
 
     `groups`: (targets, layout); `ignored`, `only`: names or patterns of layers that are plain, or the only ones that are not;
@@ -125,13 +125,13 @@ class Quantized:
     """
 
     method: str
-    groups: tuple[tuple[tuple[str, ...], Layout], ...]
+    groups: tuple[tuple[tuple[str, ...], WeightLayout], ...]
     ignored: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
-    changed: tuple[tuple[str, Layout | None], ...] = ()
+    changed: tuple[tuple[str, WeightLayout | None], ...] = ()
     head: bool = False
 
-    def layout_of(self, name: str) -> Layout | None:
+    def layout_of(self, name: str) -> WeightLayout | None:
         """Of a linear, by its name in the checkpoint; None: its weight is plain."""
         if name == "lm_head" and not self.head:
             return None
@@ -157,7 +157,7 @@ class Quantized:
         kinds = [layout.says(apart, online) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[WeightLayout]:
         yield from (layout for _, layout in self.groups)
         yield from (layout for _, layout in self.changed if layout is not None)
 
@@ -195,7 +195,7 @@ def scheme_asked(asked: str | None) -> str | None:
     raise ConfigError(f"quantization={asked!r} is no method that is known here: {served}")
 
 
-def fitting(asked: str | None, stored: Quantized | None) -> str | None:
+def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | None:
     """The scheme to make while loading, or None.
 
     Raises:
@@ -224,7 +224,7 @@ def fitting(asked: str | None, stored: Quantized | None) -> str | None:
 # ------------------------------------------------------------------------------------ what is stored
 
 
-def stored_quantization(config: Mapping[str, Any]) -> Quantized | None:
+def stored_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | None:
     """What config.json says; None: weights are plain.
 
     Raises:
@@ -254,8 +254,8 @@ def _refuse(method: str, what: str) -> Unsupported:
     return Unsupported(f"a {method} checkpoint with {what}", INSTEAD)
 
 
-def _gptq(says: Mapping[str, Any]) -> Quantized:
-    layout = Layout(
+def _gptq(says: Mapping[str, Any]) -> CheckpointQuantization:
+    layout = WeightLayout(
         kind="gptq",
         bits=int(says["bits"]),
         group=int(says.get("group_size", -1)),
@@ -266,7 +266,7 @@ def _gptq(says: Mapping[str, Any]) -> Quantized:
     form = str(says.get("checkpoint_format") or says.get("format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refuse("GPTQ", f"checkpoint_format={form}")
-    changed: list[tuple[str, Layout | None]] = []
+    changed: list[tuple[str, WeightLayout | None]] = []
     for key, value in (says.get("dynamic") or {}).items():
         if key.startswith("-:"):
             changed.append((key[2:], None))
@@ -283,7 +283,7 @@ def _gptq(says: Mapping[str, Any]) -> Quantized:
     only = says.get("modules_in_block_to_quantize") or ()
     names = tuple(name for part in only for name in ([part] if isinstance(part, str) else part))
     head = bool(says.get("lm_head", False))
-    return Quantized(
+    return CheckpointQuantization(
         "gptq",
         ((("Linear",), layout),),
         ignored=_names(says, "modules_to_not_convert"),
@@ -293,26 +293,26 @@ def _gptq(says: Mapping[str, Any]) -> Quantized:
     )
 
 
-def _awq(says: Mapping[str, Any]) -> Quantized:
+def _awq(says: Mapping[str, Any]) -> CheckpointQuantization:
     version = str(says.get("version", "gemm")).lower()
     bits = int(says.get("bits") or says.get("w_bit") or 4)
     if version != "gemm":
         raise _refuse("AWQ", f"version={version} (only gemm is served)")
     if bits != 4:
         raise _refuse("AWQ", f"bits={bits}")
-    layout = Layout(
+    layout = WeightLayout(
         kind="awq",
         bits=bits,
         group=int(says.get("group_size") or says.get("q_group_size") or 128),
         symmetric=not says.get("zero_point", True),
     )
     ignored = _names(says, "modules_to_not_convert")
-    return Quantized("awq", ((("Linear",), layout),), ignored=ignored)
+    return CheckpointQuantization("awq", ((("Linear",), layout),), ignored=ignored)
 
 
-def _fp8(says: Mapping[str, Any]) -> Quantized:
+def _fp8(says: Mapping[str, Any]) -> CheckpointQuantization:
     block = says.get("weight_block_size")
-    layout = Layout(
+    layout = WeightLayout(
         kind="float",
         bits=8,
         strategy="block" if block else "tensor",
@@ -320,13 +320,13 @@ def _fp8(says: Mapping[str, Any]) -> Quantized:
         inverse=bool(block),
     )
     ignored = _names(says, "ignored_layers", "modules_to_not_convert")
-    return Quantized("fp8", ((("Linear",), layout),), ignored=ignored)
+    return CheckpointQuantization("fp8", ((("Linear",), layout),), ignored=ignored)
 
 
-def _fbgemm(says: Mapping[str, Any]) -> Quantized:
-    layout = Layout(kind="float", bits=8, strategy="channel")
+def _fbgemm(says: Mapping[str, Any]) -> CheckpointQuantization:
+    layout = WeightLayout(kind="float", bits=8, strategy="channel")
     ignored = _names(says, "modules_to_not_convert")
-    return Quantized("fbgemm_fp8", ((("Linear",), layout),), ignored=ignored)
+    return CheckpointQuantization("fbgemm_fp8", ((("Linear",), layout),), ignored=ignored)
 
 
 FORMATS = {
@@ -337,7 +337,7 @@ FORMATS = {
 }
 
 
-def _compressed(says: Mapping[str, Any]) -> Quantized:
+def _compressed(says: Mapping[str, Any]) -> CheckpointQuantization:
     if says.get("transform_config"):
         raise _refuse("compressed-tensors", "transform_config")
     sparsity = (says.get("sparsity_config") or {}).get("format", "dense")
@@ -353,10 +353,12 @@ def _compressed(says: Mapping[str, Any]) -> Quantized:
             groups.append((targets, _compressed_layout(form, weights)))
     if not groups:
         raise ConfigError("config.json: quantization_config of compressed-tensors has no groups")
-    return Quantized("compressed-tensors", tuple(groups), ignored=_names(says, "ignore"), head=True)
+    return CheckpointQuantization(
+        "compressed-tensors", tuple(groups), ignored=_names(says, "ignore"), head=True
+    )
 
 
-def _compressed_layout(form: str, weights: Mapping[str, Any]) -> Layout:
+def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     symmetric = bool(weights.get("symmetric", True))
     told = f"{form}: num_bits={bits} type={kind} strategy={strategy} symmetric={symmetric}"
@@ -371,7 +373,7 @@ def _compressed_layout(form: str, weights: Mapping[str, Any]) -> Layout:
     if not allowed[how]:
         raise _refuse("compressed-tensors", told)
     block = weights.get("block_structure") or (128, 128)
-    return Layout(
+    return WeightLayout(
         kind=how,
         bits=int(bits or 0),
         strategy=str(strategy),

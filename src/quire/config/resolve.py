@@ -33,7 +33,7 @@ NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo
 """Model types whose activations leave float16's range."""
 
 
-class Facts(Protocol):
+class PlatformDefaults(Protocol):
     """What is asked of `platforms/detect.py`, which is a storey above."""
 
     @property
@@ -55,7 +55,7 @@ def resolve(
     asked: EngineConfig,
     path: str,
     hf_config: Mapping[str, Any],
-    facts: Facts,
+    facts: PlatformDefaults,
     *,
     per_request_cache: bool = False,
 ) -> Resolved:
@@ -136,7 +136,9 @@ def _architecture(config: Mapping[str, Any], path: str) -> str:
     return str(names[0])
 
 
-def _dtype(asked: EngineConfig, path: str, config: Mapping[str, Any], facts: Facts) -> str:
+def _dtype(
+    asked: EngineConfig, path: str, config: Mapping[str, Any], facts: PlatformDefaults
+) -> str:
     stored = stored_dtype(path, config)
     fragile = config.get("model_type") in NOT_IN_FLOAT16
     wanted = asked.model.dtype
@@ -200,7 +202,9 @@ def _allow_long(length: int, own: int, where: str, config: Mapping[str, Any]) ->
     logger.warning("%s: text beyond may be nonsense (QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", says)
 
 
-def _step(asked: EngineConfig, facts: Facts, length: int, chunked: bool) -> tuple[int, int]:
+def _step(
+    asked: EngineConfig, facts: PlatformDefaults, length: int, chunked: bool
+) -> tuple[int, int]:
     """(requests at once, tokens a step)"""
     wish = asked.scheduler
     rows = facts.max_num_seqs if wish.max_num_seqs is None else wish.max_num_seqs
@@ -230,7 +234,7 @@ def _step(asked: EngineConfig, facts: Facts, length: int, chunked: bool) -> tupl
     return rows, min(tokens, rows * length)
 
 
-def _block_size(asked: EngineConfig, facts: Facts) -> int:
+def _block_size(asked: EngineConfig, facts: PlatformDefaults) -> int:
     size = asked.cache.block_size
     if size is None:
         return facts.block_size
@@ -250,7 +254,7 @@ def _prefix_caching(asked: EngineConfig, per_request_cache: bool) -> bool:
     return True if wanted is None else wanted
 
 
-def _depth(asked: EngineConfig, facts: Facts) -> int:
+def _depth(asked: EngineConfig, facts: PlatformDefaults) -> int:
     wish = asked.scheduler
     if wish.num_scheduler_steps > 1 and wish.async_scheduling is None:
         logger.warning(
@@ -273,7 +277,7 @@ def _executor(asked: EngineConfig) -> str:
     raise ConfigError(f"distributed_executor_backend={wanted!r}: choose uni or mp")
 
 
-def _attention(asked: EngineConfig, facts: Facts) -> str | None:
+def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
     """The name to look up, aliases settled; whether the platform has it is for `attention/base.py` to say."""
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
@@ -295,7 +299,7 @@ def _attention(asked: EngineConfig, facts: Facts) -> str | None:
     return None if name == "AUTO" else name
 
 
-def _say(resolved: Resolved, facts: Facts) -> None:
+def _say(resolved: Resolved, facts: PlatformDefaults) -> None:
     """One line with what was decided, each by the name of the flag that changes it."""
     logger.info(
         "%s on %s (%s): dtype=%s max_model_len=%d%s max_num_seqs=%d max_num_batched_tokens=%d block_size=%d"

@@ -29,7 +29,7 @@ NAMED = {"model": ("hf_overrides", "logits_processors")}
 WHERE = "the working directory is not searched: put the folder of the module into PYTHONPATH"
 
 
-def to_wire(resolved: Resolved) -> bytes:
+def resolved_to_bytes(resolved: Resolved) -> bytes:
     """Encode.
 
     Raises:
@@ -43,8 +43,8 @@ def to_wire(resolved: Resolved) -> bytes:
     return _encode({"resolved": plain, "asked": asked, "path": _path_for(resolved.asked)})
 
 
-def from_wire(data: bytes) -> Resolved:
-    """Decode what `to_wire` made in a process of this server. A file of another origin is no input for it.
+def resolved_from_bytes(data: bytes) -> Resolved:
+    """Decode what `resolved_to_bytes` made in a process of this server. A file of another origin is no input for it.
 
     Raises:
         ConfigError: a name in it cannot be imported here.

@@ -25,7 +25,7 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class StructuredOutputsOptions:
     """The keys of `structured_outputs_config`."""
 
     backend: str = "auto"
@@ -35,14 +35,14 @@ class Wishes:
     jumps: bool = True
 
 
-def wishes(given: Mapping[str, Any]) -> Wishes:
+def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
     """Read `structured_outputs_config`.
 
     Raises:
         ConfigError: a key that there is not, or a value that it does not take.
         Unsupported: another engine's name.
     """
-    known = {one.name: one.type for one in fields(Wishes)}
+    known = {one.name: one.type for one in fields(StructuredOutputsOptions)}
     made: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("reasoning_parser", "reasoning_parser_plugin"):
@@ -60,7 +60,7 @@ def wishes(given: Mapping[str, Any]) -> Wishes:
             raise ConfigError(f"structured_outputs_config.{name}={value!r}: this is true or false")
         else:
             made[name] = value
-    return Wishes(**made)
+    return StructuredOutputsOptions(**made)
 
 
 def backend(value: Any) -> str:

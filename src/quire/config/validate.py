@@ -10,7 +10,7 @@ from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
 from quire.config.quantization import scheme_asked, stored_quantization
-from quire.config.structured import wishes
+from quire.config.structured import structured_options
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -58,7 +58,7 @@ def check_wishes(asked: EngineConfig) -> None:
 
 
 def _structured(asked: EngineConfig) -> None:
-    name = wishes(asked.structured.structured_outputs_config).backend
+    name = structured_options(asked.structured.structured_outputs_config).backend
     if name == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError(
             "structured_outputs_config.backend=xgrammar: it is not installed; pip install quire[xgrammar]"

@@ -17,7 +17,7 @@ Treatment = Literal["A", "W", "E"]
 
 
 @dataclass(frozen=True, slots=True)
-class Old:
+class VllmFlag:
     """One name."""
 
     name: str
@@ -36,7 +36,7 @@ LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
 SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
 """Features that other rooms refuse too: each with what to do without it."""
 
-OLD: dict[str, Old] = {}
+OLD: dict[str, VllmFlag] = {}
 SHORT = {
     "speculative_config": "-sc",
     "compilation_config": "-cc",
@@ -61,10 +61,10 @@ def _rows(treatment: Treatment, say: str, names: str, *, kind: str = "") -> None
         name, equals, defaults = word.partition("=")
         how = kind or ("value" if equals else "list" if name.endswith("*") else "flag")
         quiet = tuple(_literal(text) for text in defaults.split(",")) if defaults else ()
-        _row(Old(name.rstrip("*"), how, treatment, say, quiet))  # type: ignore[arg-type]
+        _row(VllmFlag(name.rstrip("*"), how, treatment, say, quiet))  # type: ignore[arg-type]
 
 
-def _row(row: Old) -> None:
+def _row(row: VllmFlag) -> None:
     if row.name in OLD:
         raise ValueError(f"{row.name} is in the table twice")
     OLD[row.name] = row
@@ -87,7 +87,7 @@ def _to(
     to: Callable[[Any], dict[str, Any]],
     *quiet: Any,
 ) -> None:
-    _row(Old(name, kind, treatment, say, quiet, to))  # type: ignore[arg-type]
+    _row(VllmFlag(name, kind, treatment, say, quiet, to))  # type: ignore[arg-type]
 
 
 # fmt: off

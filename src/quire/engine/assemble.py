@@ -17,17 +17,17 @@ from quire import __version__, env
 from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
-from quire.config.serialize import from_wire, to_wire
-from quire.config.structured import wishes
+from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.config.structured import structured_options
 from quire.config.validate import check_wishes
 from quire.engine import inspector, mfu, rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.memory_plan import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
 from quire.engine.process_client import ProcessClient
-from quire.engine.startup_timer import Stages, table
-from quire.engine.supervisor import EngineHost, Patience
-from quire.features.structured.compiler import Compiler
+from quire.engine.startup_timer import StartupStages, table
+from quire.engine.supervisor import EngineSupervisor, RestartPolicy
+from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.block_hash import Hasher
@@ -42,19 +42,19 @@ from quire.observe.buckets import buckets, checked
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
-from quire.protocol.output import Ready
+from quire.protocol.output import EngineReady
 from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
-from quire.scheduler.limits import Limits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
     from quire.models.offload import Offload
     from quire.platforms.base import Platform
-    from quire.worker.input_batch import Batcher
-    from quire.worker.model_input import Source
-    from quire.worker.sampling.sampler_ops import Drawing
+    from quire.worker.input_batch import InputBatchBuilder
+    from quire.worker.model_input import ModelInput
+    from quire.worker.sampling.sampler_ops import SamplerOps
     from quire.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -95,11 +95,11 @@ def make_client(
         ConfigError: what was asked for does not fit together, or not on this machine.
         StartupError: the child could not start.
     """
-    stages = Stages()
+    stages = StartupStages()
     with stages("read the configuration"):
         resolved = resolve_config(config)
     if process:
-        host = EngineHost(to_wire(resolved), patience=patience())
+        host = EngineSupervisor(resolved_to_bytes(resolved), patience=patience())
         client = ProcessClient(resolved, host.folder, host.board, host)
         if wait:
             client.wait_ready()
@@ -108,8 +108,8 @@ def make_client(
     return InlineClient(core, resolved, ready, shut=core.executor.close)
 
 
-def patience() -> Patience:
-    return Patience(
+def patience() -> RestartPolicy:
+    return RestartPolicy(
         heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
         start=float(env.get("ENGINE_READY_TIMEOUT_S")),
         restarts=int(env.get("MAX_ENGINE_RESTARTS")),
@@ -125,9 +125,11 @@ def resolve_config(config: EngineConfig) -> Resolved:
 
 
 # -- the middle room ------------------------------------------------------------------------------
-def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[EngineCore, Ready]:
+def build_core(
+    resolved: Resolved, stages: StartupStages | None = None
+) -> tuple[EngineCore, EngineReady]:
     """Executor and scheduler of a resolved configuration; the model is loaded when this returns."""
-    stages = stages or Stages()
+    stages = stages or StartupStages()
     compiler = build_compiler(resolved)
     executor = build_executor(resolved, compiler)
     about = msgspec.convert(executor.call("facts")[0], WorkerFacts)
@@ -141,7 +143,7 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
     core.functions |= inspector.functions(core, cut.bytes_per_block)
-    ready = Ready(
+    ready = EngineReady(
         max_model_len=about.max_model_len,
         num_blocks=about.num_blocks,
         block_size=resolved.block_size,
@@ -162,14 +164,17 @@ def build_core(resolved: Resolved, stages: Stages | None = None) -> tuple[Engine
     return core, ready
 
 
-def build_compiler(resolved: Resolved) -> Compiler:
+def build_compiler(resolved: Resolved) -> GrammarCompiler:
     """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
     asked = resolved.asked.model
     folder = hf_config.locate_tokenizer(resolved.path, asked, resolved.asked.load)
     size = int(resolved.hf_config.get("vocab_size") or 0)
-    compiler = Compiler(Vocabulary(tokenizer_json(folder), size))
+    compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
     if not asked.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
-        other = wishes(resolved.asked.structured.structured_outputs_config).backend == "xgrammar"
+        other = (
+            structured_options(resolved.asked.structured.structured_outputs_config).backend
+            == "xgrammar"
+        )
         compiler.warm(
             other
         )  # beside the loading of weights; later it would hold up running requests
@@ -188,7 +193,7 @@ def build_scheduler(
         caching=caching,
         hasher=Hasher(resolved.block_size, kept=resolved.kv_dtype),
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_rows=resolved.max_num_seqs,
         max_step_tokens=resolved.max_num_batched_tokens,
         max_length=about.max_model_len,
@@ -214,29 +219,31 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
 
 
 # -- the back room --------------------------------------------------------------------------------
-def build_executor(resolved: Resolved, compiler: Compiler) -> Executor:
+def build_executor(resolved: Resolved, compiler: GrammarCompiler) -> Executor:
     if resolved.executor == "mp":
         from quire.executor.process import ProcessExecutor
 
-        return ProcessExecutor("quire.engine.assemble:worker_from_wire", to_wire(resolved))
+        return ProcessExecutor(
+            "quire.engine.assemble:worker_from_wire", resolved_to_bytes(resolved)
+        )
     from quire.executor.inline import InlineExecutor
 
     return InlineExecutor(build_worker(resolved, compiler))
 
 
 def worker_from_wire(payload: bytes) -> Worker:
-    resolved = from_wire(payload)
+    resolved = resolved_from_bytes(payload)
     return build_worker(resolved, build_compiler(resolved))
 
 
-def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
+def build_worker(resolved: Resolved, compiler: GrammarCompiler) -> Worker:
     """Plan memory, load the model, allocate its cache: one device, ready to run plans.
 
     Raises:
         NotEnoughMemory: before anything is loaded.
         Unsupported: a device, or a model, that is not served yet.
     """
-    stages = Stages()
+    stages = StartupStages()
     load_plugins()
     with stages("plan memory"):
         forecast = plan_memory(resolved)
@@ -246,13 +253,13 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         from quire.models.load import build_model
         from quire.platforms.base import platform_of
         from quire.quantization.apply import bytes_held
-        from quire.worker.module_hooks import Watched
-        from quire.worker.native_step import whole_step
-        from quire.worker.page_prefault import PagesAhead
+        from quire.worker.module_hooks import ModuleHooks
+        from quire.worker.native_step import make_native_step
+        from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.sampling.load_processors import load_processors
-        from quire.worker.sampling.sampler import SampleSink
+        from quire.worker.sampling.sampler import Sampler
         from quire.worker.sampling.thinking_budget import ThinkingBudget
-        from quire.worker.sleep import Rest
+        from quire.worker.sleep import WorkerSleep
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -269,16 +276,16 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
     platform.check_room(plan.activations)
     rows, asked = batcher.rows, resolved.asked.model
     processors = load_processors(asked.logits_processors, resolved, platform.device)
-    jumps = wishes(resolved.asked.structured.structured_outputs_config).jumps
+    jumps = structured_options(resolved.asked.structured.structured_outputs_config).jumps
     masks = GrammarMasks(compiler, rows, jumps and not processors)
     processors += [ThinkingBudget(), masks]
     drawing = build_drawing(platform)
-    sink = SampleSink(model, rows, asked.logprobs_mode, processors, drawing=drawing)
+    sink = Sampler(model, rows, asked.logprobs_mode, processors, drawing=drawing)
     source = build_source(resolved, platform, plan, model)
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
-    pages = PagesAhead(plan.num_blocks + 1, step)
+    pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
-    at_once = whole_step(rows, sink) if "native" in platform.kernels else None
+    at_once = make_native_step(rows, sink) if "native" in platform.kernels else None
     hooks = [masks.hook, pages]
     worker = Worker(platform, model, source, sink, hooks, rows, batcher, at_once=at_once)
     about = WorkerFacts(
@@ -290,13 +297,13 @@ def build_worker(resolved: Resolved, compiler: Compiler) -> Worker:
         stages=stages.done,
     )
     worker.functions["facts"] = lambda: msgspec.to_builtins(about)
-    Rest(
+    WorkerSleep(
         worker, storages, platform.device,
         load=lambda: build_model(resolved, platform, build_offload(resolved, platform)),
         equip=lambda model: hand_out_cache(resolved, platform, model, plan),
         begun=pages.begin,
     )  # fmt: skip
-    Watched(worker)
+    ModuleHooks(worker)
     return worker
 
 
@@ -332,21 +339,21 @@ def replan(
     return make_plan(resolved, weights, forecast.total, forecast.available, specs)
 
 
-def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> Batcher:
+def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:
     """With its rows. A device that is apart from the host keeps tables of its own and is sent what changes."""
-    from quire.worker.input_batch import Batcher
-    from quire.worker.request_rows import Rows
+    from quire.worker.input_batch import InputBatchBuilder
+    from quire.worker.request_rows import RequestRows
 
     lengths = resolved.max_num_seqs, plan.max_model_len
     sizes = (*lengths, len(plan.layout.groups), resolved.block_size)
     if "triton" not in platform.kernels:
-        return Batcher(Rows(*sizes, platform.device))
-    from quire.worker.device_rows import StagedBatcher, StagedRows
+        return InputBatchBuilder(RequestRows(*sizes, platform.device))
+    from quire.worker.device_rows import DeviceInputBatchBuilder, DeviceRows
 
-    return StagedBatcher(StagedRows(*sizes, platform.device))
+    return DeviceInputBatchBuilder(DeviceRows(*sizes, platform.device))
 
 
-def build_drawing(platform: Platform) -> Drawing:
+def build_drawing(platform: Platform) -> SamplerOps:
     """The functions that draw: kernels, where the platform has them."""
     if "triton" in platform.kernels:
         from quire.worker.sampling.triton_ops import COMPILED
@@ -360,12 +367,14 @@ def build_drawing(platform: Platform) -> Drawing:
     return PLAIN if kernels is None else native(kernels)
 
 
-def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any) -> Source:
+def build_source(
+    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any
+) -> ModelInput:
     """Steps of single tokens are replayed, where device, backend and model allow it."""
-    from quire.worker.graphs import GraphSource, default_sizes
-    from quire.worker.model_input import TokenSource
+    from quire.worker.graphs import GraphModelInput, default_sizes
+    from quire.worker.model_input import TokenModelInput
 
-    source, recorder = TokenSource(model), platform.recorder()
+    source, recorder = TokenModelInput(model), platform.recorder()
     layers = model.attention_layers()
     able = model.recordable and layers and layers[0].backend.can.graphs
     if recorder is None or not able or resolved.asked.parallel.enforce_eager:
@@ -374,7 +383,7 @@ def build_source(resolved: Resolved, platform: Platform, plan: MemoryPlan, model
     wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
     sizes = [size for size in wanted if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
-    return GraphSource(source, recorder, sizes, most, plan.max_model_len)
+    return GraphModelInput(source, recorder, sizes, most, plan.max_model_len)
 
 
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:

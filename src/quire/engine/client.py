@@ -18,7 +18,7 @@ from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.logging import get_logger
-from quire.protocol.output import EngineOutput, FinishReason, Ready, Reply
+from quire.protocol.output import EngineOutput, EngineReady, FinishReason, Reply
 from quire.protocol.request import Abort, Call, EngineRequest
 
 log = get_logger(__name__)
@@ -28,7 +28,7 @@ class EngineClient(Protocol):
     """What a front room may ask. All methods may be called from any thread."""
 
     resolved: Resolved
-    ready: Ready
+    ready: EngineReady
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; everything about it, a refusal too, comes back through `outputs`."""
@@ -58,7 +58,7 @@ class InlineClient:
         self,
         core: EngineCore,
         resolved: Resolved,
-        ready: Ready,
+        ready: EngineReady,
         shut: Callable[[], None] = lambda: None,
     ):
         self.core, self.resolved, self.ready, self._shut = core, resolved, ready, shut

@@ -22,7 +22,7 @@ from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from quire.executor.base import Executor, Pending
+    from quire.executor.base import Executor, StepFuture
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ class EngineCore:
         self.check_when_idle = check_when_idle
         self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something says so
         self.inbox: Inbox = SimpleQueue()
-        self.in_flight: deque[tuple[int, Pending]] = deque()
+        self.in_flight: deque[tuple[int, StepFuture]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
         self.caller = 0  # the front room that asked for the function that runs
         self.said: Outbox = []  # what a function has to tell besides its reply

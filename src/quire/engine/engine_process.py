@@ -26,13 +26,13 @@ import zmq
 from quire import env
 from quire.engine import sleep_state
 from quire.engine.core import Answered, EngineCore
-from quire.engine.flight_recorder import Recorded, Recorder
-from quire.engine.status_pipe import STOP, Speaker
-from quire.engine.watchdog import Pulse, Timed
+from quire.engine.flight_recorder import FlightRecorder, RecordingExecutor
+from quire.engine.status_pipe import STOP, StatusWriter
+from quire.engine.watchdog import TimedExecutor, Watchdog
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
 from quire.platforms.cpu_affinity import leave_a_core
-from quire.protocol.output import Died, EngineOutput, EngineStats, FromEngine, Reply
+from quire.protocol.output import EngineDied, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import Head, RequestHead, ToEngine
 
 log = get_logger(__name__)
@@ -46,11 +46,11 @@ COLLECT_AFTER = (
 )  # new objects, then collections of the younger; Python's own begins with 700
 
 
-class Stop(BaseException):
+class StopEngine(BaseException):
     """Our host said so. No Exception: it may come in the middle of whatever catches those."""
 
 
-class Link:
+class FrontendSockets:
     """The child's ends of the sockets: one that all front rooms push into, and one to each of them."""
 
     def __init__(self, folder: Path, frontends: int):
@@ -131,10 +131,10 @@ def die_with(parent: int) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    raise Stop
+    raise StopEngine
 
 
-def loop(core: EngineCore, link: Link, pulse: Pulse) -> None:
+def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
     """Until told to stop, or an error that no request can be blamed for."""
     told = 0.0
     while True:
@@ -149,35 +149,35 @@ def loop(core: EngineCore, link: Link, pulse: Pulse) -> None:
             link.tell_all(core.stats())
 
 
-def serve(folder: Path, frontends: int, speaker: Speaker) -> None:
+def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
     """Build the engine, say that it is ready, run it."""
-    from quire.config.serialize import from_wire
+    from quire.config.serialize import resolved_from_bytes
     from quire.engine.assemble import build_core
 
-    link = Link(folder, frontends)
+    link = FrontendSockets(folder, frontends)
     told = folder.parent / sleep_state.FILE
-    resolved = from_wire(sys.stdin.buffer.read())
+    resolved = resolved_from_bytes(sys.stdin.buffer.read())
     if resolved.device == "cpu":
         leave_a_core()
     core, ready = build_core(resolved)
-    pulse = Pulse(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
-    core.executor = Timed(core.executor, pulse)
+    pulse = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
+    core.executor = TimedExecutor(core.executor, pulse)
     # A function may load a model; nobody is served meanwhile, so it must not take for ever either.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
-    core.functions = sleep_state.kept(core.functions, told)
+    core.functions = sleep_state.persisting(core.functions, told)
     core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
     if env.get("FLIGHT_RECORDER"):
         core.counts["recorder_stops"] = 0.0
         stopped = partial(core.counts.update, recorder_stops=1.0)
-        core.executor = Recorded(core.executor, Recorder(folder), stopped)
+        core.executor = RecordingExecutor(core.executor, FlightRecorder(folder), stopped)
     # What was built stays; without this a collection walks all of it in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
-    sleep_state.obey(core.functions, told)
-    speaker.say(ready)
-    pulse.send_by(speaker.say)
+    sleep_state.restore_sleep_state(core.functions, told)
+    speaker.send(ready)
+    pulse.send_by(speaker.send)
     try:
         loop(core, link, pulse)
     finally:
@@ -192,16 +192,16 @@ def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
     signal.signal(STOP, stop)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
-    speaker = Speaker(lifeline)
+    speaker = StatusWriter(lifeline)
     try:
         serve(folder, frontends, speaker)
-    except Stop:
+    except StopEngine:
         return 0
     except QuireError as error:
-        speaker.say(Died(str(error)))
+        speaker.send(EngineDied(str(error)))
         return 1
     except BaseException as error:
-        speaker.say(Died(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        speaker.send(EngineDied(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return 1
     return 0
 

@@ -1,6 +1,6 @@
 """The flight recorder: the last plans and results of an engine, on disk, so that they outlive any death.
 
-Knows wire 2 and files. Does not know models. `Recorded` stands between a core and its executor; neither
+Knows wire 2 and files. Does not know models. `RecordingExecutor` stands between a core and its executor; neither
 notices. A recording can be fed to a worker again (`cli/replay.py`), because every segment starts with what
 each seated row held: a worker that computes those rows from nothing is where the recorded one was.
 
@@ -27,10 +27,10 @@ from msgspec import Struct
 
 from quire.engine.quarantine import short_form
 from quire.logging import get_logger
-from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from quire.executor.base import Executor, Pending
+    from quire.executor.base import Executor, StepFuture
 
 log = get_logger(__name__)
 
@@ -40,21 +40,21 @@ MOST_ROOM = 1 << 26  # bytes of a file: two of them bound what a recording takes
 LENGTH = struct.Struct("<I")
 
 
-class Seated(Struct, array_like=True, tag="seated"):
+class SeatedRows(Struct, array_like=True, tag="seated"):
     """The rows at the start of a segment, each as if it entered now; `done` of its tokens were computed."""
 
-    rows: list[Entered]
+    rows: list[EnteredRow]
     done: list[int]
     steps: int  # before this segment
 
 
-Frame = Seated | StepPlan | StepResult
+Frame = SeatedRows | StepPlan | StepResult
 
 
 class Recording(Struct):
     """What can be read back: where it starts, and what happened then."""
 
-    seated: Seated
+    seated: SeatedRows
     frames: list[StepPlan | StepResult]
 
     def unfinished(self) -> set[str]:
@@ -69,7 +69,7 @@ class Recording(Struct):
                     stuck |= {ids[item.row] for item in frame.work if item.row in ids}
         return stuck
 
-    def running(self) -> list[Entered]:
+    def running(self) -> list[EnteredRow]:
         """The requests that have a row at its end."""
         rows = {row.row: row for row in self.seated.rows}
         for frame in self.frames:
@@ -88,7 +88,7 @@ class Recording(Struct):
         return ids
 
 
-class Segment:
+class RecordingSegment:
     """A file that is written as memory: a write() costs a small step more than its plan and its result together.
 
     Its room is asked for in advance: a page that a full disk does not have would end the process where it is touched.
@@ -146,20 +146,20 @@ class Segment:
         self._file.close()
 
 
-class Recorder:
+class FlightRecorder:
     """Writes frames, and keeps what a new segment must start with."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._encoder = msgspec.msgpack.Encoder()
-        self._rows: dict[int, Entered] = {}
+        self._rows: dict[int, EnteredRow] = {}
         self._done: dict[int, int] = {}
         self._work: dict[
-            int, list[Entered | None]
+            int, list[EnteredRow | None]
         ] = {}  # who draws, by work item, of steps in flight
         self._plans = self._pages = 0
-        self._segments: dict[int, Segment] = {}
-        self._segment: Segment | None = None
+        self._segments: dict[int, RecordingSegment] = {}
+        self._segment: RecordingSegment | None = None
 
     def plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
@@ -223,18 +223,18 @@ class Recorder:
         number = self._pages % 2
         self._pages += 1
         if (segment := self._segments.get(number)) is None:
-            segment = self._segments[number] = Segment(self.folder / f"flight-{number}")
+            segment = self._segments[number] = RecordingSegment(self.folder / f"flight-{number}")
         else:
             segment.restart()
         self._segment = segment
         rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
         done = [min(self._done[row.row], len(row.tokens)) for row in rows]
-        self._write(Seated(rows, done, self._plans))
+        self._write(SeatedRows(rows, done, self._plans))
 
     def _write(self, frame: Frame) -> None:
         data = self._encoder.encode(frame)
         if self._segment is not None and not self._segment.has_room(len(data)):
-            if isinstance(frame, Seated):
+            if isinstance(frame, SeatedRows):
                 raise OSError(f"the running requests take more than {MOST_ROOM} bytes")
             self._turn_page()
         if self._segment is not None:
@@ -243,7 +243,7 @@ class Recorder:
             self._segment.append(data)
 
 
-def _noted(new: Entered) -> Entered:
+def _noted(new: EnteredRow) -> EnteredRow:
     """With its parameters in their short form, encoded once: each segment begins with all that are seated."""
     return msgspec.structs.replace(
         new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
@@ -263,13 +263,13 @@ def frames(path: Path) -> Iterator[Frame]:
         at += 4 + length
 
 
-def read(folder: Path) -> Recording | None:
+def read_recording(folder: Path) -> Recording | None:
     """The last one or two segments as one recording; None if nothing was recorded.
 
     Raises:
         ValueError: a file there is not one of ours.
     """
-    segments: list[tuple[Seated, list[StepPlan | StepResult]]] = []
+    segments: list[tuple[SeatedRows, list[StepPlan | StepResult]]] = []
     for path in sorted(folder.glob("flight-*")):
         try:
             found = list(frames(path))
@@ -278,16 +278,16 @@ def read(folder: Path) -> Recording | None:
         if not found:
             continue  # just begun
         first, *rest = found
-        if not isinstance(first, Seated):
+        if not isinstance(first, SeatedRows):
             raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
-        segments.append((first, [f for f in rest if not isinstance(f, Seated)]))
+        segments.append((first, [f for f in rest if not isinstance(f, SeatedRows)]))
     if not segments:
         return None
     segments.sort(key=lambda segment: segment[0].steps)
     return Recording(segments[0][0], [frame for _, part in segments for frame in part])
 
 
-class Recorded:
+class RecordingExecutor:
     """An executor that writes down what goes through it, as long as it can be written.
 
     Args:
@@ -295,14 +295,17 @@ class Recorded:
     """
 
     def __init__(
-        self, executor: Executor, recorder: Recorder, stopped: Callable[[], None] = lambda: None
+        self,
+        executor: Executor,
+        recorder: FlightRecorder,
+        stopped: Callable[[], None] = lambda: None,
     ):
         self._executor, self._stopped = executor, stopped
-        self._recorder: Recorder | None = recorder
+        self._recorder: FlightRecorder | None = recorder
         self.recoverable = executor.recoverable
 
-    def launch(self, plan: StepPlan) -> Pending:
-        self.note(Recorder.plan, plan)
+    def launch(self, plan: StepPlan) -> StepFuture:
+        self.note(FlightRecorder.plan, plan)
         return _Noted(self._executor.launch(plan), self, plan.step)
 
     def call(self, name: str, *args: Any) -> list[Any]:
@@ -310,7 +313,7 @@ class Recorded:
 
     def close(self) -> None:
         self._executor.close()
-        self.note(Recorder.close)
+        self.note(FlightRecorder.close)
 
     def note(self, write: Callable[..., None], *args: Any) -> None:
         """Write; a failure stops the recording, and never the step."""
@@ -329,14 +332,14 @@ class Recorded:
 
 
 class _Noted:
-    def __init__(self, pending: Pending, recorded: Recorded, step: int):
+    def __init__(self, pending: StepFuture, recorded: RecordingExecutor, step: int):
         self._pending, self._recorded, self._step = pending, recorded, step
 
     def result(self) -> StepResult:
         try:
             result = self._pending.result()
         except BaseException:
-            self._recorded.note(Recorder.failed, self._step)
+            self._recorded.note(FlightRecorder.failed, self._step)
             raise
-        self._recorded.note(Recorder.result, result)
+        self._recorded.note(FlightRecorder.result, result)
         return result

@@ -1,7 +1,7 @@
 """What an engine looks like from inside while somebody looks: its blocks, its steps, and each request's life.
 
 Knows the scheduler, its pool and wire 2. Tells no token unless asked for one request's. Nobody looks: nothing is
-kept, and no step is touched. The first look puts a `Watched` between the core and its executor; once nobody has
+kept, and no step is touched. The first look puts a `InspectedExecutor` between the core and its executor; once nobody has
 looked for `FORGET_S`, the next step takes it away again.
 
     a life    queued | prefill 256 | prefill 40 | decode ........ | preempted .. | prefill | decode .. | ended
@@ -21,13 +21,13 @@ import msgspec
 
 from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
-from quire.observe.process_memory import family, resident_bytes
+from quire.observe.process_memory import process_tree, resident_bytes
 from quire.platforms.detect import facts
-from quire.protocol.plan import StepPlan, StepResult, Work
+from quire.protocol.plan import StepPlan, StepResult, WorkItem
 from quire.scheduler.request import NO_ROW, Request
 
 if TYPE_CHECKING:
-    from quire.executor.base import Executor, Pending
+    from quire.executor.base import Executor, StepFuture
 
 FORGET_S = 5.0
 SPAN_S = 30.0  # what ended longer ago is not told
@@ -46,7 +46,7 @@ QUEUED, UNSEEN, PREFILL, DECODE, PREEMPTED = "queued", "unseen", "prefill", "dec
 
 
 @dataclass(slots=True)
-class Phase:
+class TimelinePhase:
     """It lasts until the next one begins."""
 
     kind: str
@@ -55,9 +55,9 @@ class Phase:
 
 
 @dataclass(slots=True)
-class Life:
+class RequestTimeline:
     request: Request
-    phases: list[Phase]
+    phases: list[TimelinePhase]
     ended: float | None = None
 
     def add(self, kind: str, now: float, tokens: int = 0) -> None:
@@ -68,11 +68,11 @@ class Life:
             return
         if len(self.phases) == MOST_PHASES:
             del self.phases[1]
-        self.phases.append(Phase(kind, now, tokens))
+        self.phases.append(TimelinePhase(kind, now, tokens))
 
 
 @dataclass(slots=True)
-class Step:
+class StepRecord:
     """What one step did. `work`: (request, tokens, whether they are of a prompt)."""
 
     number: int
@@ -82,16 +82,16 @@ class Step:
     seconds: float = -1.0
 
 
-class Live:
+class Inspector:
     """`look` when somebody wants to see; all else follows from that."""
 
     def __init__(self, core: EngineCore, bytes_per_block: int = 0):
         self.core, self.bytes_per_block = core, bytes_per_block
         self.clock = core.scheduler.clock
-        self.watched: Watched | None = None
+        self.watched: InspectedExecutor | None = None
         self.looked = 0.0
-        self.steps: deque[Step] = deque(maxlen=STEPS)
-        self.lives: dict[int, Life] = {}  # by number of arrival
+        self.steps: deque[StepRecord] = deque(maxlen=STEPS)
+        self.lives: dict[int, RequestTimeline] = {}  # by number of arrival
         self.resulted = 0.0  # when the last step came to its end
         self.machine = 0
         self.processes: list[int] = []
@@ -111,8 +111,8 @@ class Live:
         seen = {
             "stats": dict(msgspec.structs.asdict(self.core.stats())),
             "blocks": block_map(scheduler.kv.pool, scheduler.running),
-            "steps": [told_step(step, now) for step in self.steps],
-            "lives": [told_life(life, now) for life in self.lives.values()],
+            "steps": [step_dict(step, now) for step in self.steps],
+            "lives": [timeline_dict(life, now) for life in self.lives.values()],
             "limits": {
                 "rows": scheduler.limits.max_rows,
                 "step_tokens": scheduler.limits.max_step_tokens,
@@ -144,26 +144,28 @@ class Live:
     # -- watching -------------------------------------------------------------------------------
     def _start(self, now: float) -> None:
         self.machine = self.machine or facts().total_bytes
-        self.processes = self.processes or family(os.getpid())
-        self.watched = Watched(self.core.executor, self)
+        self.processes = self.processes or process_tree(os.getpid())
+        self.watched = InspectedExecutor(self.core.executor, self)
         self.core.executor = self.watched
         for request in self.core.scheduler.running:
             if (life := self._life(request, now)) is not None:
-                life.phases.append(Phase(UNSEEN, min(request.arrived + request.queued, now)))
+                life.phases.append(
+                    TimelinePhase(UNSEEN, min(request.arrived + request.queued, now))
+                )
 
-    def _stop(self, watched: Watched) -> None:
+    def _stop(self, watched: InspectedExecutor) -> None:
         if self.core.executor is watched:
             self.core.executor = watched.executor
         self.watched = None
         self.steps.clear()
         self.lives.clear()
 
-    def _life(self, request: Request, now: float) -> Life | None:
+    def _life(self, request: Request, now: float) -> RequestTimeline | None:
         """Of a request seen before, or from now on; None if there are too many."""
         number = request.order[1]
         if (life := self.lives.get(number)) is None and self._room():
             arrived = request.arrived if 0 < now - request.arrived < 86_400 else now
-            life = self.lives[number] = Life(request, [Phase(QUEUED, arrived)])
+            life = self.lives[number] = RequestTimeline(request, [TimelinePhase(QUEUED, arrived)])
         return life
 
     def _room(self) -> bool:
@@ -175,14 +177,14 @@ class Live:
         del self.lives[ended]
         return True
 
-    def launched(self, plan: StepPlan, watched: Watched) -> Step | None:
+    def launched(self, plan: StepPlan, watched: InspectedExecutor) -> StepRecord | None:
         """A step begins. None: nobody looks any more, and it is not kept."""
         now = self.clock()
         if now - self.looked > FORGET_S:
             self._stop(watched)
             return None
         self._notice(now)
-        step = Step(plan.step, now, [])
+        step = StepRecord(plan.step, now, [])
         counted = self.core.scheduler.in_flight[plan.step]
         for (request, _), item in zip(counted, plan.work, strict=True):
             is_prompt = of_prompt(request, item)
@@ -195,7 +197,7 @@ class Live:
         self.steps.append(step)
         return step
 
-    def finished(self, step: Step) -> None:
+    def finished(self, step: StepRecord) -> None:
         self.resulted = self.clock()
         step.seconds = self.resulted - step.launched
 
@@ -216,14 +218,14 @@ class Live:
             del self.lives[number]
 
 
-class Watched:
-    """An executor whose steps are seen by a `Live`."""
+class InspectedExecutor:
+    """An executor whose steps are seen by a `Inspector`."""
 
-    def __init__(self, executor: Executor, live: Live):
+    def __init__(self, executor: Executor, live: Inspector):
         self.executor, self._live = executor, live
         self.recoverable = executor.recoverable
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> StepFuture:
         step = self._live.launched(plan, self)
         pending = self.executor.launch(plan)
         return pending if step is None else _Seen(pending, self._live, step)
@@ -236,7 +238,7 @@ class Watched:
 
 
 class _Seen:
-    def __init__(self, pending: Pending, live: Live, step: Step):
+    def __init__(self, pending: StepFuture, live: Inspector, step: StepRecord):
         self._pending, self._live, self._step = pending, live, step
 
     def result(self) -> StepResult:
@@ -247,13 +249,13 @@ class _Seen:
 
 
 # -- as builtins ----------------------------------------------------------------------------------
-def of_prompt(request: Request, item: Work) -> bool:
+def of_prompt(request: Request, item: WorkItem) -> bool:
     """Whether a work item computes what was known before: a prompt, or all of it again after a preemption."""
     before = request.computed - item.num_tokens
     return before < request.num_prompt or item.num_tokens - item.drafts > 1
 
 
-def told_step(step: Step, now: float) -> dict[str, Any]:
+def step_dict(step: StepRecord, now: float) -> dict[str, Any]:
     return {
         "step": step.number,
         "ago": ms(now - step.launched),
@@ -263,7 +265,7 @@ def told_step(step: Step, now: float) -> dict[str, Any]:
     }
 
 
-def told_life(life: Life, now: float) -> dict[str, Any]:
+def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
     """Phases: (kind, since, tokens)."""
     request = life.request
     state = life.phases[-1].kind
@@ -322,5 +324,5 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
 
 def functions(core: EngineCore, bytes_per_block: int) -> dict[str, Callable[..., Any]]:
     """What `EngineClient.call` may ask for."""
-    live = Live(core, bytes_per_block)
+    live = Inspector(core, bytes_per_block)
     return {"live": live.look, "live_words": live.words}

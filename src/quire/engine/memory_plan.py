@@ -14,7 +14,7 @@ from quire.config.engine import Resolved
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.models.checkpoint_files import Stored, in_memory, stored
+from quire.models.checkpoint_files import Stored, in_memory, stored_tensors
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 
@@ -130,7 +130,7 @@ def forecast_weights(
         ModelNotFound, ConfigError: as `models.formats.stored`.
     """
     if found is None:
-        found = stored(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
+        found = stored_tensors(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
     loading = in_memory(found, ITEMSIZE[resolved.dtype])
     if resolved.quantization is None:
         return loading

@@ -20,16 +20,16 @@ from quire.config.engine import Resolved
 from quire.engine.core import EngineCore
 from quire.engine.memory_plan import ITEMSIZE, forecast_weights
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.protocol.plan import StepPlan, Work
+from quire.protocol.plan import StepPlan, WorkItem
 
 if TYPE_CHECKING:
-    from quire.executor.base import Executor, Pending
+    from quire.executor.base import Executor, StepFuture
 
 FLOPS, READ, WRITTEN = "flops", "read_bytes", "write_bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StepCosts:
     """Of one model on one device."""
 
     layers: int
@@ -46,7 +46,7 @@ class Costs:
     @classmethod
     def of(
         cls, config: dict[str, Any], specs: Iterable[CacheSpec], weight_bytes: int, itemsize: int
-    ) -> Costs:
+    ) -> StepCosts:
         """`weight_bytes`: of the whole checkpoint in memory; `itemsize`: of a number that is not quantized."""
         kinds = tuple(Counter(specs).items())
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
@@ -63,7 +63,7 @@ class Costs:
         head_bytes = min(head * itemsize, read)
         return cls(layers, head, read - head_bytes, head_bytes, kinds, heads)
 
-    def flops(self, item: Work, start: int) -> float:
+    def flops(self, item: WorkItem, start: int) -> float:
         """Of a row's share of a step; `start` tokens of it were computed before."""
         total = 2 * self.layers * item.num_tokens + 2 * self.head * item.samples
         for spec, count in self.kinds:
@@ -71,7 +71,7 @@ class Costs:
             total += count * 2 * self.num_heads * (spec.head_dim + spec.v_head_dim) * seen
         return float(total)
 
-    def kv_bytes(self, item: Work, start: int) -> tuple[float, float]:
+    def kv_bytes(self, item: WorkItem, start: int) -> tuple[float, float]:
         """Read and written."""
         read = written = 0
         for spec, count in self.kinds:
@@ -112,16 +112,16 @@ def _up_to(length: int) -> int:
     return length * (length + 1) // 2
 
 
-class Counted:
+class MfuExecutor:
     """An executor whose steps are counted in `counts`, as they are launched."""
 
-    def __init__(self, executor: Executor, costs: Costs):
+    def __init__(self, executor: Executor, costs: StepCosts):
         self._executor, self._costs = executor, costs
         self.recoverable = executor.recoverable
         self.counts = dict.fromkeys((FLOPS, READ, WRITTEN), 0.0)
         self._computed: dict[int, int] = {}  # by row
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> StepFuture:
         costs, counts = self._costs, self.counts
         for new in plan.entered:
             self._computed[new.row] = new.computed
@@ -148,6 +148,6 @@ class Counted:
 def count(core: EngineCore, resolved: Resolved, specs: Iterable[CacheSpec]) -> None:
     """Have the core tell what its steps cost."""
     weights = forecast_weights(resolved, available=1 << 62)
-    costs = Costs.of(resolved.hf_config, specs, weights, ITEMSIZE[resolved.dtype])
-    core.executor = counted = Counted(core.executor, costs)
+    costs = StepCosts.of(resolved.hf_config, specs, weights, ITEMSIZE[resolved.dtype])
+    core.executor = counted = MfuExecutor(core.executor, costs)
     core.counts = counted.counts

@@ -20,8 +20,8 @@ import zmq
 from quire.config.engine import Resolved
 from quire.engine.client import answer
 from quire.engine.quarantine import MOST, Suspects, digest_of
-from quire.engine.shared_state import State, StateBoard
-from quire.engine.supervisor import EngineHost
+from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.supervisor import EngineSupervisor
 from quire.errors import (
     EngineDeadError,
     EngineDelayed,
@@ -31,11 +31,11 @@ from quire.errors import (
 )
 from quire.protocol.output import (
     EngineOutput,
+    EngineReady,
     EngineStats,
     ErrorKind,
     FinishReason,
     FromEngine,
-    Ready,
     Reply,
 )
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
@@ -43,7 +43,7 @@ from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
 
 
-class Wires:
+class EngineSockets:
     """Both sockets to one generation of the engine."""
 
     def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
@@ -79,14 +79,14 @@ class ProcessClient:
         client: our number among the front rooms.
     """
 
-    ready: Ready
+    ready: EngineReady
 
     def __init__(
         self,
         resolved: Resolved,
         folder: Path,
         board: StateBoard,
-        host: EngineHost | None = None,
+        host: EngineSupervisor | None = None,
         client: int = 0,
     ):
         self.resolved, self.client, self.host = resolved, client, host
@@ -104,10 +104,10 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self.stats = EngineStats()  # the latest that came by itself
         self.generation = self.state.generation
-        self._wires = Wires(self._context, folder / str(self.generation), client)
+        self._wires = EngineSockets(self._context, folder / str(self.generation), client)
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         """How the engine stands, as its host last said."""
         return self._board.look() if self.host is None else self.host.state
 
@@ -120,7 +120,7 @@ class ProcessClient:
         if state.condition == "delayed":
             raise EngineDelayed(state.incident)
 
-    def wait_ready(self, timeout: float | None = None) -> Ready:
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Block until the model is loaded.
 
         Raises:
@@ -258,7 +258,7 @@ class ProcessClient:
                 case EngineStats():
                     self.stats = message
 
-    def _follow(self, state: State) -> None:
+    def _follow(self, state: EngineState) -> None:
         """The engine was replaced: end what cannot be had again, send the rest to the new one."""
         while self._wires.up.poll(0):  # what the old one had said before it died is true
             self._keep(self._decoder.decode(self._wires.up.recv()))
@@ -269,7 +269,9 @@ class ProcessClient:
         with self._sending:
             self._wires.close()
             self.generation = state.generation
-            self._wires = Wires(self._context, self._folder / str(self.generation), self.client)
+            self._wires = EngineSockets(
+                self._context, self._folder / str(self.generation), self.client
+            )
             ran = self._note_deaths(state)
             for id, mine in list(self._mine.items()):
                 if mine.given_up:  # what died may not have heard of it
@@ -280,7 +282,7 @@ class ProcessClient:
                     mine.sent += 1
                     self._send_again(mine.request)
 
-    def _note_deaths(self, state: State) -> set[str]:
+    def _note_deaths(self, state: EngineState) -> set[str]:
         """Ids of our requests that must not be sent again: they ran when the engine died, or were there twice."""
         lost, not_again, suspects = set(state.lost), set(), []
         for id, mine in self._mine.items():
@@ -293,7 +295,7 @@ class ProcessClient:
         self._poison = frozenset(self._suspects.poison())
         return not_again
 
-    def _end_all(self, state: State) -> None:
+    def _end_all(self, state: EngineState) -> None:
         """No engine will run until a later start, so nobody is to wait for it."""
         error = (
             f"the engine failed and is started again later ({state.incident} in the server's log)"

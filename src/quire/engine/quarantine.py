@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import msgspec
 
-from quire.protocol.plan import Entered
+from quire.protocol.plan import EnteredRow
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
@@ -65,7 +65,7 @@ def digest_of(request: EngineRequest) -> str:
     return digest(request.tokens, request.params, request.adapter)
 
 
-def digest_of_entered(entered: Entered) -> str:
+def digest_of_entered(entered: EnteredRow) -> str:
     """The digest of the request that had this row."""
     return digest(entered.tokens[: entered.num_prompt], entered.params, entered.adapter)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.engine.flight_recorder import Recording
-from quire.protocol.plan import Entered, StepPlan, StepResult, Work
+from quire.protocol.plan import EnteredRow, StepPlan, StepResult, WorkItem
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
@@ -68,7 +68,7 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
 
 
 def _compute(
-    rows: list[Entered], done: list[int], left: list[int], budget: int
+    rows: list[EnteredRow], done: list[int], left: list[int], budget: int
 ) -> Iterator[StepPlan]:
     """Plans that seat these rows and compute the first `done` tokens of each, drawing nothing."""
     entered, togo = rows, dict(zip((new.row for new in rows), done, strict=True))
@@ -76,7 +76,7 @@ def _compute(
         work, room = [], budget
         for row, tokens in togo.items():
             if n := min(tokens, room):
-                work.append(Work(row, n, samples=False))
+                work.append(WorkItem(row, n, samples=False))
                 togo[row], room = tokens - n, room - n
         yield StepPlan(0, entered, work, left)
         entered, left = [], []

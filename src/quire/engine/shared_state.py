@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Struct
 
-from quire.protocol.output import Ready
+from quire.protocol.output import EngineReady
 
 ROOM = 1 << 18  # bytes of a state
 MOST_TEXT = 4000  # characters of an error, where a state has too many bytes
@@ -27,12 +27,12 @@ HEAD = struct.Struct("<QII")
 Condition = Literal["starting", "ready", "restarting", "delayed", "dead", "closed"]
 
 
-class State(Struct):
+class EngineState(Struct):
     """How the engine stands."""
 
     generation: int
     condition: Condition
-    ready: Ready | None = None
+    ready: EngineReady | None = None
     error: str = ""
     traceback: str = ""
     lost: list[str] = []
@@ -57,11 +57,11 @@ class StateBoard:
         self.fd = memory_file() if fd is None else fd
         self._map = mmap.mmap(self.fd, HEAD.size + ROOM)
         self._number = 0
-        self.now = State(1, "starting")
+        self.now = EngineState(1, "starting")
         if self.owned:
             self.publish(self.now)
 
-    def publish(self, state: State) -> None:
+    def publish(self, state: EngineState) -> None:
         """A state that has no room is published without its lists."""
         self.now = state
         data = msgspec.msgpack.encode(state)
@@ -74,7 +74,7 @@ class StateBoard:
         self._map[HEAD.size : HEAD.size + len(data)] = data
         self._map[: HEAD.size] = HEAD.pack(self._number, len(data), crc32(data))
 
-    def look(self) -> State:
+    def look(self) -> EngineState:
         """The latest state; the one before it while a new one is being written."""
         if self.owned:
             return self.now
@@ -82,7 +82,7 @@ class StateBoard:
         if number != self._number and length <= ROOM:
             data = self._map[HEAD.size : HEAD.size + length]
             if crc32(data) == crc:
-                self.now, self._number = msgspec.msgpack.decode(data, type=State), number
+                self.now, self._number = msgspec.msgpack.decode(data, type=EngineState), number
         return self.now
 
     def close(self) -> None:

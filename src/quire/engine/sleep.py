@@ -1,7 +1,7 @@
 """An engine that rests: one that holds requests back, and one that has given its memory back as well.
 
 Knows the scheduler, and that the workers can put their memory away (`worker/sleep.py`). Requests that come
-meanwhile wait in line, whichever front room they come through. A `Hold` stands among the scheduler's gates only while it
+meanwhile wait in line, whichever front room they come through. A `PauseGate` stands among the scheduler's gates only while it
 holds somebody back: an engine at work does not pay for it. How a front room waits for it is `held.py`'s.
 
     hold -> [what runs ends, or is ended, or stands still] -> sleep -> wake_up, in parts or at once
@@ -32,7 +32,7 @@ PAUSE, SLEEP = "pause", "sleep"
 NOBODY = ""
 
 
-class Hold(Gate):
+class PauseGate(Gate):
     """Lets those go on that came before request number `until`, and nobody else."""
 
     name = "hold"
@@ -47,7 +47,7 @@ class Hold(Gate):
         return num_tokens if self.ready(request) else 0
 
 
-class Held(NamedTuple):
+class PauseHolder(NamedTuple):
     """What one holds back."""
 
     reason: str
@@ -57,12 +57,12 @@ class Held(NamedTuple):
     """Through which front room."""
 
 
-class Rest:
+class SleepController:
     """How deep an engine rests, and why."""
 
     def __init__(self, core: EngineCore):
-        self.core, self.gate = core, Hold()
-        self.held: dict[str, Held] = {}
+        self.core, self.gate = core, PauseGate()
+        self.held: dict[str, PauseHolder] = {}
         """By who holds requests back."""
         self.standing: set[str] = set()
         """Why all are held back, whoever asked for it."""
@@ -75,7 +75,7 @@ class Rest:
         """Admit nobody from now on; how many are still to end (`left` says it again)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
-        self.held[holder] = Held(reason, until, core.caller)
+        self.held[holder] = PauseHolder(reason, until, core.caller)
         self._set_gate()
         if mode == "abort":
             core.settle()
@@ -218,7 +218,7 @@ class Rest:
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """What `EngineClient.call` may ask for."""
-    rest = Rest(core)
+    rest = SleepController(core)
     named = (
         rest.hold, rest.left, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
         rest.sleep, rest.release_kv_cache, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,

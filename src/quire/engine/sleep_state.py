@@ -24,7 +24,7 @@ CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up")
 Functions = dict[str, Callable[..., Any]]
 
 
-def obey(functions: Functions, path: Path) -> None:
+def restore_sleep_state(functions: Functions, path: Path) -> None:
     """Do what an earlier process was told."""
     if path.exists():
         told = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -33,7 +33,7 @@ def obey(functions: Functions, path: Path) -> None:
             log.warning("the engine rests as the one before it was told to: %s", told)
 
 
-def kept(functions: Functions, path: Path) -> Functions:
+def persisting(functions: Functions, path: Path) -> Functions:
     """The same; those that change how deep the engine rests have it in `path` before they answer."""
 
     def keeping(function: Callable[..., Any]) -> Callable[..., Any]:

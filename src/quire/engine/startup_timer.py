@@ -13,7 +13,7 @@ from pathlib import Path
 Stage = tuple[str, float]  # name, seconds
 
 
-class Stages:
+class StartupStages:
     """`with stages("load weights"): ...`"""
 
     def __init__(self) -> None:

@@ -21,14 +21,14 @@ STOP = signal.SIGUSR2
 MOST = 1 << 24  # bytes; a frame that claims more is noise
 
 
-class Speaker:
+class StatusWriter:
     """The child's end; several threads may speak."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._lock = threading.Lock()
 
-    def say(self, message: Lifeline) -> None:
+    def send(self, message: Lifeline) -> None:
         """Raises OSError: nobody listens any more."""
         data = msgspec.msgpack.encode(message)
         data = struct.pack("<I", len(data)) + data
@@ -37,7 +37,7 @@ class Speaker:
                 data = data[os.write(self._fd, data) :]
 
 
-class Listener:
+class StatusReader:
     """The parent's end."""
 
     def __init__(self, fd: int):
@@ -49,7 +49,7 @@ class Listener:
     def fileno(self) -> int:
         return self._fd
 
-    def hear(self, wait: float) -> list[Lifeline]:
+    def poll(self, wait: float) -> list[Lifeline]:
         """What was said, after at most `wait` seconds; sets `broken` when the other end is gone."""
         if not select.select([self._fd], [], [], wait)[0]:
             return []

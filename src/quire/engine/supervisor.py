@@ -1,11 +1,11 @@
-"""EngineHost: keeps one engine's process alive, and tells the front rooms how it stands.
+"""EngineSupervisor: keeps one engine's process alive, and tells the front rooms how it stands.
 
 Knows a child process, its lifeline, a folder and how often it may begin again. Does not know requests. What the
 front rooms must know stands on a board in memory (`board.py`); the sockets of the n-th process lie in FOLDER/n, so
 that nothing of an earlier life can reach a later one.
 
     starting -> ready -> restarting -> ready ...     closed: it was told to stop
-       |                `-> delayed -> restarting    after too many deaths: a try every `Patience.retry` seconds
+       |                `-> delayed -> restarting    after too many deaths: a try every `RestartPolicy.retry` seconds
        `-> dead                                      the first start failed, or the host itself did
 """
 
@@ -33,10 +33,10 @@ from quire.config.recording import for_recording
 from quire.engine import flight_recorder
 from quire.engine.quarantine import Suspects, digest_of_entered
 from quire.engine.run_folder import hold, own_folder, remove_stale
-from quire.engine.shared_state import State, StateBoard
-from quire.engine.status_pipe import STOP, Listener
+from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.status_pipe import STOP, StatusReader
 from quire.logging import get_logger
-from quire.protocol.output import Beat, Died, Ready
+from quire.protocol.output import EngineDied, EngineReady, Heartbeat
 
 log = get_logger(__name__)
 
@@ -46,7 +46,7 @@ KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RestartPolicy:
     """What counts as dead, and how often a dead engine is replaced."""
 
     heartbeat: float = 8.0  # seconds without a sign of life; 0: never mind
@@ -56,7 +56,7 @@ class Patience:
     retry: float = 30.0  # seconds between two starts beyond `restarts`
 
 
-class EngineHost:
+class EngineSupervisor:
     """Owns the folder and the child.
 
     Args:
@@ -67,12 +67,12 @@ class EngineHost:
         StartupError: there is no directory for the sockets.
     """
 
-    def __init__(self, payload: bytes, frontends: int = 1, patience: Patience | None = None):
+    def __init__(self, payload: bytes, frontends: int = 1, patience: RestartPolicy | None = None):
         self.folder = own_folder()
         self._lock = hold(self.folder)
         remove_stale(self.folder.parent)
         (self.folder / "1").mkdir()
-        self.patience = patience or Patience()
+        self.patience = patience or RestartPolicy()
         self._payload, self._frontends = payload, frontends
         self._closing = threading.Event()
         self._deaths: deque[float] = deque()
@@ -83,7 +83,7 @@ class EngineHost:
         self._thread.start()
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         """How the engine stands. It is dead as well when the thread that keeps it has ended by itself."""
         state = self.board.now
         if state.condition in ("dead", "closed") or self._thread.is_alive():
@@ -129,18 +129,18 @@ class EngineHost:
         try:
             child, listener = self._start(generation)
         except OSError as why:  # no processes or descriptors are left: others may give some back
-            return self._after(Died(f"the engine's process could not be started: {why}"))
+            return self._after(EngineDied(f"the engine's process could not be started: {why}"))
         try:
             died = self._watch(child, listener)
         finally:
             listener.close()
-            end(child, 5.0)
+            end_process(child, 5.0)
         if died is None:
-            self.board.publish(State(generation, "closed"))
+            self.board.publish(EngineState(generation, "closed"))
             return False
         return self._after(died)
 
-    def _start(self, generation: int) -> tuple[subprocess.Popen[bytes], Listener]:
+    def _start(self, generation: int) -> tuple[subprocess.Popen[bytes], StatusReader]:
         reading, writing = os.pipe()
         try:
             self.child = child = self._spawn(generation, writing)
@@ -149,7 +149,7 @@ class EngineHost:
             raise
         finally:
             os.close(writing)
-        return child, Listener(reading)
+        return child, StatusReader(reading)
 
     def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
         command = [
@@ -167,7 +167,7 @@ class EngineHost:
                 pass  # it is dead already; its lifeline says so
         return child
 
-    def _watch(self, child: subprocess.Popen[bytes], listener: Listener) -> Died | None:
+    def _watch(self, child: subprocess.Popen[bytes], listener: StatusReader) -> EngineDied | None:
         """Listen until the child is to be given up: why; None: it was us who wanted to stop."""
         clock, patience = time.monotonic, self.patience
         began = heard = looked = clock()
@@ -178,15 +178,15 @@ class EngineHost:
             ):  # we were stopped ourselves (a frozen container, a closed lid)
                 heard = clock()
             looked = clock()
-            for message in listener.hear(0.2):
+            for message in listener.poll(0.2):
                 heard = clock()
                 match message:
-                    case Ready():
+                    case EngineReady():
                         ready = True
                         self._change(condition="ready", ready=message, error="", traceback="")
-                    case Died():
+                    case EngineDied():
                         last_words = message
-                    case Beat() if ready and message.busy > message.allowed:
+                    case Heartbeat() if ready and message.busy > message.allowed:
                         why = (
                             f"a step, or a function of the engine, has taken {message.busy:.0f} s, and"
                             f" {message.allowed:.0f} s is what it may take (a step: at this machine's pace)"
@@ -194,14 +194,14 @@ class EngineHost:
                         return self._hung(child, why)
             if listener.broken:
                 code = exit_code(child)
-                return last_words or Died(f"the engine process ended {code}")
+                return last_words or EngineDied(f"the engine process ended {code}")
             if ready and 0 < patience.heartbeat < clock() - heard:
                 return self._hung(child, f"no sign of life for {patience.heartbeat:.0f} s")
             if not ready and clock() - began > patience.start:
                 return self._hung(child, f"the model was not loaded after {patience.start:.0f} s")
         return None
 
-    def _hung(self, child: subprocess.Popen[bytes], why: str) -> Died:
+    def _hung(self, child: subprocess.Popen[bytes], why: str) -> EngineDied:
         """Have both processes write their stacks, then kill the child."""
         log.error("the engine hangs: %s; the stacks of both processes follow", why)
         log.error("%s", own_stacks())
@@ -209,9 +209,9 @@ class EngineHost:
             child.send_signal(signal.SIGUSR1)  # engine/engine_process.py answers with its stacks
         time.sleep(1.0)
         child.kill()
-        return Died(f"the engine hung: {why}")
+        return EngineDied(f"the engine hung: {why}")
 
-    def _after(self, died: Died) -> bool:
+    def _after(self, died: EngineDied) -> bool:
         """Say what was lost; begin again, at once or later."""
         state, now = self.board.now, time.monotonic()
         if state.condition == "starting":  # whoever waits for the start reports it
@@ -232,7 +232,7 @@ class EngineHost:
             )
             what = f"and {count} times in a row: it is {after}"
         log.error("failure %s: %s; %s\n%s", incident, died.error, what, died.traceback)
-        new = State(
+        new = EngineState(
             state.generation, "dead" if is_over else "delayed", error=died.error, traceback=died.traceback,
             lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
             poison=self._suspects.poison(), incident=incident,
@@ -243,7 +243,7 @@ class EngineHost:
             self.board.publish(new)
         return not is_over and self._succeed(new, self.patience.retry if is_late else 0.0)
 
-    def _succeed(self, state: State, wait: float) -> bool:
+    def _succeed(self, state: EngineState, wait: float) -> bool:
         """Make room for the next process and say so, after `wait` seconds; False: it is time to stop."""
         while not self._closing.wait(wait):
             try:
@@ -272,19 +272,21 @@ class EngineHost:
         """What the dead engine did last; kept for `quire replay`."""
         folder = self.folder / str(self.board.now.generation)
         try:
-            recording = flight_recorder.read(folder)
+            recording = flight_recorder.read_recording(folder)
         except Exception:  # whatever its last steps left there
             log.exception("the flight recording could not be read")
             return None
         if recording is not None:
             try:
-                log.error("the last steps are in %s: quire replay shows them", keep(folder))
+                log.error(
+                    "the last steps are in %s: quire replay shows them", keep_recording(folder)
+                )
             except OSError as why:
                 log.warning("the flight recording could not be kept: %s", why)
         return recording
 
 
-def keep(folder: Path) -> Path:
+def keep_recording(folder: Path) -> Path:
     """Copy a recording to where it outlives us; the five latest are kept."""
     root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "crashes"
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -320,7 +322,7 @@ def exit_code(child: subprocess.Popen[bytes]) -> str:
     return f"by {signal.Signals(-code).name}{hint}"
 
 
-def end(child: subprocess.Popen[bytes], patience: float) -> None:
+def end_process(child: subprocess.Popen[bytes], patience: float) -> None:
     """Stop a child that may be alive: asked, then killed."""
     if child.poll() is None:
         child.send_signal(STOP)

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from quire.protocol.output import Beat
+from quire.protocol.output import Heartbeat
 
 if TYPE_CHECKING:
-    from quire.executor.base import Executor, Pending
+    from quire.executor.base import Executor, StepFuture
     from quire.protocol.plan import StepPlan
 
 BEAT_EVERY_S = 0.5
@@ -28,7 +28,7 @@ FACTOR = 10.0
 FORGET = 0.9  # of the old rate, at each step
 
 
-class Pulse:
+class Watchdog:
     """`with pulse.working(): ...` around everything that must come to an end."""
 
     def __init__(self, first: float, clock: Callable[[], float] = time.monotonic):
@@ -73,16 +73,16 @@ class Pulse:
         if self._since is not None and seconds > ASLEEP_S:
             self._since = min(self._since + seconds, self.clock())
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         since = self._since
         busy = 0.0 if since is None else self.clock() - since
         if (limit := self._limit) is not None:
-            return Beat(self.steps, busy, limit)
+            return Heartbeat(self.steps, busy, limit)
         if self.rate is None:
-            return Beat(self.steps, busy, self.first)
-        return Beat(self.steps, busy, FLOOR_S + FACTOR * self.rate * self._tokens)
+            return Heartbeat(self.steps, busy, self.first)
+        return Heartbeat(self.steps, busy, FLOOR_S + FACTOR * self.rate * self._tokens)
 
-    def send_by(self, send: Callable[[Beat], None]) -> None:
+    def send_by(self, send: Callable[[Heartbeat], None]) -> None:
         """A thread that beats until the process ends, or nobody hears it."""
 
         def run() -> None:
@@ -99,14 +99,14 @@ class Pulse:
         threading.Thread(target=run, name="pulse", daemon=True).start()
 
 
-class Timed:
+class TimedExecutor:
     """An executor whose steps are measured."""
 
-    def __init__(self, executor: Executor, pulse: Pulse):
+    def __init__(self, executor: Executor, pulse: Watchdog):
         self._executor, self._pulse = executor, pulse
         self.recoverable = executor.recoverable
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> StepFuture:
         tokens = sum(item.num_tokens for item in plan.work)
         self._pulse.launched(tokens)
         began = self._pulse.clock()
@@ -120,7 +120,7 @@ class Timed:
 
 
 class _Measured:
-    def __init__(self, pending: Pending, pulse: Pulse, tokens: int, began: float):
+    def __init__(self, pending: StepFuture, pulse: Watchdog, tokens: int, began: float):
         self._pending, self._pulse, self._tokens, self._began = pending, pulse, tokens, began
 
     def result(self) -> Any:

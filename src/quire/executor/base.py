@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from quire.protocol.plan import StepPlan, StepResult
 
 
-class Pending(Protocol):
+class StepFuture(Protocol):
     """A step that was launched."""
 
     def result(self) -> StepResult:
@@ -27,10 +27,10 @@ class Executor(Protocol):
     """Runs plans on every worker, in the order in which they are launched."""
 
     recoverable: tuple[type[BaseException], ...]
-    """What `Pending.result` may raise without the engine having to stop."""
+    """What `StepFuture.result` may raise without the engine having to stop."""
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Start a step; several may be in flight. Its failure shows in `Pending.result`, not here."""
+    def launch(self, plan: StepPlan) -> StepFuture:
+        """Start a step; several may be in flight. Its failure shows in `StepFuture.result`, not here."""
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """A named function of the workers, in order with the steps: one answer a worker.
@@ -43,7 +43,7 @@ class Executor(Protocol):
         """Let the workers go. May be called twice."""
 
 
-class Failed:
+class FailedStep:
     """The pending result of a step that could not even be launched."""
 
     def __init__(self, error: BaseException):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import StepFailed
-from quire.executor.base import Failed, Pending
+from quire.executor.base import FailedStep, StepFuture
 from quire.protocol.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ class InlineExecutor:
     ):
         self.worker, self.recoverable = worker, recoverable
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> StepFuture:
         try:
             return self.worker.run(plan)
         except self.recoverable as error:
-            return Failed(error)
+            return FailedStep(error)
 
     def call(self, name: str, *args: Any) -> list[Any]:
         return [self.worker.call(name, *args)]

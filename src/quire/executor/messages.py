@@ -1,6 +1,6 @@
 """What goes between a ProcessExecutor and its worker's process: msgpack, one message a frame.
 
-Knows the messages, and how an exception and a function cross. Does not know pipes. Every message down but `Start`
+Knows the messages, and how an exception and a function cross. Does not know pipes. Every message down but `StartWorker`
 has exactly one answer, and answers come in the order of the questions, so nothing needs a number. No torch here.
 
     down   Start      up   Started, or Ended
@@ -25,7 +25,7 @@ from quire.errors import QuireError, Unsupported
 from quire.protocol.plan import StepPlan, StepResult
 
 
-class Start(Struct, array_like=True, tag="start"):
+class StartWorker(Struct, array_like=True, tag="start"):
     """Call `target` ("module:function") with `payload` to make the worker.
 
     `path` is the parent's sys.path without the working directory (`config/serialize.py`).
@@ -36,22 +36,22 @@ class Start(Struct, array_like=True, tag="start"):
     path: list[str]
 
 
-class Ask(Struct, array_like=True, tag="ask"):
+class CallWorker(Struct, array_like=True, tag="ask"):
     """Call a named function of the worker."""
 
     name: str
     args: list[Any]
 
 
-class Started(Struct, array_like=True, tag="started"):
+class WorkerStarted(Struct, array_like=True, tag="started"):
     """The worker is made."""
 
 
-class Answer(Struct, array_like=True, tag="answer"):
+class CallResult(Struct, array_like=True, tag="answer"):
     value: Any = None
 
 
-class Raised(Struct, array_like=True, tag="raised"):
+class CallFailed(Struct, array_like=True, tag="call_failed"):
     """This question failed; the worker goes on."""
 
     kind: str
@@ -59,7 +59,7 @@ class Raised(Struct, array_like=True, tag="raised"):
     detail: str  # the traceback
 
 
-class Ended(Struct, array_like=True, tag="ended"):
+class WorkerEnded(Struct, array_like=True, tag="worker_ended"):
     """The worker could not be made, or cannot go on."""
 
     kind: str
@@ -67,8 +67,8 @@ class Ended(Struct, array_like=True, tag="ended"):
     detail: str
 
 
-Down = Start | StepPlan | Ask
-Up = Started | StepResult | Answer | Raised | Ended
+Down = StartWorker | StepPlan | CallWorker
+Up = WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
 
 
 def _by_its_name(value: Any) -> Any:
@@ -95,33 +95,35 @@ def decode_up(data: bytes) -> Up:
     return _up.decode(data)
 
 
-def revived(value: Any) -> Any:
+def revive_callables(value: Any) -> Any:
     """Functions and classes again, wherever their names stand.
 
     Only an extension type of msgpack marks a name, and JSON has none: no argument that came by HTTP names what is
     imported here.
     """
     if isinstance(value, dict):
-        return {key: revived(item) for key, item in value.items()}
+        return {key: revive_callables(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [revived(item) for item in value]
+        return [revive_callables(item) for item in value]
     return revived_name(value)
 
 
-def raised(error: BaseException) -> Raised:
-    return Raised(type(error).__name__, _text(error), "".join(traceback.format_exception(error)))
+def call_failed(error: BaseException) -> CallFailed:
+    return CallFailed(
+        type(error).__name__, _text(error), "".join(traceback.format_exception(error))
+    )
 
 
-def ended(error: BaseException) -> Ended:
-    told = raised(error)
-    return Ended(told.kind, told.text, told.detail)
+def worker_ended(error: BaseException) -> WorkerEnded:
+    told = call_failed(error)
+    return WorkerEnded(told.kind, told.text, told.detail)
 
 
 def _text(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
-def exception(told: Raised | Ended) -> Exception:
+def exception(told: CallFailed | WorkerEnded) -> Exception:
     """The exception that was told of: of its own kind if that is one of ours or Python's, with the worker's
     traceback as a note; else a QuireError that names it."""
     kind = getattr(errors, told.kind, None) or getattr(builtins, told.kind, None)

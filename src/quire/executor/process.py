@@ -18,16 +18,16 @@ from typing import Any
 from quire import env
 from quire.config.serialize import import_path
 from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
-from quire.executor.base import Pending
+from quire.executor.base import StepFuture
 from quire.executor.messages import (
-    Answer,
-    Ask,
+    CallFailed,
+    CallResult,
+    CallWorker,
     Down,
-    Ended,
-    Raised,
-    Start,
-    Started,
+    StartWorker,
     Up,
+    WorkerEnded,
+    WorkerStarted,
     decode_up,
     encode,
     exception,
@@ -56,18 +56,20 @@ class ProcessExecutor:
     def __init__(self, target: str, payload: bytes):
         self._link, self.process = _spawn()
         self._asked = self._answered = 0
-        self._kept: dict[int, StepResult | Answer | Raised] = {}  # answers nobody asked for yet
+        self._kept: dict[
+            int, StepResult | CallResult | CallFailed
+        ] = {}  # answers nobody asked for yet
         self._dead: Exception | None = None
         try:
-            self._send(Start(target, payload, import_path()))
-            while not isinstance(self._receive(), Started):
+            self._send(StartWorker(target, payload, import_path()))
+            while not isinstance(self._receive(), WorkerStarted):
                 pass
         except BaseException:
             self.close()
             raise
 
     # -- what an engine asks --------------------------------------------------------------------
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> StepFuture:
         return _Step(self, self._ask(plan))
 
     def call(self, name: str, *args: Any) -> list[Any]:
@@ -79,10 +81,10 @@ class ProcessExecutor:
             ConfigError, TypeError: an argument, or the value, cannot go to another process.
             EngineDeadError: the child has died.
         """
-        answer = self.answer(self._ask(Ask(name, list(args))))
-        if isinstance(answer, Raised):
+        answer = self.answer(self._ask(CallWorker(name, list(args))))
+        if isinstance(answer, CallFailed):
             raise exception(answer)
-        return [answer.value] if isinstance(answer, Answer) else []
+        return [answer.value] if isinstance(answer, CallResult) else []
 
     def close(self) -> None:
         """Close the socket, at which the child ends; kill it if it does not."""
@@ -102,11 +104,11 @@ class ProcessExecutor:
         self._asked += 1
         return self._asked
 
-    def answer(self, number: int) -> StepResult | Answer | Raised:
+    def answer(self, number: int) -> StepResult | CallResult | CallFailed:
         """Wait for answer `number`; each can be had once."""
         while number not in self._kept:
             message = self._receive()
-            if isinstance(message, Started | Ended):
+            if isinstance(message, WorkerStarted | WorkerEnded):
                 raise RuntimeError(f"{type(message).__name__} out of turn")
             self._answered += 1
             self._kept[self._answered] = message
@@ -130,7 +132,7 @@ class ProcessExecutor:
             message = decode_up(self._link.recv_bytes())
         except (EOFError, OSError):
             self._bury()
-        if isinstance(message, Ended):
+        if isinstance(message, WorkerEnded):
             self._bury(message)
         return message
 
@@ -138,7 +140,7 @@ class ProcessExecutor:
         if self._dead is not None:
             raise self._dead
 
-    def _bury(self, last: Ended | None = None) -> None:
+    def _bury(self, last: WorkerEnded | None = None) -> None:
         """The child is dead or dying: say of what, now and from now on."""
         while last is None:  # a last message may be there that we had no time to read
             try:
@@ -147,11 +149,11 @@ class ProcessExecutor:
                 message = decode_up(self._link.recv_bytes())
             except (EOFError, OSError):
                 break
-            last = message if isinstance(message, Ended) else None
+            last = message if isinstance(message, WorkerEnded) else None
         self._dead = self._cause(last)
         raise self._dead
 
-    def _cause(self, last: Ended | None) -> Exception:
+    def _cause(self, last: WorkerEnded | None) -> Exception:
         starting = not self._asked
         if last is None:
             try:
@@ -176,12 +178,12 @@ class _Step:
 
     def __init__(self, executor: ProcessExecutor, number: int):
         self._executor, self._number = executor, number
-        self._answer: StepResult | Answer | Raised | None = None
+        self._answer: StepResult | CallResult | CallFailed | None = None
 
     def result(self) -> StepResult:
         if self._answer is None:
             self._answer = self._executor.answer(self._number)
-        if isinstance(self._answer, Raised):
+        if isinstance(self._answer, CallFailed):
             raise exception(self._answer)
         if not isinstance(self._answer, StepResult):
             raise RuntimeError(f"{type(self._answer).__name__} came for a step")

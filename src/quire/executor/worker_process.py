@@ -22,17 +22,17 @@ from quire import logging as our_logging
 from quire.config.serialize import extend_path
 from quire.errors import StepFailed
 from quire.executor.messages import (
-    Answer,
-    Ask,
+    CallResult,
+    CallWorker,
     Down,
-    Start,
-    Started,
+    StartWorker,
     Up,
+    WorkerStarted,
+    call_failed,
     decode_down,
     encode,
-    ended,
-    raised,
-    revived,
+    revive_callables,
+    worker_ended,
 )
 from quire.protocol.plan import StepPlan
 
@@ -56,7 +56,7 @@ def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
     os._exit(0)
 
 
-def make(start: Start) -> Any:
+def make(start: StartWorker) -> Any:
     """The worker."""
     extend_path(start.path)
     module, _, name = start.target.partition(":")
@@ -66,10 +66,10 @@ def make(start: Start) -> Any:
 def serve(inbox: SimpleQueue[Down], link: Connection) -> None:
     """Make the worker, then do as told; whatever escapes ends the process."""
     start = inbox.get()
-    if not isinstance(start, Start):
+    if not isinstance(start, StartWorker):
         raise TypeError(f"{type(start).__name__} came before Start")
     worker = make(start)
-    link.send_bytes(encode(Started()))
+    link.send_bytes(encode(WorkerStarted()))
     while True:
         message = inbox.get()
         answer = step(worker, message) if isinstance(message, StepPlan) else ask(worker, message)
@@ -80,18 +80,18 @@ def step(worker: Any, plan: StepPlan) -> bytes:
     try:
         result: Up = worker.run(plan).result()
     except StepFailed as error:
-        result = raised(error)
+        result = call_failed(error)
     return encode(result)
 
 
 def ask(worker: Any, message: Down) -> bytes:
     """A function's failure is its caller's, not ours."""
-    if not isinstance(message, Ask):
+    if not isinstance(message, CallWorker):
         raise TypeError(f"{type(message).__name__} came after Start")
     try:
-        return encode(Answer(worker.call(message.name, *revived(message.args))))
+        return encode(CallResult(worker.call(message.name, *revive_callables(message.args))))
     except Exception as error:
-        return encode(raised(error))
+        return encode(call_failed(error))
 
 
 def main(fd: int, parent: int) -> int:
@@ -107,7 +107,7 @@ def main(fd: int, parent: int) -> int:
         serve(inbox, link)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            link.send_bytes(encode(ended(error)))
+            link.send_bytes(encode(worker_ended(error)))
     return 1
 
 

@@ -32,7 +32,7 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
 
 
 @dataclass(slots=True)
-class Search:
+class BeamSearch:
     """One prompt's beams. `ends`: tokens that end a text. `keep_logprobs`: beams have those of their tokens.
 
     A step has `width` x 2 x `width` candidates, so a candidate is its beam's place and a token. Lists are made for the

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.chat_template import ChatTemplate, plain
-from quire.frontend.jinja_sandbox import SECONDS, compiled
+from quire.frontend.jinja_sandbox import SECONDS, compile_template
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def rendered(
 def _own(given: str, may_be_path: bool) -> ChatTemplate:
     try:
         template = ChatTemplate.given(given, may_be_path)
-        compiled(template.source)
+        compile_template(template.source)
     except (ConfigError, OSError) as error:
         raise ValidationError(str(error), parameter="chat_template", value=given) from error
     return template

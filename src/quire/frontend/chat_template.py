@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.errors import ConfigError, ValidationError
-from quire.frontend.jinja_sandbox import SECONDS, run
+from quire.frontend.jinja_sandbox import SECONDS, render_template
 
 ContentFormat = Literal["string", "openai"]
 
@@ -133,7 +133,7 @@ class ChatTemplate:
             "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = run(source, known | extra, seconds)
+        text = render_template(source, known | extra, seconds)
         return _cut_at_mark(text) if continue_final_message else text
 
     @functools.cached_property
@@ -157,7 +157,7 @@ class ChatTemplate:
             "add_generation_prompt": False, "bos_token": "", "eos_token": "",
         }  # fmt: skip
         try:
-            return run(self.source, variables, PROBE_SECONDS)
+            return render_template(self.source, variables, PROBE_SECONDS)
         except Exception:  # whatever it is, the template does not take this
             return ""
 

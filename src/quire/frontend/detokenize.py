@@ -1,6 +1,6 @@
 """Token deltas -> text deltas: never half a character, never text that a stop string may still take back.
 
-    token ids -> pieces of text (`Pieces`) -> text that may be shown (`StopStrings` holds back the rest)
+    token ids -> pieces of text (`TokenPieces`) -> text that may be shown (`StopStrings` holds back the rest)
 
 The result does not depend on how the tokens were cut into deltas. Knows a tokenizer and stop strings. Does not
 know requests.
@@ -23,7 +23,7 @@ MOST_HELD = 8  # tokens that may wait for the rest of a character (of at most fo
 UNKNOWN = "\ufffd"
 
 
-class Pieces(Protocol):
+class TokenPieces(Protocol):
     def add(self, token_id: int) -> str:
         """The text that is certain after this token and was not before."""
 
@@ -128,7 +128,7 @@ class WindowPieces:
 
 
 @dataclass(slots=True)
-class Found:
+class StopMatch:
     """A stop string in the text: it begins at `start` and ends before `end`."""
 
     text: str
@@ -149,7 +149,7 @@ class StopStrings:
         ]  # built once for all outputs of a request
         self.matched = [0] * len(self.stops)
 
-    def add(self, text: str, seen: int, blind: bool) -> Found | None:
+    def add(self, text: str, seen: int, blind: bool) -> StopMatch | None:
         """Search text[seen:]. `blind`: matches that end here do not count."""
         for at in range(seen, len(text)):
             char, hit = text[at], None
@@ -161,7 +161,7 @@ class StopStrings:
                     length += 1
                 if length == len(stop):
                     if hit is None and not blind:
-                        hit = Found(stop, at + 1 - length, at + 1)
+                        hit = StopMatch(stop, at + 1 - length, at + 1)
                     length = table[length - 1]
                 self.matched[which] = length
             if hit is not None:
@@ -206,7 +206,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ):
-        self.pieces: Pieces
+        self.pieces: TokenPieces
         if tokenizer.is_byte_level:
             self.pieces = BytePieces(tokenizer, context, skip_special_tokens)
         else:

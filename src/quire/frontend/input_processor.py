@@ -1,7 +1,7 @@
 """A prompt and its parameters -> engine requests that the engine can serve, or an error that says why not.
 
 Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) come through
-`Inputs.accept`, which checks every rule that needs a model. The server checks the length of a prompt before (`prompts.py`
+`InputProcessor.accept`, which checks every rule that needs a model. The server checks the length of a prompt before (`prompts.py`
 there). Does not know how answers come back.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 
 from quire import env
-from quire.config.structured import Wishes
+from quire.config.structured import StructuredOutputsOptions
 from quire.config.vllm_flags import LORA
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parallel_sampling import child_id, fan_out, mix
-from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.prompts import Prompt, read_prompt
-from quire.frontend.thinking_markers import thoughts
+from quire.frontend.thinking_markers import thinking_markers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import validators as read
 from quire.protocol.request import EngineRequest
@@ -36,7 +36,7 @@ WIDEST = (
 
 
 @dataclass(slots=True)
-class Accepted:
+class AcceptedRequest:
     """A request that passed every check."""
 
     id: str
@@ -101,7 +101,7 @@ class TokenizeOptions:
 
 
 @dataclass(slots=True)
-class Inputs:
+class InputProcessor:
     """One for each front room; `accept` may be called from any thread."""
 
     tokenizer: Tokenizer | None
@@ -113,8 +113,8 @@ class Inputs:
     client: int = 0
     """Number of this front room: seeds of different ones differ."""
     eos_token_ids: list[int] = field(default_factory=list)
-    structured: Wishes = field(default_factory=Wishes)
-    reasoning: Callable[[], Reasoning | None] = lambda: None
+    structured: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
+    reasoning: Callable[[], ReasoningFormat | None] = lambda: None
     """How the model marks its thoughts."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
@@ -141,7 +141,7 @@ class Inputs:
         arrived: float | None = None,
         inner: bool = False,
         tenant: str = "",
-    ) -> Accepted:
+    ) -> AcceptedRequest:
         """Check and complete one request. `inner`: a part of a larger one, to which max_logprobs does not apply.
 
         Raises:
@@ -162,17 +162,17 @@ class Inputs:
         self._check_prompt(tokens)
         settled = self._settle(params, len(tokens), limited=not inner)
         if (budget := params.thinking_token_budget) is not None and budget >= 0:
-            marks = thoughts(budget, self.reasoning(), self.tokenizer, tokens)
+            marks = thinking_markers(budget, self.reasoning(), self.tokenizer, tokens)
             settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
-            priority=read.whole("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
+            priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
             tenant=tenant, inner=inner,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
         )
-        return Accepted(id, given.text, tokens, asked, fan_out(request), arrived, inner)
+        return AcceptedRequest(id, given.text, tokens, asked, fan_out(request), arrived, inner)
 
     # -- the prompt -----------------------------------------------------------------------------
     def tokens(self, prompt: Prompt, options: TokenizeOptions | None = None) -> list[int]:

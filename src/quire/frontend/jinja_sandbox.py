@@ -34,11 +34,11 @@ MOST_BITS = 1 << 16  # of a number that `*` or `**` makes
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 
 
-class TooSlow(ValidationError):
+class TemplateTooSlow(ValidationError):
     """A template took longer than it may."""
 
 
-class TooMuch(Exception):
+class TemplateTooLarge(Exception):
     """A template put together more than it may."""
 
 
@@ -49,7 +49,7 @@ def tick() -> None:
 
 def bounded(size: int) -> None:
     if size > MOST_TEXT:
-        raise TooMuch(f"it makes a text of more than {MOST_TEXT} characters")
+        raise TemplateTooLarge(f"it makes a text of more than {MOST_TEXT} characters")
 
 
 def concat(pieces: Iterable[str]) -> str:
@@ -143,7 +143,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             many = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()  # fmt: skip
             if many > MOST_BITS:
-                raise TooMuch(f"it makes a number of more than {MOST_BITS} bits")
+                raise TemplateTooLarge(f"it makes a number of more than {MOST_BITS} bits")
         elif operator == "*":
             count, value = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(count, int) and isinstance(value, (str, list, tuple)):
@@ -180,7 +180,7 @@ def _environment() -> _Environment:
 
 
 @functools.lru_cache(maxsize=32)
-def compiled(source: str) -> jinja2.Template:
+def compile_template(source: str) -> jinja2.Template:
     """Raises ConfigError: the template does not parse."""
     environment = _environment()
     try:
@@ -193,24 +193,24 @@ def compiled(source: str) -> jinja2.Template:
         raise ConfigError("the chat template does not parse: it is nested too deeply") from error
 
 
-def run(source: str, variables: Mapping[str, Any], seconds: float = SECONDS) -> str:
+def render_template(source: str, variables: Mapping[str, Any], seconds: float = SECONDS) -> str:
     """A template's text.
 
     Raises:
         ConfigError: it does not parse.
-        TooSlow: it takes longer than `seconds`.
+        TemplateTooSlow: it takes longer than `seconds`.
         ValidationError: it refuses its variables, fails on them, or makes too much of them.
     """
-    template = compiled(source)
+    template = compile_template(source)
     try:
         with deadline(seconds):
             return template.render(variables)
     except TimeoutError:
-        raise TooSlow(
+        raise TemplateTooSlow(
             f"the chat template takes longer than {seconds:g} s on this conversation",
             parameter="chat_template",
         ) from None
-    except (TooMuch, RecursionError, MemoryError) as error:
+    except (TemplateTooLarge, RecursionError, MemoryError) as error:
         why = str(error) or type(error).__name__
         if isinstance(error, RecursionError):
             why = "it calls itself without end"

@@ -1,7 +1,7 @@
 """What the engine says of one request, collected into what its user reads.
 
-    EngineOutput of a child -> `Collector.add` -> state of the child (tokens, text, log-probabilities)
-                               `Collector.take` -> RequestOutput with what is new, or all, as was asked
+    EngineOutput of a child -> `OutputProcessor.add` -> state of the child (tokens, text, log-probabilities)
+                               `OutputProcessor.take` -> RequestOutput with what is new, or all, as was asked
 
 Building an output is put off until somebody takes it, so a slow reader costs nothing. Knows one request.
 Does not know how outputs arrive or who waits for them.
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 from quire.frontend.detokenize import Detokenizer
-from quire.frontend.input_processor import Accepted
+from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.logprobs import (
     FlatLogprobs,
     PackedLogprobs,
@@ -24,20 +24,20 @@ from quire.frontend.logprobs import (
 )
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.parallel_sampling import best
-from quire.frontend.repetition_detector import Circles
+from quire.frontend.repetition_detector import RepetitionDetector
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(slots=True)
-class Child:
+class OutputState:
     """One of a request's outputs as it grows."""
 
     id: str
     index: int
     detokenizer: Detokenizer | None
-    circles: Circles | None = None
+    circles: RepetitionDetector | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Position | None] | PackedLogprobs | None = None
     cumulative: float | None = None
@@ -94,16 +94,18 @@ class Child:
         return new >= interval or (new > 0 and not self.taken)
 
 
-class Collector:
+class OutputProcessor:
     """One request. Not for several threads at once."""
 
-    def __init__(self, accepted: Accepted, tokenizer: Tokenizer | None, packs: bool = False):
+    def __init__(self, accepted: AcceptedRequest, tokenizer: Tokenizer | None, packs: bool = False):
         """`packs`: whole outputs come with PackedLogprobs, as the server's do, not with lists."""
         self.packs = packs
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [
-            Child(child.id, index, _detokenizer(accepted, tokenizer), _circles(accepted.params))
+            OutputState(
+                child.id, index, _detokenizer(accepted, tokenizer), _circles(accepted.params)
+            )
             for index, child in enumerate(accepted.children)
         ]
         self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
@@ -149,7 +151,7 @@ class Collector:
             self.metrics.finished_time = now
         return output.finish is None
 
-    def _add_logprobs(self, child: Child, found: Logprobs | None, count: int) -> None:
+    def _add_logprobs(self, child: OutputState, found: Logprobs | None, count: int) -> None:
         ranked = self.params.logprob_token_ids is None
         if child.logprobs is None:
             child.logprobs = PackedLogprobs(self._names, ranked) if self.packs else []
@@ -210,7 +212,7 @@ class Collector:
             outputs, self.finished, self.metrics, num_cached_tokens=self.cached,
         )  # fmt: skip
 
-    def _completion(self, child: Child, index: int) -> CompletionOutput:
+    def _completion(self, child: OutputState, index: int) -> CompletionOutput:
         start, text = child.taken if self._deltas else 0, ""
         if child.detokenizer is not None:
             text = child.detokenizer.take(child.finish is not None)
@@ -239,14 +241,16 @@ class Collector:
         return self.prompt_logprobs.result(self.params.flat_logprobs, self.packs)
 
 
-def _circles(params: SamplingParams) -> Circles | None:
+def _circles(params: SamplingParams) -> RepetitionDetector | None:
     asked = params.repetition_detection
     return (
-        Circles(asked, params.min_tokens) if asked is not None and asked.max_pattern_size else None
+        RepetitionDetector(asked, params.min_tokens)
+        if asked is not None and asked.max_pattern_size
+        else None
     )
 
 
-def _detokenizer(accepted: Accepted, tokenizer: Tokenizer | None) -> Detokenizer | None:
+def _detokenizer(accepted: AcceptedRequest, tokenizer: Tokenizer | None) -> Detokenizer | None:
     params: SamplingParams = accepted.params
     if tokenizer is None or not params.detokenize:
         return None

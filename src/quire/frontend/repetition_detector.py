@@ -8,7 +8,7 @@ from __future__ import annotations
 from quire.protocol.repetition import RepetitionDetectionParams
 
 
-class Circles:
+class RepetitionDetector:
     """The tokens of one output, and how long each pattern has held.
 
     A pattern of P tokens has come `min_count` times when the last P x (min_count - 1) tokens each equal the one P

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.config.structured import wishes
+from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
 from quire.errors import ValidationError
 from quire.frontend import chat
 from quire.frontend.generation_config import generation_defaults
-from quire.frontend.input_processor import Accepted, Inputs
-from quire.frontend.output_processor import Collector
-from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.parsers.plugins import registry
 from quire.frontend.tokenizer import Tokenizer, load
@@ -36,8 +36,8 @@ from quire.protocol.sampling_params import SamplingParams
 log = get_logger(__name__)
 
 
-class FrontRoom:
-    """`submit`, then feed what the client gives to `take_in`, and `take` from the collectors that it names."""
+class RequestManager:
+    """`submit`, then feed what the client gives to `process_outputs`, and `take` from the collectors that it names."""
 
     def __init__(self, client: EngineClient, number: int = 0):
         self.client = client
@@ -53,7 +53,7 @@ class FrontRoom:
                 chat_template=asked.chat_template,
             )
         known = 0 if self.tokenizer is None else len(self.tokenizer)
-        self.inputs = Inputs(
+        self.inputs = InputProcessor(
             self.tokenizer,
             ready.max_model_len,
             ready.vocab_size or int(resolved.hf_config.get("vocab_size") or known),
@@ -61,15 +61,15 @@ class FrontRoom:
             asked.max_logprobs,
             asked.seed,
             number,
-            structured=wishes(resolved.asked.structured.structured_outputs_config),
+            structured=structured_options(resolved.asked.structured.structured_outputs_config),
             reasoning=functools.cache(self._reasoning),
         )
         self.logs_requests = False
         """A line for each; the server writes its own."""
         self.packs_logprobs = False
         """Whole outputs come with PackedLogprobs: the server's answers may be large."""
-        self.live: dict[str, Collector] = {}
-        self._children: dict[str, tuple[Collector, int]] = {}
+        self.live: dict[str, OutputProcessor] = {}
+        self._children: dict[str, tuple[OutputProcessor, int]] = {}
         self._echoes: set[str] = set()
         """Children given up here, of which the engine has still to say that they ended."""
 
@@ -83,7 +83,7 @@ class FrontRoom:
             texts += [template.source, *template.named.values()]
         return "\n".join(texts)
 
-    def _reasoning(self) -> Reasoning | None:
+    def _reasoning(self) -> ReasoningFormat | None:
         """Chosen by name or by the chat template, as the server does."""
         server = self.client.resolved.asked.server
         files = [file for file in (server.reasoning_parser_plugin,) if file]
@@ -101,8 +101,10 @@ class FrontRoom:
         return self.tokenizer
 
     # -- in -------------------------------------------------------------------------------------
-    def accept(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Accepted:
-        """Check a request; `Inputs.accept` has the options and the errors."""
+    def accept(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Any
+    ) -> AcceptedRequest:
+        """Check a request; `InputProcessor.accept` has the options and the errors."""
         return self.inputs.accept(prompt, params, **options)
 
     def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
@@ -112,14 +114,14 @@ class FrontRoom:
             options = dataclasses.replace(options, content_format=self.content_format)
         return chat.render(self.tokenizer, messages, options)
 
-    def submit(self, accepted: Accepted) -> Collector:
+    def submit(self, accepted: AcceptedRequest) -> OutputProcessor:
         """Send it to the engine. Raises: as `register` and `send`."""
         collector = self.register(accepted)
         for child in accepted.children:
             self.send(collector, child)
         return collector
 
-    def send(self, collector: Collector, child: EngineRequest) -> None:
+    def send(self, collector: OutputProcessor, child: EngineRequest) -> None:
         """One output's request of those that were registered.
 
         Raises:
@@ -131,7 +133,7 @@ class FrontRoom:
             self._forget(collector)
             raise
 
-    def register(self, accepted: Accepted) -> Collector:
+    def register(self, accepted: AcceptedRequest) -> OutputProcessor:
         """What collects its outputs; `send` each of its children next.
 
         Raises:
@@ -149,17 +151,17 @@ class FrontRoom:
             accepted.rename_children(number)
         if self.logs_requests:
             self._log(accepted)
-        collector = Collector(accepted, self.tokenizer, self.packs_logprobs)
+        collector = OutputProcessor(accepted, self.tokenizer, self.packs_logprobs)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)
         return collector
 
     # -- out ------------------------------------------------------------------------------------
-    def take_in(self, outputs: Iterable[EngineOutput]) -> list[Collector]:
+    def process_outputs(self, outputs: Iterable[EngineOutput]) -> list[OutputProcessor]:
         """Collect; the requests with news, each once. Those that are finished live no more."""
         now = time.time()
-        changed: dict[str, Collector] = {}
+        changed: dict[str, OutputProcessor] = {}
         ended: dict[FinishReason, list[str]] = {}
         for output in outputs:
             place = self._children.get(output.id)
@@ -181,7 +183,7 @@ class FrontRoom:
             self.client.abort(ids, why)
         return list(changed.values())
 
-    def abort(self, ids: Iterable[str]) -> list[Collector]:
+    def abort(self, ids: Iterable[str]) -> list[OutputProcessor]:
         """Give requests up: each ends at once with finish_reason "abort". Unknown ids mean nothing."""
         found = [self.live[id] for id in ids if id in self.live]
         ended = [child for collector in found for child in collector.end("abort")]
@@ -192,7 +194,7 @@ class FrontRoom:
             self.client.abort(ended)
         return found
 
-    def _log(self, accepted: Accepted) -> None:
+    def _log(self, accepted: AcceptedRequest) -> None:
         most = self.client.resolved.asked.observe.max_log_len
         text = None if accepted.prompt is None else accepted.prompt[:most]
         log.info(
@@ -200,7 +202,7 @@ class FrontRoom:
             accepted.id, text, accepted.tokens[:most], accepted.params,
         )  # fmt: skip
 
-    def _forget(self, collector: Collector) -> None:
+    def _forget(self, collector: OutputProcessor) -> None:
         self.live.pop(collector.id, None)
         for child in collector.children:
             self._children.pop(child.id, None)

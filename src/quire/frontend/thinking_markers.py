@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import ValidationError
-from quire.frontend.parsers.format_table import Reasoning
+from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.sampling_params import Thoughts
+from quire.protocol.sampling_params import ThinkingMarkers
 
 FIELD = "thinking_token_budget"
 TAIL = 32  # tokens of a prompt that say whether it ends within thoughts
 
 
-def thoughts(
-    budget: int, reasoning: Reasoning | None, tokenizer: Tokenizer | None, prompt: Sequence[int]
-) -> Thoughts:
+def thinking_markers(
+    budget: int,
+    reasoning: ReasoningFormat | None,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+) -> ThinkingMarkers:
     """What the worker must know to keep a budget.
 
     Raises:
@@ -35,7 +38,7 @@ def thoughts(
     opened = tail.endswith(reasoning.starts) if reasoning.starts else False
     closed = tail.endswith(reasoning.ends)
     within = opened or (reasoning.implied and not closed)
-    return Thoughts(budget, starts, ends, within, reasoning.again or bool(reasoning.whole))
+    return ThinkingMarkers(budget, starts, ends, within, reasoning.again or bool(reasoning.whole))
 
 
 def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:

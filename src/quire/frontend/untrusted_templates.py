@@ -40,7 +40,7 @@ NO_ANSWER = (
 )
 
 
-class Strangers:
+class UntrustedTemplateRenderer:
     """Renders with a process for each thread that calls; it stays for the next template as long as it behaves."""
 
     def __init__(self, seconds: float = SECONDS):
@@ -64,7 +64,7 @@ class Strangers:
         }  # fmt: skip
         process, answer = self._process(), None
         try:
-            answer = asked(process, job, time.monotonic() + self.seconds + GRACE_S)
+            answer = receive_answer(process, job, time.monotonic() + self.seconds + GRACE_S)
         finally:
             if answer is None:
                 end(process)
@@ -110,7 +110,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def asked(process: subprocess.Popen[bytes], job: Any, until: float) -> dict[str, Any] | None:
+def receive_answer(
+    process: subprocess.Popen[bytes], job: Any, until: float
+) -> dict[str, Any] | None:
     """Its answer; None: it gave none in time, or ended."""
     if process.stdin is None or process.stdout is None:
         return None

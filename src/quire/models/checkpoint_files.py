@@ -155,7 +155,7 @@ def weight_bytes(
 
     Raises: as `weight_files` and `header`.
     """
-    return on_disk(stored(path, hf_config, load_format))
+    return on_disk(stored_tensors(path, hf_config, load_format))
 
 
 def on_disk(found: Iterable[Stored] | int) -> int:
@@ -189,7 +189,7 @@ def in_memory(
     return int(total + heads * itemsize)
 
 
-def stored(
+def stored_tensors(
     path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
 ) -> list[Stored] | int:
     """The tensors in the files, or only their bytes where files do not tell; of dummy weights without files a forecast.

@@ -16,7 +16,7 @@ Value = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SnapshotMetric:
     """A metric that is read off the engine's statistics whenever somebody asks."""
 
     name: str
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedMetric:
     """A histogram of what happened to requests."""
 
     name: str
@@ -49,19 +49,19 @@ def hit_rate(stats: EngineStats) -> float:
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
 
-SNAPSHOTS: tuple[Snapshot, ...] = (
-    Snapshot("vllm:num_requests_running", "gauge", "Requests that hold a row.", lambda s: s.running),
-    Snapshot("vllm:num_requests_waiting", "gauge", "Requests that wait for a row.", lambda s: s.waiting),
-    Snapshot(
+SNAPSHOTS: tuple[SnapshotMetric, ...] = (
+    SnapshotMetric("vllm:num_requests_running", "gauge", "Requests that hold a row.", lambda s: s.running),
+    SnapshotMetric("vllm:num_requests_waiting", "gauge", "Requests that wait for a row.", lambda s: s.waiting),
+    SnapshotMetric(
         "vllm:num_requests_waiting_by_reason", "gauge", "Waiting requests, by what they wait for.",
         lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred}, label="reason",
     ),
-    Snapshot("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
-    Snapshot("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
-    Snapshot("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
-    Snapshot("vllm:num_preemptions", "counter", "Requests that lost their row for want of KV blocks.", lambda s: s.preemptions),
-    Snapshot("vllm:prompt_tokens", "counter", "Prompt tokens processed.", lambda s: s.prompt_tokens),
-    Snapshot(
+    SnapshotMetric("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
+    SnapshotMetric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    SnapshotMetric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    SnapshotMetric("vllm:num_preemptions", "counter", "Requests that lost their row for want of KV blocks.", lambda s: s.preemptions),
+    SnapshotMetric("vllm:prompt_tokens", "counter", "Prompt tokens processed.", lambda s: s.prompt_tokens),
+    SnapshotMetric(
         "vllm:prompt_tokens_by_source", "counter", "Prompt tokens, by where their KV came from.",
         lambda s: {
             "local_compute": max(0, s.prompt_tokens - s.prefix_hits),
@@ -70,40 +70,40 @@ SNAPSHOTS: tuple[Snapshot, ...] = (
         },
         label="source",
     ),
-    Snapshot("vllm:prompt_tokens_cached", "counter", "Prompt tokens that cost nothing.", lambda s: s.prefix_hits),
-    Snapshot("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that cost nothing, by where their KV was.",
+    SnapshotMetric("vllm:prompt_tokens_cached", "counter", "Prompt tokens that cost nothing.", lambda s: s.prefix_hits),
+    SnapshotMetric("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that cost nothing, by where their KV was.",
              lambda s: {"device": s.prefix_hits}, label="source"),
-    Snapshot("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
-    Snapshot("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
-    Snapshot("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",
+    SnapshotMetric("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
+    SnapshotMetric("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
+    SnapshotMetric("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",
              lambda s: {state: state == s.state for state in STATES}, label="sleep_state"),
-    Snapshot("quire:engine_steps", "counter", "Forward passes.", lambda s: s.steps),
+    SnapshotMetric("quire:engine_steps", "counter", "Forward passes.", lambda s: s.steps),
     # old names
-    Snapshot("vllm:gpu_cache_usage_perc", "gauge", "Old name of kv_cache_usage_perc.", lambda s: s.kv_usage, legacy=True),
-    Snapshot("vllm:gpu_prefix_cache_queries", "counter", "Old name of prefix_cache_queries.", lambda s: s.prefix_queries, legacy=True),
-    Snapshot("vllm:gpu_prefix_cache_hits", "counter", "Old name of prefix_cache_hits.", lambda s: s.prefix_hits, legacy=True),
-    Snapshot("vllm:gpu_prefix_cache_hit_rate", "gauge", "prefix_cache_hits / prefix_cache_queries.", hit_rate, legacy=True),
-    Snapshot("vllm:num_requests_swapped", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
-    Snapshot("vllm:cpu_cache_usage_perc", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
+    SnapshotMetric("vllm:gpu_cache_usage_perc", "gauge", "Old name of kv_cache_usage_perc.", lambda s: s.kv_usage, legacy=True),
+    SnapshotMetric("vllm:gpu_prefix_cache_queries", "counter", "Old name of prefix_cache_queries.", lambda s: s.prefix_queries, legacy=True),
+    SnapshotMetric("vllm:gpu_prefix_cache_hits", "counter", "Old name of prefix_cache_hits.", lambda s: s.prefix_hits, legacy=True),
+    SnapshotMetric("vllm:gpu_prefix_cache_hit_rate", "gauge", "prefix_cache_hits / prefix_cache_queries.", hit_rate, legacy=True),
+    SnapshotMetric("vllm:num_requests_swapped", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
+    SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
 )  # fmt: skip
 
-OBSERVED: tuple[Observed, ...] = (
-    Observed("vllm:time_to_first_token_seconds", "time_to_first_token", "Arrival to first token."),
-    Observed("vllm:inter_token_latency_seconds", "inter_token_latency", "Gap between two outputs of a request."),
-    Observed("vllm:request_time_per_output_token_seconds", "inter_token_latency", "A request's mean time per token after its first."),
-    Observed("vllm:e2e_request_latency_seconds", "request_latency", "Arrival to last token."),
-    Observed("vllm:request_queue_time_seconds", "request_latency", "Arrival to first step."),
-    Observed("vllm:request_inference_time_seconds", "request_latency", "First step to last token."),
-    Observed("vllm:request_prefill_time_seconds", "request_latency", "First step to first token."),
-    Observed("vllm:request_decode_time_seconds", "request_latency", "First token to last token."),
-    Observed("vllm:request_prompt_tokens", "request_tokens", "Prompt tokens of a request."),
-    Observed("vllm:request_generation_tokens", "request_tokens", "Tokens generated for a request."),
-    Observed("vllm:request_max_num_generation_tokens", "request_tokens", "The longest of a request's completions."),
-    Observed("vllm:request_params_max_tokens", "request_tokens", "max_tokens of a request."),
-    Observed("vllm:request_prefill_kv_computed_tokens", "request_tokens", "Prompt tokens computed, without those found in the cache."),
-    Observed("vllm:request_params_n", "request_params_n", "n of a request."),
-    Observed("vllm:request_num_preemptions", "request_num_preemptions", "How often a request was preempted."),
-    Observed("vllm:iteration_tokens_total", "iteration_tokens", "Tokens a step, as a mean over a second."),
+OBSERVED: tuple[ObservedMetric, ...] = (
+    ObservedMetric("vllm:time_to_first_token_seconds", "time_to_first_token", "Arrival to first token."),
+    ObservedMetric("vllm:inter_token_latency_seconds", "inter_token_latency", "Gap between two outputs of a request."),
+    ObservedMetric("vllm:request_time_per_output_token_seconds", "inter_token_latency", "A request's mean time per token after its first."),
+    ObservedMetric("vllm:e2e_request_latency_seconds", "request_latency", "Arrival to last token."),
+    ObservedMetric("vllm:request_queue_time_seconds", "request_latency", "Arrival to first step."),
+    ObservedMetric("vllm:request_inference_time_seconds", "request_latency", "First step to last token."),
+    ObservedMetric("vllm:request_prefill_time_seconds", "request_latency", "First step to first token."),
+    ObservedMetric("vllm:request_decode_time_seconds", "request_latency", "First token to last token."),
+    ObservedMetric("vllm:request_prompt_tokens", "request_tokens", "Prompt tokens of a request."),
+    ObservedMetric("vllm:request_generation_tokens", "request_tokens", "Tokens generated for a request."),
+    ObservedMetric("vllm:request_max_num_generation_tokens", "request_tokens", "The longest of a request's completions."),
+    ObservedMetric("vllm:request_params_max_tokens", "request_tokens", "max_tokens of a request."),
+    ObservedMetric("vllm:request_prefill_kv_computed_tokens", "request_tokens", "Prompt tokens computed, without those found in the cache."),
+    ObservedMetric("vllm:request_params_n", "request_params_n", "n of a request."),
+    ObservedMetric("vllm:request_num_preemptions", "request_num_preemptions", "How often a request was preempted."),
+    ObservedMetric("vllm:iteration_tokens_total", "iteration_tokens", "Tokens a step, as a mean over a second."),
 )  # fmt: skip
 
 RESIDENCY = "kv_cache_residency"

@@ -8,7 +8,7 @@ from pathlib import Path
 PROC = Path("/proc")
 
 
-def family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """The process and all that it started, and those started by them. Looks at every process: not often."""
     parents: dict[int, int] = {}
     for place in PROC.glob("[0-9]*"):

@@ -44,10 +44,10 @@ from quire.observe.metric_table import (
     RESIDENCY,
     SNAPSHOTS,
     STAYS,
-    Snapshot,
+    SnapshotMetric,
 )
 from quire.observe.processes import FamilyCollector, Processes, allocate_files
-from quire.protocol.output import EngineStats, Ready
+from quire.protocol.output import EngineReady, EngineStats
 
 log = get_logger(__name__)
 
@@ -91,7 +91,7 @@ class SnapshotCollector(Collector):
         metric.add_metric([self.model_name, ENGINE], list(counts), told[-1])
         return metric
 
-    def metric(self, row: Snapshot, stats: EngineStats) -> Metric:
+    def metric(self, row: SnapshotMetric, stats: EngineStats) -> Metric:
         labels = ["model_name", "engine"] + ([row.label] if row.label else [])
         kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
         metric = kind(row.name, row.help, labels=labels)
@@ -158,7 +158,7 @@ class Histograms(Histogram):
         self._sum.inc(sum(values))
 
 
-class Metrics:
+class ServerMetrics:
     """All metrics of one server, or of one `LLM`.
 
     Args:
@@ -369,7 +369,7 @@ class Metrics:
         return sum(sample.value for sample in samples if sample.name == name)
 
 
-def cache_info(cache_config: Any, ready: Ready, resolved: Resolved) -> dict[str, Any]:
+def cache_info(cache_config: Any, ready: EngineReady, resolved: Resolved) -> dict[str, Any]:
     """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
     asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
     return asked | {

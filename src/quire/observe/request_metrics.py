@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.observe.prometheus import Metrics
+from quire.observe.prometheus import ServerMetrics
 
 MOST_GAPS = 64  # seconds of a stream, so that dashboards see long ones before they end
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class RequestLatencies:
     """Of one request, in seconds; None: not known."""
 
     since_arrival: float
@@ -35,7 +35,7 @@ class RequestTimer:
     Gaps between outputs reach the histogram MOST_GAPS at a time: one by one they would cost more than the text does.
     """
 
-    metrics: Metrics
+    metrics: ServerMetrics
     arrived: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
@@ -68,7 +68,7 @@ class RequestTimer:
         max_tokens: int | None,
         n: int,
         times: Any = None,
-    ) -> Latencies:
+    ) -> RequestLatencies:
         """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
         self._tell_gaps()
         now = self.last or time.monotonic()
@@ -100,11 +100,11 @@ class RequestTimer:
         observe("vllm:request_num_preemptions", preemptions)
         return told
 
-    def _latencies(self, now: float, queued: float) -> Latencies:
+    def _latencies(self, now: float, queued: float) -> RequestLatencies:
         since, whole = time.monotonic() - self.arrived, now - self.arrived
         inference = max(0.0, whole - queued)
         if self.first is None:
-            return Latencies(since, whole, queued, inference)
+            return RequestLatencies(since, whole, queued, inference)
         first = self.first - self.arrived
         prefill = max(0.0, first - queued)
-        return Latencies(since, whole, queued, inference, first, prefill, now - self.first)
+        return RequestLatencies(since, whole, queued, inference, first, prefill, now - self.first)

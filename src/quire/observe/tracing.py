@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from quire import env
 from quire.errors import ConfigError
-from quire.observe.request_metrics import Latencies
+from quire.observe.request_metrics import RequestLatencies
 from quire.protocol.sampling_params import SamplingParams
 
 SPAN = "llm_request"
@@ -69,7 +69,7 @@ def exporter_for(endpoint: str) -> Any:
 
 
 @dataclass(slots=True)
-class Asked:
+class SpanAttributes:
     """What a span says of a request."""
 
     name: str
@@ -103,7 +103,7 @@ class Tracer:
         self._carried = carried.TraceContextTextMapPropagator()
         self._server = import_module("opentelemetry.trace").SpanKind.SERVER
 
-    def request(self, asked: Asked, latencies: Latencies) -> None:
+    def request(self, asked: SpanAttributes, latencies: RequestLatencies) -> None:
         """It has ended just now."""
         end = time.time_ns()
         span = self._tracer.start_span(
@@ -121,7 +121,7 @@ class Tracer:
         self._provider.shutdown()
 
 
-def attributes(asked: Asked, latencies: Latencies) -> dict[str, str | int | float]:
+def attributes(asked: SpanAttributes, latencies: RequestLatencies) -> dict[str, str | int | float]:
     """Under the names that dashboards of traces read."""
     params = asked.params
     found: dict[str, str | int | float | None] = {

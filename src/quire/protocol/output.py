@@ -77,7 +77,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     counts: dict[str, float] = {}  # of what was asked to be counted besides
 
 
-class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
+class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
     """The one message that ends an engine's start-up."""
 
     max_model_len: int
@@ -95,14 +95,14 @@ class Ready(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
     num_tokens: int = 0  # that the KV cache holds, if they are of requests of max_model_len
 
 
-class Died(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
+class EngineDied(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
     """The engine could not start, or cannot go on: what happened, and what to do about it."""
 
     error: str
     traceback: str = ""
 
 
-class Beat(Struct, array_like=True, gc=False, tag="beat"):
+class Heartbeat(Struct, array_like=True, gc=False, tag="beat"):
     """A sign of life: how long the present step takes already, and how long it may (seconds)."""
 
     steps: int
@@ -110,11 +110,11 @@ class Beat(Struct, array_like=True, gc=False, tag="beat"):
     allowed: float
 
 
-class Open(Struct, array_like=True, gc=False, tag="open"):
+class EngineOpen(Struct, array_like=True, gc=False, tag="open"):
     """A front room's process takes requests; `chats`: the model has a chat template."""
 
     chats: bool
 
 
 FromEngine = EngineOutput | Reply | EngineStats  # to a front room
-Lifeline = Ready | Died | Beat | Open  # to whoever keeps the process alive
+Lifeline = EngineReady | EngineDied | Heartbeat | EngineOpen  # to whoever keeps the process alive

@@ -12,7 +12,7 @@ from quire.protocol.output import Logprobs
 from quire.protocol.sampling_params import SamplingParams
 
 
-class Entered(Struct, array_like=True, omit_defaults=True, gc=False):
+class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     """A request takes a row: everything the worker must know about it, once."""
 
     row: int
@@ -25,7 +25,7 @@ class Entered(Struct, array_like=True, omit_defaults=True, gc=False):
     adapter: str | None = None
 
 
-class Work(Struct, array_like=True, omit_defaults=True, gc=False):
+class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
     """A row's share of the step."""
 
     row: int
@@ -40,8 +40,8 @@ class StepPlan(Struct, array_like=True, omit_defaults=True, gc=False, tag="plan"
     """One forward pass. A worker first drops `left`, then seats `entered`, then does `work`."""
 
     step: int
-    entered: list[Entered]
-    work: list[Work]
+    entered: list[EnteredRow]
+    work: list[WorkItem]
     left: list[int]  # rows released since the last plan
     extras: dict[str, bytes] = {}  # gate -> hook, by feature name
 

@@ -31,14 +31,16 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
     """How often a pattern must come, one time after the other; at least 2."""
 
     def __post_init__(self) -> None:
-        most = validators.whole(f"{NAME}.max_pattern_size", self.max_pattern_size, 0, LONGEST)
+        most = validators.whole_number(
+            f"{NAME}.max_pattern_size", self.max_pattern_size, 0, LONGEST
+        )
         self.max_pattern_size = most
         if not most:
             return
-        self.min_pattern_size = validators.whole(
+        self.min_pattern_size = validators.whole_number(
             f"{NAME}.min_pattern_size", self.min_pattern_size, 0, most, "at most max_pattern_size"
         )
-        self.min_count = validators.whole(f"{NAME}.min_count", self.min_count, 2)
+        self.min_count = validators.whole_number(f"{NAME}.min_count", self.min_count, 2)
 
     @classmethod
     def read(cls, given: Any) -> RepetitionDetectionParams:

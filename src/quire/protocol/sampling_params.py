@@ -38,7 +38,7 @@ class RequestOutputKind(IntEnum):
     """Nothing until the end, then all."""
 
 
-class Thoughts(Struct, array_like=True):
+class ThinkingMarkers(Struct, array_like=True):
     """How a model marks its thoughts, in tokens, and how many tokens they may have."""
 
     budget: int
@@ -129,7 +129,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     """The model's own ends of text: they stop unless ignore_eos, and are masked before min_tokens."""
     bad_word_ids: list[list[int]] = []
     """Token sequences whose last token must not complete them."""
-    thoughts: Thoughts | None = None
+    thoughts: ThinkingMarkers | None = None
     """What thinking_token_budget means for this model and prompt."""
     checked: bool = False
     """The rules were checked, and the engine must not check them again: what `frontend/parallel_sampling.py` settles may
@@ -181,26 +181,28 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     def _read_counts(self) -> None:
         most = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
         limit = f"(the limit is QUIRE_MAX_N_SEQUENCES={most})"
-        self.n = read.whole("n", self.n, 1, most, limit)
+        self.n = read.whole_number("n", self.n, 1, most, limit)
         if self.best_of is not None:
-            self.best_of = read.whole("best_of", self.best_of, self.n, most, f"at least n {limit}")
-        self.top_k = read.whole("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
+            self.best_of = read.whole_number(
+                "best_of", self.best_of, self.n, most, f"at least n {limit}"
+            )
+        self.top_k = read.whole_number("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
         # -1 is all; and so is more than any vocabulary has, which need not fit a machine word.
         self.top_k = 0 if self.top_k < 0 else min(self.top_k, (1 << 31) - 1)
         if self.seed is not None:
-            self.seed = read.whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+            self.seed = read.whole_number("seed", self.seed, -(1 << 63), (1 << 63) - 1)
             if self.seed == -1:
                 self.seed = None
         if self.max_tokens is not None:
             remedy = "or None for as many as fit"
-            self.max_tokens = read.whole("max_tokens", self.max_tokens, 1, None, remedy)
-        self.min_tokens = read.whole("min_tokens", self.min_tokens, 0)
+            self.max_tokens = read.whole_number("max_tokens", self.max_tokens, 1, None, remedy)
+        self.min_tokens = read.whole_number("min_tokens", self.min_tokens, 0)
         if self.thinking_token_budget is not None:
-            self.thinking_token_budget = read.whole(
+            self.thinking_token_budget = read.whole_number(
                 "thinking_token_budget", self.thinking_token_budget, -1, None, "-1 for no limit"
             )
         if self.stream_interval is not None:
-            self.stream_interval = read.whole("stream_interval", self.stream_interval, 1)
+            self.stream_interval = read.whole_number("stream_interval", self.stream_interval, 1)
         if self.truncate_prompt_tokens is not None:
             self.truncate_prompt_tokens = truncation(self.truncate_prompt_tokens)
         self.output_kind = read.member("output_kind", self.output_kind, RequestOutputKind)
@@ -353,15 +355,15 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
             raise Unsupported("structured_outputs in beam search", "leave it out")
-        self.beam_width = read.whole("beam_width", self.beam_width, 1, 128)
-        self.max_tokens = read.whole("max_tokens", self.max_tokens, 1)
+        self.beam_width = read.whole_number("beam_width", self.beam_width, 1, 128)
+        self.max_tokens = read.whole_number("max_tokens", self.max_tokens, 1)
         self.temperature = read.number("temperature", self.temperature, 0, 2)
         self.length_penalty = read.number("length_penalty", self.length_penalty, None, None)
 
 
 def truncation(value: Any) -> int:
     """truncate_prompt_tokens: at least 1 token, or -1 for as many as the context holds."""
-    number = read.whole("truncate_prompt_tokens", value, -1)
+    number = read.whole_number("truncate_prompt_tokens", value, -1)
     if number == 0:
         raise ValidationError(
             "truncate_prompt_tokens must be at least 1 (or -1 for as many as the context holds)",

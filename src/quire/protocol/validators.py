@@ -34,7 +34,9 @@ def wrong(name: str, value: Any, must: str, remedy: str = "") -> ValidationError
     return ValidationError(text, parameter=name, value=value)
 
 
-def whole(name: str, value: Any, low: int | None, high: int | None = None, remedy: str = "") -> int:
+def whole_number(
+    name: str, value: Any, low: int | None, high: int | None = None, remedy: str = ""
+) -> int:
     if type(value) is int and (low is None or value >= low) and (high is None or value <= high):
         return value  # as nearly all are; below, what is wrong is put into words
     must = f"a whole number{span(low, high)}"
@@ -114,7 +116,7 @@ def token_ids(name: str, value: Any) -> list[int]:
     """Whole numbers of at least 0."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise wrong(name, value, "a list of token ids")
-    return [whole(name, item, 0, (1 << 31) - 1) for item in value]
+    return [whole_number(name, item, 0, (1 << 31) - 1) for item in value]
 
 
 def count_or_switch(name: str, value: Any) -> int | None:
@@ -123,7 +125,7 @@ def count_or_switch(name: str, value: Any) -> int | None:
         return None
     if value is True:
         return 1
-    return whole(name, value, -1, None, "-1 for the whole vocabulary")
+    return whole_number(name, value, -1, None, "-1 for the whole vocabulary")
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
@@ -134,7 +136,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
     for key, bias in value.items():
         if isinstance(key, str) and key.strip().isdecimal():
             key = int(key)
-        token = whole(name, key, 0, (1 << 31) - 1, "token ids as keys")
+        token = whole_number(name, key, 0, (1 << 31) - 1, "token ids as keys")
         result[token] = max(-MAX_BIAS, min(MAX_BIAS, number(name, bias, None, None)))
     return result
 

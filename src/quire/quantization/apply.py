@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quire.config.quantization import Quantized
+from quire.config.quantization import CheckpointQuantization
 from quire.errors import Unsupported
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import UNQUANTIZED, Linear
@@ -60,7 +60,7 @@ FORMATS: dict[str, type[CheckpointLinearMethod]] = {
 
 
 def expect_stored(
-    model: nn.Module, stored: Quantized, online: str | None, apart: bool = False
+    model: nn.Module, stored: CheckpointQuantization, online: str | None, apart: bool = False
 ) -> int:
     """Make room for what a quantized checkpoint has, in a model that is not filled yet; for how many weights.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.quantization import Layout
+from quire.config.quantization import WeightLayout
 from quire.layers.linear import UNQUANTIZED, Linear, StoredTensor, UnquantizedLinearMethod
 from quire.layers.weight_slots import set_parameter
 from quire.logging import get_logger
@@ -34,7 +34,7 @@ class CheckpointLinearMethod(UnquantizedLinearMethod):
     `apart`: for a device of its own.
     """
 
-    def __init__(self, layout: Layout, make: Make = Int8Weight.of, apart: bool = False):
+    def __init__(self, layout: WeightLayout, make: Make = Int8Weight.of, apart: bool = False):
         self.layout, self.make, self.apart = layout, make, apart
 
     def kernels(self, layer: Linear) -> Kernels | None:
@@ -110,7 +110,7 @@ def _become_plain(
     layer.quant_method = UNQUANTIZED
 
 
-def held(layer: Linear, name: str) -> Tensor | None:
+def optional_tensor(layer: Linear, name: str) -> Tensor | None:
     """A tensor that not every checkpoint has."""
     tensor = layer._parameters.get(name)
     return None if tensor is None or tensor.is_meta else tensor.data

@@ -16,7 +16,7 @@ from quire.quantization.checkpoint_scheme import (
     CheckpointLinearMethod,
     become_grouped,
     by_output,
-    held,
+    optional_tensor,
 )
 from quire.quantization.group_quant import fields
 from quire.quantization.int8 import Int8Weight
@@ -68,7 +68,7 @@ class CompressedPacked(CheckpointLinearMethod):
             scale_OG = layer.get_parameter("weight_scale").data
         else:
             scale_OG = scale_by_output(layer, self.layout.strategy)[:, None]
-        groups_PI = held(layer, "weight_g_idx") if self.layout.ordered else None
+        groups_PI = optional_tensor(layer, "weight_g_idx") if self.layout.ordered else None
         zero_OG = self._zeros(layer, scale_OG)
         become_grouped(layer, q_OI, scale_OG, zero_OG, bits, groups_PI, self.apart)
 

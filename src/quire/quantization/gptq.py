@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 
 from quire.layers.linear import Linear, StoredTensor
-from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, become_grouped, held
+from quire.quantization.checkpoint_scheme import (
+    CheckpointLinearMethod,
+    become_grouped,
+    optional_tensor,
+)
 from quire.quantization.group_quant import fields
 
 
@@ -35,5 +39,5 @@ class Gptq(CheckpointLinearMethod):
         if self.layout.shifted:
             zero_GO = (zero_GO + 1) & ((1 << bits) - 1)
         scale_OG = layer.get_parameter("scales").data.T
-        groups_PI = held(layer, "g_idx")
+        groups_PI = optional_tensor(layer, "g_idx")
         become_grouped(layer, q_OI, scale_OG, zero_GO.T, bits, groups_PI, self.apart)

@@ -13,7 +13,7 @@ from quire.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """What a step and the scheduler may hold."""
 
     max_rows: int

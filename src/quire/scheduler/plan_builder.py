@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.protocol.plan import Entered, StepPlan, Work
+from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.scheduler.request import Request
 
 Counted = tuple[Request, int]  # and how many output tokens this step may add
@@ -36,7 +36,9 @@ def cancel_drafts(in_flight: Mapping[int, list[Counted]], request: Request) -> b
     return True
 
 
-def void(in_flight: Mapping[int, list[Counted]], request: Request, count: int) -> None:
+def cancel_redundant_draws(
+    in_flight: Mapping[int, list[Counted]], request: Request, count: int
+) -> None:
     """Uncount the next `count` draws in flight of `request`: their tokens are known now. None checks draft tokens."""
     for items in in_flight.values():
         for index, (other, most) in enumerate(items):
@@ -54,8 +56,8 @@ class PlanBuilder:
     def __init__(self, budget: int):
         self.budget = budget
         self.preempted = False
-        self.work: list[Work] = []
-        self.entered: list[Entered] = []
+        self.work: list[WorkItem] = []
+        self.entered: list[EnteredRow] = []
         self.counted: list[Counted] = []
 
     def take(self, request: Request, num_tokens: int, added: list[list[int]], drafts: bool) -> None:
@@ -64,13 +66,13 @@ class PlanBuilder:
         request.computed = computed = request.computed + num_tokens
         if computed < length:
             request.drafted = False
-            self.work.append(Work(request.row, num_tokens, added, 0, False))
+            self.work.append(WorkItem(request.row, num_tokens, added, 0, False))
             self.counted.append((request, 0))
         else:
             guesses = computed - length
             request.pending += 1 + guesses
             request.drafted = drafts
-            self.work.append(Work(request.row, num_tokens, added, guesses))
+            self.work.append(WorkItem(request.row, num_tokens, added, guesses))
             self.counted.append((request, 1 + guesses))
         self.budget -= num_tokens
 

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from quire.kvcache.manager import KVManager, Prefix
 from quire.logging import get_logger
 from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
-from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
-from quire.scheduler.limits import Limits
-from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, void
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, cancel_redundant_draws
 from quire.scheduler.request import NO_ROW, Request
 from quire.scheduler.waiting_queue import WaitingQueue
 
@@ -43,7 +43,7 @@ FIRST_IN_LINE = 256
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """They never fall."""
 
     preemptions: int = 0
@@ -59,7 +59,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.time,
         waiting: WaitingQueue | None = None,
@@ -73,7 +73,7 @@ class Scheduler:
         self.in_flight: dict[int, list[Counted]] = {}  # by step
         self.steps = 0
         self.arrivals = 0
-        self.count = Counters()
+        self.count = SchedulerCounters()
         self.finished: dict[FinishReason, int] = dict.fromkeys(FINISHES, 0)
 
     # -- coming and going -----------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Scheduler:
         for gate in self.gates:
             gate.enter(request)
         building.entered.append(
-            Entered(
+            EnteredRow(
                 row, request.id, list(request.tokens), request.num_prompt, hit,
                 [list(column) for column in request.blocks], request.params, request.adapter,
             )
@@ -317,7 +317,7 @@ class Scheduler:
         and the request leaves its row: what it has is computed again.
         """
         if not (cancelled := cancel_drafts(self.in_flight, request)):
-            void(self.in_flight, request, len(certain))
+            cancel_redundant_draws(self.in_flight, request, len(certain))
         request.drafted = False  # the draft tokens that the worker holds do not continue it
         added = self._extend(request, certain)
         if cancelled and request.finish is None and request.row != NO_ROW:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
-from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 
 
 def check_answer_size(
-    prompts: Sequence[Prompt], params: SamplingParams, beams: BeamSearchParams | None,
+    prompts: Sequence[TokenizedPrompt], params: SamplingParams, beams: BeamSearchParams | None,
     engine: TextEngine, most: int, copies: int = 1,
 ) -> None:  # fmt: skip
     """`most`: entries; one completion without log-probabilities is never refused.

@@ -12,25 +12,29 @@ import time
 from collections.abc import Callable
 from hashlib import sha256
 
-from quire.config.api_key_file import PLAIN, Key, plain_keys, read_keys
+from quire.config.api_key_file import PLAIN, TenantKey, plain_keys, read_keys
 from quire.config.server import ServerConfig
 from quire.server.errors import ApiError, invalid
-from quire.server.shared_usage import Account, Ledger
+from quire.server.shared_usage import UsageAccount, UsageLedger
 
 Clock = Callable[[], float]
 
 
-class Bucket:
+class RateLimit:
     """So many a minute: what was not used is kept, up to a minute's worth. The level may go below 0.
 
     Two numbers of an account, from `place` on: the level, and when it was that; 0 at first.
     """
 
     def __init__(
-        self, per_minute: int | None, clock: Clock, account: Account | None = None, place: int = 0
+        self,
+        per_minute: int | None,
+        clock: Clock,
+        account: UsageAccount | None = None,
+        place: int = 0,
     ):
         self.per_minute, self.clock = per_minute, clock
-        self.account, self.place = account or Account(), place
+        self.account, self.place = account or UsageAccount(), place
         if not self.account.numbers[place + 1]:
             self.fill()
 
@@ -64,19 +68,19 @@ class Tenant:
 
     def __init__(
         self,
-        key: Key,
+        key: TenantKey,
         clock: Clock = time.monotonic,
-        account: Account | None = None,
+        account: UsageAccount | None = None,
         plain: int | None = None,
     ):
         """`plain`: which key of --api-key this is; None: a key of the file."""
         self.key, self.clock, self.plain = key, clock, plain
-        self.account = account or Account()
+        self.account = account or UsageAccount()
         self._limit()
 
     def _limit(self) -> None:
-        self.requests = Bucket(self.key.requests_per_minute, self.clock, self.account, 0)
-        self.tokens = Bucket(self.key.tokens_per_minute, self.clock, self.account, 2)
+        self.requests = RateLimit(self.key.requests_per_minute, self.clock, self.account, 0)
+        self.tokens = RateLimit(self.key.tokens_per_minute, self.clock, self.account, 2)
 
     @property
     def running(self) -> int:
@@ -92,7 +96,7 @@ class Tenant:
         """What the engine and the page tell tenants apart by. No two keys have the same."""
         return self.key.name if self.plain is None else f"{PLAIN} {self.plain}"
 
-    def update(self, key: Key) -> None:
+    def update(self, key: TenantKey) -> None:
         """The file was read again. What was used stays used, unless the limits changed."""
         before, self.key = self.key, key
         if (before.requests_per_minute, before.tokens_per_minute) != (key.requests_per_minute, key.tokens_per_minute):  # fmt: skip
@@ -174,16 +178,16 @@ class KeyUse:
         self.completions = 0
 
 
-class Tenants:
+class ApiKeys:
     """All keys of a server; with a ledger, of one of its processes."""
 
     def __init__(
-        self, server: ServerConfig, clock: Clock = time.monotonic, ledger: Ledger | None = None
+        self, server: ServerConfig, clock: Clock = time.monotonic, ledger: UsageLedger | None = None
     ):
         self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
         plain, self._needed = plain_keys(server.api_key), server.needs_key
         self._plain = [
-            Tenant(Key(name="", key=key), clock, plain=at) for at, key in enumerate(plain, 1)
+            Tenant(TenantKey(name="", key=key), clock, plain=at) for at, key in enumerate(plain, 1)
         ]
         self._named: dict[str, Tenant] = {}
         self._digests: list[tuple[bytes, Tenant]] = []
@@ -215,7 +219,7 @@ class Tenants:
         everyone = [*self._plain, *self._named.values()]
         self._digests = [(sha256(one.key.key.encode()).digest(), one) for one in everyone]
 
-    def _tenant(self, key: Key) -> Tenant:
+    def _tenant(self, key: TenantKey) -> Tenant:
         account = None if self.ledger is None else self.ledger.account(key.name)
         return Tenant(key, self.clock, account)
 

@@ -1,6 +1,6 @@
 """The HTTP application: routes as a list, what stands before them, and how errors are answered.
 
-    connection -> Counted -> KnownHosts -> --middleware -> CORS -> RequestIds -> Guard -> router -> endpoint
+    connection -> Counted -> KnownHosts -> --middleware -> CORS -> RequestIdMiddleware -> Guard -> router -> endpoint
 
 Knows every endpoint by name. Does not know how the process is started (`launch.py`).
 """
@@ -22,17 +22,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.errors import EngineDeadError
 from quire.server import dev_routes, health, openapi, unsupported_routes
 from quire.server.anthropic import messages
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.errors import ENDS, ApiError, error_response
 from quire.server.hosts import KnownHosts
 from quire.server.invocations import invocations
-from quire.server.middleware import CLOSED_BY_CLIENT, TENANT, Counted, Guard, RequestIds, Traced
+from quire.server.middleware import (
+    CLOSED_BY_CLIENT,
+    TENANT,
+    ApiKeyMiddleware,
+    RequestCountMiddleware,
+    RequestIdMiddleware,
+    TraceMiddleware,
+)
 from quire.server.openai import models, responses, tokenize
 from quire.server.openai.chat import chat
 from quire.server.openai.completions import completions
 from quire.server.page import routes as page
 from quire.server.sse import EventStream
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 from quire.server.text_pool import CLIENT
 from quire.server.user_middleware import own_layers
 
@@ -42,8 +49,8 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses.responses),
-    ("GET", "/v1/responses/{name}", responses.stored),
-    ("POST", "/v1/responses/{name}/cancel", responses.stored),
+    ("GET", "/v1/responses/{name}", responses.stored_response),
+    ("POST", "/v1/responses/{name}/cancel", responses.stored_response),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("GET", "/v1/models", models.models),
@@ -84,7 +91,7 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
 """They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
 
 
-class Guarded:
+class ErrorBoundary:
     """Whatever an endpoint raises becomes an answer: an error ends one request and nothing else."""
 
     def __init__(self, endpoint: Endpoint):
@@ -102,7 +109,7 @@ class Guarded:
         except ClientDisconnect:
             return Response(status_code=CLOSED_BY_CLIENT)
         except EngineDeadError as error:
-            request.app.state.quire.phase = Phase.DEAD
+            request.app.state.quire.phase = ServerPhase.DEAD
             return error_response(error)
         except ENDS:
             raise
@@ -118,11 +125,11 @@ def client_of(scope: Scope) -> str:
     return "" if address is None else str(address[0])
 
 
-class App:
+class QuireApp:
     """Routes behind layers.
 
     Starlette's own application would put three more functions around each message that is sent, and a stream
-    sends one a token; what they are for is done by `Guarded`, here, and by the server around us.
+    sends one a token; what they are for is done by `ErrorBoundary`, here, and by the server around us.
     """
 
     def __init__(self, routes: Sequence[Route], layers: Sequence[Middleware]):
@@ -158,18 +165,18 @@ def http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, what, kind=phrase, headers=headers)
 
 
-def metrics_app(state: ServerState) -> App:
+def metrics_app(state: ServerState) -> QuireApp:
     """/metrics and nothing else: for a program that answers nobody."""
-    app = App([Route("/metrics", Guarded(health.metrics), methods=["GET"])], [])
+    app = QuireApp([Route("/metrics", ErrorBoundary(health.metrics), methods=["GET"])], [])
     app.state.quire = state
     return app
 
 
-def build_app(state: ServerState) -> App:
+def build_app(state: ServerState) -> QuireApp:
     """The application for one server's state."""
     server = state.config.server
     if state.tenants is None:
-        state.tenants = Tenants(server)
+        state.tenants = ApiKeys(server)
     tenants = state.tenants
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
     if not server.disable_ui:
@@ -178,10 +185,10 @@ def build_app(state: ServerState) -> App:
         rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
     # These are in no document.
     rows = rows + [
-        ("GET POST", path, unsupported_routes.later)
+        ("GET POST", path, unsupported_routes.unsupported)
         for path in unsupported_routes.paths(state.dev_mode)
     ]
-    layers = [Middleware(Counted, state=state, paths=[path for _, path, _ in rows])]
+    layers = [Middleware(RequestCountMiddleware, state=state, paths=[path for _, path, _ in rows])]
     if state.hosts is not None:
         layers.append(Middleware(KnownHosts, hosts=state.hosts, refusal=refusal))
     layers += own_layers(server.middleware)
@@ -196,12 +203,12 @@ def build_app(state: ServerState) -> App:
             )
         )
     if state.tracer is not None:
-        layers.append(Middleware(Traced))
+        layers.append(Middleware(TraceMiddleware))
     if server.enable_request_id_headers:
-        layers.append(Middleware(RequestIds))
+        layers.append(Middleware(RequestIdMiddleware))
     if tenants:
-        layers.append(Middleware(Guard, tenants=tenants, refusal=refusal))
-    routes = [Route(path, Guarded(call), methods=kinds.split()) for kinds, path, call in rows]
-    app = App(routes, layers)
+        layers.append(Middleware(ApiKeyMiddleware, tenants=tenants, refusal=refusal))
+    routes = [Route(path, ErrorBoundary(call), methods=kinds.split()) for kinds, path, call in rows]
+    app = QuireApp(routes, layers)
     app.state.quire = state
     return app

@@ -16,18 +16,18 @@ from typing import Any
 
 from quire import __version__
 from quire.api.async_llm import AsyncLLM
-from quire.api.stream import Stream
+from quire.api.stream import OutputStream
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.process_client import ProcessClient
 from quire.errors import Unsupported, ValidationError
 from quire.frontend import chat, prompts
-from quire.frontend.jinja_sandbox import SECONDS, TooSlow
+from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.untrusted_templates import AT_ONCE, Strangers
+from quire.frontend.untrusted_templates import AT_ONCE, UntrustedTemplateRenderer
 from quire.protocol.output import EngineStats
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.engine_protocol import ChatOptions, Prompt
+from quire.server.engine_protocol import RenderOptions, TokenizedPrompt
 from quire.server.text_pool import TextPool
 
 AT_ONCE_S = 0.03  # what a template may take of the event loop; nearly all take less than a tenth
@@ -97,11 +97,11 @@ class AsyncTextEngine:
         return "" if self.front.tokenizer is None else self.front.tokenizer.piece(token)
 
     @functools.cached_property
-    def strangers(self) -> Strangers:
+    def strangers(self) -> UntrustedTemplateRenderer:
         """For templates that come with requests."""
-        return Strangers()
+        return UntrustedTemplateRenderer()
 
-    async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+    async def render(self, messages: list[dict[str, Any]], options: RenderOptions) -> str:
         """In the loop if it is quick, else in a thread; a template of the request's own is rendered by a process."""
         asked = chat.ChatOptions(
             add_generation_prompt=options.add_generation_prompt,
@@ -117,16 +117,16 @@ class AsyncTextEngine:
             specials = self.tokenizer.special_tokens_map
             return await self.templates.run(self.strangers.render, messages, asked, specials)
         if not self.texts.inside:
-            with suppress(TooSlow):
+            with suppress(TemplateTooSlow):
                 return self.front.render(messages, asked)
         slower = replace(asked, seconds=SECONDS)
         return await self.texts.run(self.front.render, messages, slower)
 
     # -- requests -------------------------------------------------------------------------------
     async def open(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
+        self, prompt: TokenizedPrompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "", inner: bool = False,
-    ) -> Stream:  # fmt: skip
+    ) -> OutputStream:  # fmt: skip
         given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
         try:
             return await self.llm.open(

@@ -30,26 +30,28 @@ PROGRAMS_ONLY = {"apply_model"}
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
 
 
-def told(value: Any, name: str = "") -> Any:
+def plain_config(value: Any, name: str = "") -> Any:
     """A configuration as JSON's types; keys are not shown."""
     if name in SECRET:
         return None if value is None else "***"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: told(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+        return {
+            f.name: plain_config(getattr(value, f.name), f.name) for f in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
-        return {str(key): told(item) for key, item in value.items()}
+        return {str(key): plain_config(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [told(item) for item in value]
+        return [plain_config(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 async def server_info(request: Request) -> Response:
     """How the server was set up; keys are not shown."""
-    config = told(state_of(request).config)
+    config = plain_config(state_of(request).config)
     if request.query_params.get("config_format", "text") == "text":
         config = "\n".join(f"{section}: {fields}" for section, fields in config.items())
     system = {"quire": __version__, "python": sys.version.split()[0], "system": platform.platform()}
-    info = {"vllm_config": config, "vllm_env": env.given(), "system_env": system}
+    info = {"vllm_config": config, "vllm_env": env.own_variables(), "system_env": system}
     return json_response(info | {"pid": os.getpid(), "torch": "torch" in sys.modules})
 
 
@@ -77,7 +79,7 @@ async def collective_rpc(request: Request) -> Response:
         results = await asyncio.wait_for(call, patience)
     except TimeoutError as error:
         raise ApiError(408, f"`{body.method}` did not answer in {patience:g} s") from error
-    return json_response({"results": [told(result) for result in results]})
+    return json_response({"results": [plain_config(result) for result in results]})
 
 
 async def abort_requests(request: Request) -> Response:

@@ -56,7 +56,7 @@ class StreamLike(Protocol):
 
 
 @dataclass(slots=True)
-class Prompt:
+class TokenizedPrompt:
     """A prompt as the engine takes it: ids, and the text they came from if there was one."""
 
     tokens: list[int]
@@ -65,7 +65,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class ChatOptions:
+class RenderOptions:
     """How messages become a prompt."""
 
     add_generation_prompt: bool = True
@@ -102,7 +102,7 @@ class TextEngine(Protocol):
     def token_text(self, token: int) -> str:
         """A token as it is named in logprobs."""
 
-    async def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+    async def render(self, messages: list[dict[str, Any]], options: RenderOptions) -> str:
         """Messages -> the prompt's text; others are served meanwhile.
 
         Raises:
@@ -110,7 +110,7 @@ class TextEngine(Protocol):
         """
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
+        self, prompt: TokenizedPrompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "", inner: bool = False,
     ) -> StreamLike:  # fmt: skip
         """One request of `tenant`. `heard` is called when it may have something new. `inner`: as of an EngineRequest."""

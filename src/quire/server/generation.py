@@ -24,15 +24,15 @@ from quire.frontend.parsers.stream_parser import CallDelta
 from quire.logging import get_logger
 from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
-from quire.observe.tracing import Asked
+from quire.observe.tracing import SpanAttributes
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
-from quire.server.engine_protocol import OutputLike, Prompt, StreamLike, TextEngine
+from quire.server.engine_protocol import OutputLike, StreamLike, TextEngine, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.openai.beam_search import BeamStream
-from quire.server.openai.chat_output import Reader, added
+from quire.server.openai.chat_output import ChatOutputReader, added
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.state import ServerState
@@ -43,7 +43,7 @@ KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """What an id begins with -> what was asked for, as metrics have it."""
 
 
-class Delta(msgspec.Struct):
+class OutputDelta(msgspec.Struct):
     """What is new of one completion; merged with others, all of it."""
 
     prompt: int
@@ -58,7 +58,7 @@ class Delta(msgspec.Struct):
     """Thoughts, which are not in `text`."""
     calls: list[CallDelta] = []
 
-    def add(self, later: Delta) -> None:
+    def add(self, later: OutputDelta) -> None:
         self.text += later.text
         self.reasoning += later.reasoning
         self.calls = added(self.calls, later.calls)
@@ -69,7 +69,7 @@ class Delta(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Count:
+class TokenCount:
     """What one prompt has come to."""
 
     prompt_tokens: int
@@ -78,7 +78,7 @@ class Count:
     prompt_logprobs: Sequence[Position] | None = None
 
 
-class Bell:
+class Wakeup:
     """One task waits until it rings. An asyncio.Event, which many may wait for, costs three times as much."""
 
     __slots__ = ("_rung", "_waiter")
@@ -101,7 +101,7 @@ class Bell:
 
 
 @dataclass(slots=True)
-class Running:
+class RunningPrompt:
     """A prompt's request while the engine runs it."""
 
     which: int
@@ -123,24 +123,24 @@ class Generation:
     state: ServerState
     engine: TextEngine
     id: str
-    prompts: list[Prompt]
+    prompts: list[TokenizedPrompt]
     params: SamplingParams
     priority: int = 0
     timeout: float | None = None
     interval: int = 1
     """Tokens that are collected before they are told (stream_interval); the first one is told at once."""
     tenant: Tenant | None = None
-    reader: Reader | None = None
+    reader: ChatOutputReader | None = None
     """Tells thoughts and tool calls from the text."""
     beams: BeamSearchParams | None = None
     """Nothing is drawn: the likeliest outputs are searched for."""
     copies: int = 1
     """Choices of the answer that repeat what it says of their prompt."""
-    counts: list[Count] = field(init=False)
+    counts: list[TokenCount] = field(init=False)
     ended: bool = False
-    _running: list[Running] = field(default_factory=list)
-    _bell: Bell = field(default_factory=Bell)
-    _collected: dict[int, Delta] = field(default_factory=dict)
+    _running: list[RunningPrompt] = field(default_factory=list)
+    _bell: Wakeup = field(default_factory=Wakeup)
+    _collected: dict[int, OutputDelta] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
     _counted: ExitStack = field(default_factory=ExitStack)
     _until: float | None = None
@@ -149,7 +149,7 @@ class Generation:
         n = self.params.n
         limit = self.state.config.server.max_answer_entries
         check_answer_size(self.prompts, self.params, self.beams, self.engine, limit, self.copies)
-        self.counts = [Count(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
+        self.counts = [TokenCount(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
 
     def usage(self, details: bool) -> dict[str, Any]:
         prompt = sum(count.prompt_tokens for count in self.counts)
@@ -166,7 +166,7 @@ class Generation:
             found["completion_tokens_details"] = told
         return found
 
-    def is_large(self, deltas: Sequence[Delta]) -> bool:
+    def is_large(self, deltas: Sequence[OutputDelta]) -> bool:
         """Whether the whole answer is to be made in parts."""
         entries = sum(len(delta.tokens) + entries_of(delta.logprobs) for delta in deltas)
         entries += self.copies * sum(entries_of(count.prompt_logprobs) for count in self.counts)
@@ -174,9 +174,9 @@ class Generation:
             entries += self.copies * sum(len(prompt.tokens) for prompt in self.prompts)
         return entries >= LARGE_ENTRIES
 
-    async def whole(self) -> list[Delta]:
+    async def whole(self) -> list[OutputDelta]:
         """All completions, complete, by index."""
-        found: dict[int, Delta] = {}
+        found: dict[int, OutputDelta] = {}
         try:
             await self.open()
             while not self.ended:
@@ -203,14 +203,14 @@ class Generation:
             self._running.append(await self._ask(which))
             await asyncio.sleep(0)  # many prompts: others have their turn
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[OutputDelta]:
         """What is new, when something is. May be cancelled, and called again: nothing is lost.
 
         Raises:
             ApiError: 408 when `timeout` ran out.
             QuireError: a request failed.
         """
-        deltas: list[Delta] = []
+        deltas: list[OutputDelta] = []
         while not (deltas or self.ended):
             if self._until is None:
                 await self._bell.wait()
@@ -236,7 +236,7 @@ class Generation:
                 408, f"the request was not done in {self.timeout:g} s", param="timeout"
             ) from error
 
-    def _take(self, running: Running) -> list[Delta]:
+    def _take(self, running: RunningPrompt) -> list[OutputDelta]:
         """What is new of one prompt."""
         try:
             output = running.stream.take()
@@ -249,7 +249,7 @@ class Generation:
             return []
         running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
         running.times = getattr(output, "metrics", None)
-        deltas = taken(output, running.which, self.params.n, self.counts[running.which])
+        deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
         if self.reader is not None:
             for delta in deltas:
                 self.reader.read(delta)
@@ -258,7 +258,7 @@ class Generation:
             self._end(running)
         return deltas if self.interval == 1 else list(self._in_intervals(deltas))
 
-    def _in_intervals(self, deltas: list[Delta]) -> Iterator[Delta]:
+    def _in_intervals(self, deltas: list[OutputDelta]) -> Iterator[OutputDelta]:
         for delta in deltas:
             if (before := self._collected.pop(delta.index, None)) is not None:
                 before.add(delta)
@@ -283,7 +283,7 @@ class Generation:
             tenant.tokens.take(output)
             metrics.by_key(tenant.name, prompt, output)
 
-    async def _ask(self, which: int) -> Running:
+    async def _ask(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
         name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # the other processes' clients choose ids too
@@ -302,10 +302,10 @@ class Generation:
         except BaseException:
             self.state.active.discard(name)
             raise
-        return Running(which, name, told, params, stream, timer)
+        return RunningPrompt(which, name, told, params, stream, timer)
 
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams, name: str, tenant: str
+        self, prompt: TokenizedPrompt, params: SamplingParams, name: str, tenant: str
     ) -> StreamLike:
         asked: dict[str, Any] = {"priority": self.priority, "tenant": tenant}
         if self.beams is None:
@@ -316,7 +316,7 @@ class Generation:
         )  # fmt: skip
         return search
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: RunningPrompt) -> None:
         """It has ended, or nobody wants it any more."""
         self._running.remove(running)
         self.state.active.discard(running.name)
@@ -333,16 +333,20 @@ class Generation:
         )
         if (tracer := self.state.tracer) is not None:
             model, made = self.state.model_name, count.output_tokens
-            tracer.request(Asked(running.told, model, params, count.prompt_tokens, made), latencies)
+            tracer.request(
+                SpanAttributes(running.told, model, params, count.prompt_tokens, made), latencies
+            )
 
-    def _count_calls(self, reader: Reader, delta: Delta, params: SamplingParams) -> None:
+    def _count_calls(
+        self, reader: ChatOutputReader, delta: OutputDelta, params: SamplingParams
+    ) -> None:
         if delta.finish_reason is not None and reader.reading.tools.parameters:
             called = bool(reader.outputs[delta.index].parser.calls)
             kind = next((kind for start, kind in KINDS.items() if self.id.startswith(start)), "other")  # fmt: skip
             streamed = params.output_kind != FINAL_ONLY
             self.state.metrics.read_for_calls(streamed, called, kind)
 
-    def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
+    def _log(self, name: str, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         most = self.state.config.observe.max_log_len
         text = None if prompt.text is None else prompt.text[:most]
         log.info(
@@ -369,7 +373,7 @@ def own_name(shared: str) -> str:
     return shared.rpartition("@")[0]
 
 
-def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
+def output_deltas(output: OutputLike, which: int, n: int, count: TokenCount) -> list[OutputDelta]:
     """The deltas of an output; what it says of the prompt goes into `count`."""
     count.cached = output.num_cached_tokens or count.cached
     if output.prompt_logprobs is not None:
@@ -383,7 +387,7 @@ def taken(output: OutputLike, which: int, n: int, count: Count) -> list[Delta]:
         count.output_tokens[one.index] += len(one.token_ids)
         place = which * n + one.index
         found.append(
-            Delta(
+            OutputDelta(
                 which,
                 place,
                 one.text,

@@ -18,7 +18,7 @@ from quire.observe.http_metrics import UNDER_WAY
 from quire.observe.prometheus import CONTENT_TYPE
 from quire.server.middleware import TENANT
 from quire.server.request_body import json_response
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 
 
 def state_of(request: Request) -> ServerState:
@@ -35,7 +35,7 @@ def status(good: bool, why: str = "") -> Response:
 async def health(request: Request) -> Response:
     """200 if it answers, or will by itself."""
     state = state_of(request)
-    return status(state.healthy(), state.told())
+    return status(state.healthy(), state.unavailable_reason())
 
 
 async def live(request: Request) -> Response:
@@ -46,13 +46,13 @@ async def live(request: Request) -> Response:
 async def startup(request: Request) -> Response:
     """200 once the model is loaded."""
     state = state_of(request)
-    return status(state.phase is not Phase.LOADING, state.told())
+    return status(state.phase is not ServerPhase.LOADING, state.unavailable_reason())
 
 
 async def ready(request: Request) -> Response:
     """200 while requests are taken."""
     state = state_of(request)
-    return status(state.healthy() and not state.told(), state.told())
+    return status(state.healthy() and not state.unavailable_reason(), state.unavailable_reason())
 
 
 async def version(request: Request) -> Response:

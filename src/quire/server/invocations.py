@@ -18,7 +18,7 @@ from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
 
 
-class Asked(Struct):
+class InvocationBody(Struct):
     """What tells the endpoints apart; the endpoint checks the values."""
 
     messages: Any = None
@@ -28,7 +28,7 @@ class Asked(Struct):
 async def invocations(request: Request) -> Response | EventStream:
     """A body with `messages` is a chat, one with `prompt` a completion."""
     request._body = await read_raw(request)  # the endpoint reads it again, from here
-    asked = await read(request, Asked)
+    asked = await read(request, InvocationBody)
     if asked.messages is not None:
         return await chat(request)
     if asked.prompt is not None:

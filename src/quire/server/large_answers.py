@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.request_body import json_response
-from quire.server.sse import HangUp
+from quire.server.sse import DisconnectGuard
 
 LARGE_ENTRIES = 1 << 12
 """Tokens and log-probabilities from which an answer is made in parts: fewer take the event loop some 10 ms."""
@@ -75,7 +75,7 @@ class LargeAnswer(Response):
         self.parts, self.pool = encoded_parts(body), pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hang_up, loop = HangUp(receive), asyncio.get_running_loop()
+        hang_up, loop = DisconnectGuard(receive), asyncio.get_running_loop()
         try:
             with hang_up:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})  # fmt: skip

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.http_metrics import UNKNOWN
 from quire.observe.tracing import CARRIED
-from quire.server.api_keys import KeyUse, Tenant, Tenants
+from quire.server.api_keys import ApiKeys, KeyUse, Tenant
 from quire.server.errors import ApiError
 from quire.server.state import ServerState
 
@@ -37,7 +37,7 @@ VALID_ID = re.compile(r"[\x21-\x7e]{1,256}")
 """A client's name for its request: it goes into answers, logs and the engine."""
 
 
-class Counted:
+class RequestCountMiddleware:
     """Counts the HTTP requests under way (/load), how long they take, and the answers that are errors."""
 
     def __init__(self, app: ASGIApp, state: ServerState, paths: Iterable[str]):
@@ -100,7 +100,7 @@ def content_length(scope: Scope) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
-class Traced:
+class TraceMiddleware:
     """Keeps the names of the caller's own span, for the spans of what it asks for."""
 
     def __init__(self, app: ASGIApp):
@@ -113,7 +113,7 @@ class Traced:
         await self.app(scope, receive, send)
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Answers with X-Request-Id: the client's own, or a new one, which names the generation if nothing else does."""
 
     def __init__(self, app: ASGIApp):
@@ -139,7 +139,7 @@ class RequestIds:
         await self.app(scope, receive, named)
 
 
-class Guard:
+class ApiKeyMiddleware:
     """Without a key there is 401 for every path that is not OPEN.
 
     Guard compares the path exactly as the router will, so that no other spelling of it gets by. It puts the key's
@@ -147,7 +147,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, tenants: Tenants, refusal: Callable[[Scope, ApiError], Response]
+        self, app: ASGIApp, tenants: ApiKeys, refusal: Callable[[Scope, ApiError], Response]
     ):
         self.app, self.tenants, self.refusal = app, tenants, refusal
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import env
-from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 from quire.server.schemas import CompletionRequest, Sampling
 
@@ -104,7 +104,9 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
     return many
 
 
-async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine) -> Prompt:
+async def one_prompt(
+    prompt: Any, request: CompletionRequest, engine: TextEngine
+) -> TokenizedPrompt:
     text: str | None = None
     if isinstance(prompt, str):
         text = prompt
@@ -123,7 +125,7 @@ async def one_prompt(prompt: Any, request: CompletionRequest, engine: TextEngine
     if kept is not tokens and len(kept) < len(tokens):
         text = None
     check_length(kept, request, engine)
-    return Prompt(kept, text, request.cache_salt or "")
+    return TokenizedPrompt(kept, text, request.cache_salt or "")
 
 
 def is_ids(prompt: list[Any], request: CompletionRequest, engine: TextEngine) -> bool:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from quire.server.generation import Delta, Generation
-from quire.server.sse import EventStream, Teller, failed
+from quire.server.generation import Generation, OutputDelta
+from quire.server.sse import EventEncoder, EventStream, failed
 from quire.server.state import ServerState
 
 
 async def answer(
     request: Request,
     generation: Generation,
-    teller: Teller[Delta],
+    teller: EventEncoder[OutputDelta],
     failed: Callable[[BaseException], bytes] = failed,
 ) -> EventStream:
     """A stream whose first frame is there, or is taking its time.

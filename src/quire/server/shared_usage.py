@@ -21,7 +21,7 @@ log = get_logger(__name__)
 PLAIN = 4  # numbers before those of which each process has its own
 
 
-class Account:
+class UsageAccount:
     """PLAIN numbers, and one for each process."""
 
     def __init__(self, front: int = 0, fronts: int = 1):
@@ -45,7 +45,7 @@ class Account:
             yield
 
 
-class SharedAccount(Account):
+class SharedUsageAccount(UsageAccount):
     """The same in a file; times in it are of the machine's monotonic clock."""
 
     def __init__(self, path: Path, front: int, fronts: int):
@@ -83,22 +83,22 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-class Ledger:
+class UsageLedger:
     """Accounts by name, of one process of several."""
 
     def __init__(self, folder: Path, front: int, fronts: int):
         self.folder, self.front, self.fronts = folder, front, fronts
 
-    def account(self, name: str) -> Account:
+    def account(self, name: str) -> UsageAccount:
         path = self.folder / sha256(name.encode()).hexdigest()
         try:
-            return SharedAccount(path, self.front, self.fronts)
+            return SharedUsageAccount(path, self.front, self.fronts)
         except OSError as why:
             log.warning("a key's limits hold in each HTTP process by itself: %s", why)
-            return Account(self.front, self.fronts)
+            return UsageAccount(self.front, self.fronts)
 
 
 def forget(folder: Path, front: int, fronts: int) -> None:
     """A process has died: nothing of it is under way."""
     for path in folder.iterdir():
-        SharedAccount(path, front, fronts).numbers[PLAIN + front] = 0.0
+        SharedUsageAccount(path, front, fronts).numbers[PLAIN + front] = 0.0

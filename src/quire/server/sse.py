@@ -49,7 +49,7 @@ async def hung_up(receive: Receive) -> None:
         pass
 
 
-class HangUp:
+class DisconnectGuard:
     """What runs within `with` ends with ClientDisconnect when the client hangs up. `close` it at last.
 
     It listens from the first moment to the last, also between two `with`: a server says once that a client is gone.
@@ -81,13 +81,13 @@ class HangUp:
         self._listener.cancel()
 
 
-async def or_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; it is cancelled when the client hangs up first.
 
     Raises:
         ClientDisconnect: the client is gone.
     """
-    hang_up = HangUp(receive)
+    hang_up = DisconnectGuard(receive)
     try:
         with hang_up:
             return await work
@@ -95,7 +95,7 @@ async def or_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         hang_up.close()
 
 
-class Source(Protocol[New]):
+class EventSource(Protocol[New]):
     """Where what is told comes from."""
 
     ended: bool
@@ -109,7 +109,7 @@ class Source(Protocol[New]):
     def close(self) -> None: ...
 
 
-class Teller(Protocol[Told]):
+class EventEncoder(Protocol[Told]):
     """How it is told."""
 
     def add(self, delta: Told, /) -> Iterable[bytes]:
@@ -128,15 +128,15 @@ class EventStream:
 
     def __init__(
         self,
-        source: Source[Any],
-        teller: Teller[Any],
+        source: EventSource[Any],
+        teller: EventEncoder[Any],
         receive: Receive,
         keep_alive: float = 0,
         failed: Callable[[BaseException], bytes] = failed,
     ):
         self.source, self.teller, self.keep_alive, self.failed = source, teller, keep_alive, failed
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
-        self._hang_up = HangUp(receive)
+        self._hang_up = DisconnectGuard(receive)
         self._first: bytes | None = None
         self._ended = False
 

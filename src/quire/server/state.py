@@ -15,15 +15,15 @@ from quire import env
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.parsers.model_formats import ModelFormats
-from quire.observe.prometheus import Metrics
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracer
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.engine_protocol import TextEngine
 from quire.server.errors import ApiError, unavailable
 from quire.server.openai.beam_search import BeamStream
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -35,10 +35,10 @@ class ServerState:
     """One for each app; `app.state.quire`."""
 
     config: EngineConfig
-    metrics: Metrics
+    metrics: ServerMetrics
     engine: TextEngine | None = None
-    phase: Phase = Phase.LOADING
-    tenants: Tenants | None = None
+    phase: ServerPhase = ServerPhase.LOADING
+    tenants: ApiKeys | None = None
     hosts: frozenset[str] | None = None
     """Names that the header Host may have (`hosts.py`); None: any."""
     dev_mode: bool = False
@@ -79,9 +79,9 @@ class ServerState:
         Raises:
             ApiError: 503 while it loads or drains, 500 when it is dead.
         """
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServerPhase.DRAINING:
             raise unavailable("the server is shutting down", 30)
-        if self.phase is Phase.DEAD:
+        if self.phase is ServerPhase.DEAD:
             raise ApiError(500, "the engine has stopped; the server's log says why")
         if self.engine is None:
             raise unavailable(f"the model is not ready yet: {self.stage}", 1)
@@ -96,27 +96,27 @@ class ServerState:
 
     def healthy(self) -> bool:
         """Whether it answers, or will when it is asked to again (draining counts as well)."""
-        if self.engine is None or self.phase is Phase.DEAD:
+        if self.engine is None or self.phase is ServerPhase.DEAD:
             return False
         try:
             self.engine.check_health()
         except EngineDeadError:
-            self.phase = Phase.DEAD
+            self.phase = ServerPhase.DEAD
             return False
         except EngineDelayed:
             return False
         return True
 
-    def told(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why it does not take requests, in a few words; "" if it does."""
         match self.phase:
-            case Phase.LOADING:
+            case ServerPhase.LOADING:
                 return f"loading: {self.stage}"
-            case Phase.DRAINING:
+            case ServerPhase.DRAINING:
                 return "shutting down"
-            case Phase.DEAD:
+            case ServerPhase.DEAD:
                 return "the engine has stopped"
-            case Phase.READY:
+            case ServerPhase.READY:
                 engine = self.engine
                 replaced = engine is not None and not engine.serving()
                 return "the engine is being restarted" if replaced else ""

@@ -65,7 +65,7 @@ def paths(dev_mode: bool) -> list[str]:
     return [*ROUTES, *(DEV_ROUTES if dev_mode else ())]
 
 
-async def later(request: Request) -> Response:
+async def unsupported(request: Request) -> Response:
     """Raises ApiError 501 that names the feature."""
     feature, remedy = (ROUTES | DEV_ROUTES)[get_route_path(request.scope)]
     raise ApiError(501, f"{feature} is not supported yet: {remedy}")

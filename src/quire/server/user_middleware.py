@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from quire.server.errors import ENDS, error_response
 
 
-class Boundary:
+class UserMiddlewareBoundary:
     """What a layer of the operator's raises becomes an answer, and a line in the log."""
 
     def __init__(self, app: ASGIApp):
@@ -51,7 +51,7 @@ def own_layers(paths: Sequence[str]) -> list[Middleware]:
         ConfigError: nothing of that name can be imported, or it is of neither kind.
     """
     layers = [_layer(path, _found(path)) for path in paths]
-    return [Middleware(Boundary), *layers] if layers else []
+    return [Middleware(UserMiddlewareBoundary), *layers] if layers else []
 
 
 def _found(path: str) -> Any:

@@ -20,15 +20,15 @@ from torch import Tensor
 from quire.forward_context import ForwardBatch
 from quire.ops.triton.gather_inputs import gather, scatter, slots
 from quire.protocol.plan import StepPlan
-from quire.worker.input_batch import Batcher
-from quire.worker.lazy_memory import zeros
-from quire.worker.request_rows import Rows
-from quire.worker.staging_buffer import LINE, Twin
+from quire.worker.input_batch import InputBatchBuilder
+from quire.worker.lazy_memory import lazy_zeros
+from quire.worker.request_rows import RequestRows
+from quire.worker.staging_buffer import LINE, StagingBuffer
 
 TOKENS = -1  # the table of token ids; block tables are numbered from 0
 
 
-class StagedRows(Rows):
+class DeviceRows(RequestRows):
     """Rows whose tables lie on the device; changes wait here until the next step is built."""
 
     def __init__(
@@ -40,11 +40,11 @@ class StagedRows(Rows):
         device: torch.device | str = "cpu",
     ):
         super().__init__(max_rows, max_model_len, num_groups, block_size, device)
-        self.tables = [zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
+        self.tables = [lazy_zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
         self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
         self.flush_at = 1 << 20  # integers that may wait
         self.waiting = 0
-        self.twin = Twin(0, self.device)
+        self.twin = StagingBuffer(0, self.device)
 
     def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
         self._stage(TOKENS, row, start, tokens)
@@ -78,16 +78,16 @@ class StagedRows(Rows):
         pieces = sum(len(staged) for staged in self.pieces.values())
         return self.waiting + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
 
-    def _room(self, more: int) -> Twin:
+    def _room(self, more: int) -> StagingBuffer:
         """The twin, with room for what waits and `more`: it grows by doubling."""
         need = self.room() + more
         if need > self.twin.size:
             if self.twin.apart:
                 torch.accelerator.synchronize(self.device)  # its copies may be under way
-            self.twin = Twin(max(2 * self.twin.size, need, 4096), self.device)
+            self.twin = StagingBuffer(max(2 * self.twin.size, need, 4096), self.device)
         return self.twin
 
-    def lay(self, twin: Twin) -> list[tuple[int, int, list[slice]]]:
+    def lay(self, twin: StagingBuffer) -> list[tuple[int, int, list[slice]]]:
         """Lay down all pieces; (table, longest piece, where its rows, places, starts and integers lie)."""
         found = []
         for table, staged in self.pieces.items():
@@ -113,16 +113,16 @@ class StagedRows(Rows):
                 scatter(into, rows_X, places_X, starts_X1, values, longest)
 
 
-class StagedBatcher(Batcher):
-    """Builds on the device what `Batcher` builds on the host."""
+class DeviceInputBatchBuilder(InputBatchBuilder):
+    """Builds on the device what `InputBatchBuilder` builds on the host."""
 
-    rows: StagedRows
+    rows: DeviceRows
 
-    def __init__(self, rows: StagedRows):
+    def __init__(self, rows: DeviceRows):
         super().__init__(rows)
 
     def build(self, plan: StepPlan) -> ForwardBatch:
-        """As `Batcher.build`, with one copy to the device."""
+        """As `InputBatchBuilder.build`, with one copy to the device."""
         rows, counts = self.rows, self.count(plan)
         parts = (counts.rows_B, counts.query_start_B1, counts.start_B, counts.end_B)
         sampled = counts.sample_at_S

@@ -1,14 +1,14 @@
 """Graphs: a step of few tokens a row is recorded once and replayed, so that the host launches one thing, not hundreds.
 
 Knows which steps can be replayed, padding, static tensors and when to record. Does not know the model, nor how a device
-records: that is a `Recorder`, which the platform gives.
+records: that is a `GraphCapturer`, which the platform gives.
 
 Every row of a step that can be replayed has the same number of new tokens (1, or 1 + drafts). It is padded to the next
 recorded number of rows; a row of padding has one token at place 0 of the null block, so it is computed like any other
 and nobody reads what comes out. All other steps run as they are.
 
 Nothing is recorded before it is wanted, so a server answers from its first second on. A size is recorded in the middle
-of serving when a step first wants it, but recording takes at most a share of the time (`Pace`); until its turn comes,
+of serving when a step first wants it, but recording takes at most a share of the time (`CaptureBudget`); until its turn comes,
 a step takes the next larger size that is there, or runs as it is. What cannot be recorded is not tried again.
 
 Shape suffixes: T tokens, B rows, M blocks of a row, D hidden size.
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch, running_instead
 from quire.logging import get_logger
-from quire.worker.model_input import Source
+from quire.worker.model_input import ModelInput
 
 log = get_logger(__name__)
 
 SHARE = 0.2  # of the time, that recording may take
 
 
-class Recorded(Protocol):
+class CapturedGraph(Protocol):
     """A recorded step: `replay` writes the output that recording returned, from the same inputs' memory."""
 
     output: Tensor
@@ -41,10 +41,10 @@ class Recorded(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder(Protocol):
+class GraphCapturer(Protocol):
     """How a device records."""
 
-    def record(self, run: Callable[[], Tensor]) -> Recorded:
+    def record(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """Run a few times to warm up, then record. What `run` reads must stay where it is."""
         ...
 
@@ -55,7 +55,7 @@ def default_sizes(max_rows: int) -> list[int]:
     return sorted({size for size in found if size < max_rows} | {max_rows})
 
 
-class Pace:
+class CaptureBudget:
     """When recording may take its turn."""
 
     def __init__(self, share: float = SHARE, clock: Callable[[], float] = time.monotonic):
@@ -68,7 +68,7 @@ class Pace:
         self.free_at = self.clock() + seconds * (1 / self.share - 1)
 
 
-class Static:
+class StaticInputs:
     """Tensors that recorded steps read: their memory stays; a step copies what it has into them."""
 
     def __init__(self, batch: ForwardBatch):
@@ -77,7 +77,7 @@ class Static:
     @staticmethod
     def room(
         size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int
-    ) -> Static:
+    ) -> StaticInputs:
         """For `size` rows of `tokens` new tokens; contexts as long as they can ever be."""
         device = like.token_ids_T.device
 
@@ -85,7 +85,7 @@ class Static:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         num_tokens = size * tokens
-        return Static(
+        return StaticInputs(
             ForwardBatch(
                 token_ids_T=new(num_tokens),
                 positions_T=new(num_tokens),
@@ -104,10 +104,10 @@ class Static:
             )
         )
 
-    def first(self, size: int) -> Static:
+    def first(self, size: int) -> StaticInputs:
         """The same memory, for fewer rows."""
         all_of, tokens = self.batch, size * self.batch.max_query
-        return Static(
+        return StaticInputs(
             replace(
                 all_of,
                 token_ids_T=all_of.token_ids_T[:tokens],
@@ -149,7 +149,7 @@ class Static:
                 table[rows:] = 0
 
 
-class GraphSource:
+class GraphModelInput:
     """A source that replays what it can.
 
     Args:
@@ -160,19 +160,19 @@ class GraphSource:
 
     def __init__(
         self,
-        inner: Source,
-        recorder: Recorder,
+        inner: ModelInput,
+        recorder: GraphCapturer,
         sizes: Sequence[int],
         max_blocks: int,
         max_length: int,
         tokens: Sequence[int] = (1,),
-        pace: Pace | None = None,
+        pace: CaptureBudget | None = None,
     ):
-        self.inner, self.recorder, self.pace = inner, recorder, pace or Pace()
+        self.inner, self.recorder, self.pace = inner, recorder, pace or CaptureBudget()
         self.sizes, self.tokens = sorted(sizes), frozenset(tokens)
         self.max_blocks, self.max_length = max_blocks, max_length
-        self.rooms: dict[int, Static] = {}  # by tokens a row: of the largest size
-        self.recorded: dict[tuple[int, int], tuple[Static, Recorded]] = {}
+        self.rooms: dict[int, StaticInputs] = {}  # by tokens a row: of the largest size
+        self.recorded: dict[tuple[int, int], tuple[StaticInputs, CapturedGraph]] = {}
         self.failed: set[tuple[int, int]] = set()
         self.replays = self.eager = 0
 
@@ -217,7 +217,7 @@ class GraphSource:
         began = time.monotonic()
         if tokens not in self.rooms:
             most = (self.sizes[-1], tokens, batch, self.max_blocks, self.max_length)
-            self.rooms[tokens] = Static.room(*most)
+            self.rooms[tokens] = StaticInputs.room(*most)
         static = self.rooms[tokens].first(size)
         static.rest()
 

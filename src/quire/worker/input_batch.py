@@ -16,11 +16,11 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch
 from quire.protocol.plan import StepPlan
-from quire.worker.request_rows import Rows
+from quire.worker.request_rows import RequestRows
 
 
 @dataclass(slots=True)
-class Counts:
+class StepCounts:
     """A step's integers, int64 on the host."""
 
     rows_B: np.ndarray
@@ -61,10 +61,10 @@ class Counts:
         )
 
 
-class Batcher:
+class InputBatchBuilder:
     """Builds a Batch from a plan whose rows are seated, and moves the rows' counts on."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: RequestRows):
         self.rows = rows
 
     def build(self, plan: StepPlan) -> ForwardBatch:
@@ -94,7 +94,7 @@ class Batcher:
             sample_at_S=tensor(counts.sample_at_S),
         )
 
-    def count(self, plan: StepPlan) -> Counts:
+    def count(self, plan: StepPlan) -> StepCounts:
         """What the host knows of a step; moves the rows on. Raises: as `build`."""
         rows, work = self.rows, plan.work
         rows.grow(work)
@@ -110,7 +110,7 @@ class Batcher:
         count_B.cumsum(out=query_start_B1[1:])
         rows.advance(rows_B, end_B, samples_B)
         drawing_S, lengths = samples_B.nonzero()[0], end_B.tolist()
-        return Counts(
+        return StepCounts(
             rows_B, count_B, start_B, end_B, drawing_S, query_start_B1, query_lens, lengths
         )
 

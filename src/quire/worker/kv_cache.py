@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
-from quire.worker.lazy_memory import zeros
+from quire.worker.lazy_memory import lazy_zeros
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
@@ -64,7 +64,7 @@ def allocate_cache(
             )
         count = max(len(group.layers) for group in alike)
         storages = [
-            tuple(zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
+            tuple(lazy_zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
         ]
         for group, parts in zip(alike, wanted, strict=True):
             for storage, index in zip(storages, group.layers, strict=False):

@@ -18,7 +18,9 @@ from torch import Tensor
 LINE = 64  # bytes of a cache line
 
 
-def zeros(shape: tuple[int, ...] | int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def lazy_zeros(
+    shape: tuple[int, ...] | int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """A zeroed tensor. On the CPU its pages are there when they are first touched."""
     where = torch.device(device)
     if where.type != "cpu":
@@ -30,7 +32,7 @@ def zeros(shape: tuple[int, ...] | int, dtype: torch.dtype, device: torch.device
 
 
 def give_back(tensor: Tensor) -> int:
-    """Let the operating system have the pages of a tensor that `zeros` made: so many bytes.
+    """Let the operating system have the pages of a tensor that `lazy_zeros` made: so many bytes.
 
     The tensor stays where it is. What it held is lost; it costs memory again where it is touched.
     """

@@ -1,4 +1,4 @@
-"""TokenSource: what enters the model, when that is token ids.
+"""TokenModelInput: what enters the model, when that is token ids.
 
 Knows the two tensors that every model takes. Does not know rows, caches or what becomes of the output.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.models.base import LanguageModel
 
 
-class Source(Protocol):
+class ModelInput(Protocol):
     """Runs the model on a batch: hidden states of its tokens, [T, D]."""
 
     model: LanguageModel
@@ -23,7 +23,7 @@ class Source(Protocol):
     def forward(self, batch: ForwardBatch) -> Tensor: ...
 
 
-class TokenSource:
+class TokenModelInput:
     """Token ids and positions in, hidden states out."""
 
     def __init__(self, model: LanguageModel):

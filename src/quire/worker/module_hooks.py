@@ -19,7 +19,7 @@ from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.quantization.fused import fuse_model, unfuse_model
-from quire.worker.model_input import TokenSource
+from quire.worker.model_input import TokenModelInput
 from quire.worker.worker import Worker
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -29,7 +29,7 @@ Found = dict[tuple[str, str], set[Any]]
 """By a module's name and a table's: the keys in it."""
 
 
-class Watched:
+class ModuleHooks:
     """Stands around what a program may have called in this worker."""
 
     def __init__(self, worker: Worker):
@@ -48,7 +48,7 @@ class Watched:
         """With a model that the worker has now. It is not kept from going."""
         worker = self.worker
         self.known = ref(worker.model)
-        self.ours = found(worker.model)
+        self.ours = registered_hooks(worker.model)
         self.fused = 0  # layers that were, before the model was watched
         if self.watched:
             self.watched = False
@@ -66,7 +66,7 @@ class Watched:
         model = self.worker.model
         if model is not self.known():
             self._begin()
-        before = found(model)
+        before = registered_hooks(model)
         try:
             return self.rpc(method, args, kwargs)
         finally:
@@ -94,7 +94,7 @@ class Watched:
         self.put_away(level)
 
     def _look(self, model: Any, before: Found) -> None:
-        now = found(model)
+        now = registered_hooks(model)
         dead = {
             place: keys - before.get(place, set())
             for place, keys in now.items()
@@ -104,7 +104,7 @@ class Watched:
             kept = model.get_submodule(name).__dict__
             for key in keys:
                 (kept if table == FORWARD else kept[table]).pop(key)
-        self._run_modules(model, found(model) != self.ours)
+        self._run_modules(model, registered_hooks(model) != self.ours)
         if names := sorted(name for (name, _), keys in dead.items() if keys):
             raise Unsupported(
                 f"a hook on {', '.join(names)} (it would not be called: larger calls compute it)",
@@ -118,7 +118,7 @@ class Watched:
         self.watched, worker = watched, self.worker
         if watched:
             self.fused = unfuse_model(model)
-            worker.source, worker.at_once = TokenSource(model), None
+            worker.source, worker.at_once = TokenModelInput(model), None
         else:
             if self.fused:
                 fuse_model(model)
@@ -133,7 +133,7 @@ def is_called(module: nn.Module) -> bool:
     return not isinstance(module, RMSNorm | Attention)
 
 
-def found(model: Any) -> Found:
+def registered_hooks(model: Any) -> Found:
     """What hangs on any of its modules, or on all there are."""
     result: Found = {}
     if not isinstance(model, nn.Module):

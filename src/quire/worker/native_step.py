@@ -2,7 +2,7 @@
 
 Knows rows, plans and what a sink keeps by row, as addresses. Does not know how a step is computed (kernels/step.cpp), and
 does nothing for rows that ask for more than a plain draw: those go in parts, by batch, source and sink. Both ways give
-the same tokens. Nothing follows a plain draw for certain, so what `Rows.told` counts is not kept up here.
+the same tokens. Nothing follows a plain draw for certain, so what `RequestRows.told` counts is not kept up here.
 
 Between its parts a step is Python, whose share of a small model's step is a third.
 """
@@ -19,16 +19,16 @@ import numpy as np
 from quire.models.whole import CModel, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.protocol.plan import StepPlan, StepResult
-from quire.worker.request_rows import Rows
+from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.sampled_step import NO_NUMBER
-from quire.worker.sampling.sampler import SampleSink
-from quire.worker.worker import Done, PlanMismatch
+from quire.worker.sampling.sampler import Sampler
+from quire.worker.worker import FinishedStep, PlanMismatch
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` of kernels/step.h."""
+    """`RequestRows` of kernels/step.h."""
 
     _fields_: ClassVar[Sequence[Any]] = [
         *(
@@ -41,20 +41,20 @@ class _Rows(ctypes.Structure):
     ]  # fmt: skip
 
 
-def whole_step(rows: Rows, sink: SampleSink) -> WholeStep | None:
+def make_native_step(rows: RequestRows, sink: Sampler) -> NativeStep | None:
     """None where no kernels run."""
     kernels = best()
-    return None if kernels is None else WholeStep(kernels, rows, sink)
+    return None if kernels is None else NativeStep(kernels, rows, sink)
 
 
-class WholeStep:
+class NativeStep:
     """Steps of plain rows of a model that the kernels know whole.
 
     Args:
         sink: whose parameters by row are drawn with; it says which rows are plain.
     """
 
-    def __init__(self, kernels: Kernels, rows: Rows, sink: SampleSink):
+    def __init__(self, kernels: Kernels, rows: RequestRows, sink: Sampler):
         self.kernels, self.rows, self.sink = kernels, rows, sink
         self.model: CModel | None = None
         # None of these arrays ever moves.
@@ -77,7 +77,7 @@ class WholeStep:
         self.model = native_model(model)
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
-    def run(self, plan: StepPlan) -> Done | None:
+    def run(self, plan: StepPlan) -> FinishedStep | None:
         """What the step drew. None, and nothing has happened: the model is not one that the kernels know, or some row is
         not plain, or longer than they have angles for.
 
@@ -106,4 +106,4 @@ class WholeStep:
             result.errors = {
                 at: NO_NUMBER for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
-        return Done(result)
+        return FinishedStep(result)

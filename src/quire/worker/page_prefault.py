@@ -28,7 +28,7 @@ MOST = 256 << 20  # bytes ahead
 NICENESS = 10
 
 
-class PagesAhead(Hook):
+class KVPagePrefaulter(Hook):
     """A hook that only looks at which blocks a plan hands out. Of no cache, or one on a device, it does nothing.
 
     Args:

@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.protocol.plan import Entered, Work
+from quire.protocol.plan import EnteredRow, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.lazy_memory import zeros
+from quire.worker.lazy_memory import lazy_zeros
 
 MOST = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class ReportedCount:
     """How many tokens of a request were told to whoever makes the plans. One for each stay in a row."""
 
     count: int
 
 
-class Rows:
+class RequestRows:
     """State of up to `max_rows` requests. A row is taken by `enter` and given back by `leave`."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Rows:
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.device = torch.device(device)
         # A long limit is free until it is used.
-        self.token_ids_RL = zeros((max_rows, max_model_len + 1), torch.int32, self.device)
+        self.token_ids_RL = lazy_zeros((max_rows, max_model_len + 1), torch.int32, self.device)
         # The same memory, where the host reaches it: numpy's indexing costs a fraction of torch's.
         self._host_RL = self.token_ids_RL.numpy() if self.device.type == "cpu" else None
         self.num_prompt = np.zeros(max_rows, np.int64)
@@ -58,9 +58,9 @@ class Rows:
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
-        self.told = [Told(0)] * max_rows
+        self.told = [ReportedCount(0)] * max_rows
 
-    def enter(self, new: Entered) -> None:
+    def enter(self, new: EnteredRow) -> None:
         """Seat a request.
 
         Raises:
@@ -75,7 +75,7 @@ class Rows:
                 f" a row holds {self.max_model_len}"
             )
         self.ids[row], self.params[row] = new.id, new.params
-        self.told[row] = Told(length)
+        self.told[row] = ReportedCount(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sink refuses the request
             self.put(row, 0, new.tokens)
         self.num_prompt[row], self.computed[row], self.length[row] = (
@@ -126,14 +126,14 @@ class Rows:
         self.ids[row] = self.params[row] = None
         self.length[row] = 0
 
-    def foretell(self, row: int, told: Told, tokens: Sequence[int]) -> None:
+    def foretell(self, row: int, told: ReportedCount, tokens: Sequence[int]) -> None:
         """Tokens that follow what was told, and need no draw. A draw in flight at their places is the same."""
         start, told.count = told.count, told.count + len(tokens)
         if self.told[row] is told:  # else another sits there by now
             self.put(row, start, tokens)
             self.length[row] = max(self.length[row], told.count)
 
-    def grow(self, work: Sequence[Work]) -> None:
+    def grow(self, work: Sequence[WorkItem]) -> None:
         """Take in the blocks that this step's work brings."""
         for item in work:
             if item.new_blocks:

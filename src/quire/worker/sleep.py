@@ -32,7 +32,7 @@ log = get_logger(__name__)
 Storages = list[tuple[Tensor, ...]]
 
 
-class Rest:
+class WorkerSleep:
     """`put_away` and `bring_back`, as functions of a worker.
 
     Args:
@@ -72,7 +72,7 @@ class Rest:
         for parts in self.storages:
             for part in parts:
                 give_back(part)
-        fixed = isinstance(worker.model, Absent) or not worker.model.movable
+        fixed = isinstance(worker.model, UnloadedModel) or not worker.model.movable
         dropped = level > 1 or (level == 1 and fixed)
         if dropped or not self.in_place:
             self._drop_cache()
@@ -88,7 +88,7 @@ class Rest:
         """Make what is asked for and not there. On the host the cache's pages come when they are written to."""
         worker = self.worker
         if "weights" in parts:
-            if isinstance(worker.model, Absent):
+            if isinstance(worker.model, UnloadedModel):
                 worker.place(self.load())
             elif not self.in_place:
                 self._move(self.device)
@@ -104,7 +104,7 @@ class Rest:
     def _drop_cache(self) -> None:
         self.storages, self.equipped = [], False
         model = self.worker.model
-        if not isinstance(model, Absent):
+        if not isinstance(model, UnloadedModel):
             for layer in model.attention_layers():
                 layer.cache = None
             self.worker.place(model)
@@ -115,7 +115,7 @@ class Rest:
             move(model, device)
 
 
-class Absent:
+class UnloadedModel:
     """Stands for a model whose weights were dropped."""
 
     per_request = False
@@ -124,7 +124,7 @@ class Absent:
         raise QuireError("the engine sleeps and its weights are dropped: wake it up first")
 
 
-ABSENT: Any = Absent()
+ABSENT: Any = UnloadedModel()
 
 
 def collect() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 LINE = 4  # integers: what starts at multiples of 16 bytes is read in one piece
 
 
-class Twin:
+class StagingBuffer:
     """Room for `size` int32. Parts that are laid down one after the other travel in one copy.
 
     Args:

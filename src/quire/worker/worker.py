@@ -18,11 +18,11 @@ import torch
 
 from quire.errors import StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, forward_context
-from quire.protocol.plan import Entered, StepPlan, StepResult
+from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.worker.hooks import Hook
-from quire.worker.input_batch import Batcher
-from quire.worker.model_input import Source
-from quire.worker.request_rows import Rows, Told
+from quire.worker.input_batch import InputBatchBuilder
+from quire.worker.model_input import ModelInput
+from quire.worker.request_rows import ReportedCount, RequestRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,27 +33,27 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Pending(Protocol):
+class QueuedStep(Protocol):
     """A step that is queued on the device."""
 
     def result(self) -> StepResult: ...
 
 
-class Sink(Protocol):
+class ModelOutput(Protocol):
     """What is made of the model's output."""
 
     model: LanguageModel
 
-    def enter(self, new: Entered) -> None: ...
+    def enter(self, new: EnteredRow) -> None: ...
     def leave(self, row: int) -> None: ...
-    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> Pending: ...
+    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> QueuedStep: ...
 
 
-class AtOnce(Protocol):
+class FastStep(Protocol):
     """Batch, source and sink in one: the same tokens."""
 
     def place(self, model: LanguageModel) -> None: ...
-    def run(self, plan: StepPlan) -> Pending | None:
+    def run(self, plan: StepPlan) -> QueuedStep | None:
         """None: not this plan; nothing has happened."""
         ...
 
@@ -91,16 +91,16 @@ class Worker:
         self,
         platform: Any,
         model: LanguageModel,
-        source: Source,
-        sink: Sink,
+        source: ModelInput,
+        sink: ModelOutput,
         hooks: Sequence[Hook],
-        rows: Rows,
-        batcher: Batcher | None = None,
+        rows: RequestRows,
+        batcher: InputBatchBuilder | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
-        at_once: AtOnce | None = None,
+        at_once: FastStep | None = None,
     ):
         self.platform, self.source, self.sink = platform, source, sink
-        self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or Batcher(rows)
+        self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
             "num_parameters": lambda: sum(p.numel() for p in self.model.parameters()),
@@ -120,7 +120,7 @@ class Worker:
         if self.at_once is not None:
             self.at_once.place(model)
 
-    def run(self, plan: StepPlan) -> Pending:
+    def run(self, plan: StepPlan) -> QueuedStep:
         """Queue one step.
 
         Raises:
@@ -130,7 +130,7 @@ class Worker:
         if plan.left or plan.entered:
             self._seat(plan)
         if not plan.work:
-            return self._told(Done(StepResult(plan.step, [])), [])
+            return self._told(FinishedStep(StepResult(plan.step, [])), [])
         self._before(plan)
         pending = None if self.at_once is None else self._at_once(plan, self.at_once)
         step = self._by_parts(plan) if pending is None else self._told(pending, [])
@@ -138,7 +138,7 @@ class Worker:
         return step
 
     @torch.inference_mode()
-    def _by_parts(self, plan: StepPlan) -> Pending:
+    def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
         pending = self._compute(plan, batch)
         rows = batch.rows_S.tolist()
@@ -146,15 +146,15 @@ class Worker:
         drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
         return self._told(pending, drew)
 
-    def _told(self, pending: Pending, drew: list[_Drew]) -> _Step:
+    def _told(self, pending: QueuedStep, drew: list[_Drew]) -> _Step:
         return _Step(pending, self.hooks, self.rows, drew)
 
     @_recoverable
-    def _at_once(self, plan: StepPlan, at_once: AtOnce) -> Pending | None:
+    def _at_once(self, plan: StepPlan, at_once: FastStep) -> QueuedStep | None:
         return at_once.run(plan)
 
     @_recoverable
-    def _compute(self, plan: StepPlan, batch: ForwardBatch) -> Pending:
+    def _compute(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
         with forward_context(batch):
             hidden_TD = self.source.forward(batch)
         return self.sink.finish(plan, batch, hidden_TD)
@@ -212,13 +212,17 @@ class Worker:
             self.forget([*plan.left, *(new.row for new in plan.entered)])
 
 
-_Drew = tuple[int, int, Told, int]  # a work item that draws: its number, row, Told and position
+_Drew = tuple[
+    int, int, ReportedCount, int
+]  # a work item that draws: its number, row, Told and position
 
 
 class _Step:
     """A sink's pending result, with what hooks have to say."""
 
-    def __init__(self, pending: Pending, hooks: Sequence[Hook], rows: Rows, drew: list[_Drew]):
+    def __init__(
+        self, pending: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, drew: list[_Drew]
+    ):
         self.pending, self.hooks, self.rows, self.drew = pending, hooks, rows, drew
 
     def result(self) -> StepResult:
@@ -239,7 +243,7 @@ class _Step:
         return result
 
 
-class Done:
+class FinishedStep:
     """The pending result of a step that has run: nothing is left to wait for."""
 
     def __init__(self, result: StepResult):

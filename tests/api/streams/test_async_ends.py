@@ -103,7 +103,7 @@ def test_a_fault_of_the_front_room_does_not_hang(llm: AsyncLLM, monkeypatch: pyt
     def fail(self: Any, outputs: Any) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("quire.frontend.request_manager.FrontRoom.take_in", fail)
+    monkeypatch.setattr("quire.frontend.request_manager.RequestManager.process_outputs", fail)
     with pytest.raises(EngineDeadError, match="a fault"):
         run(outputs(llm, "x", GREEDY, "x"))
 

@@ -14,11 +14,11 @@ from worker.survivors import all_survivors, tied_logits
 
 from quire.ops.triton import sampling
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.request_rows import Rows
+from quire.worker.request_rows import RequestRows
 from quire.worker.sampling import logprobs, top_k_top_p, triton_ops
 from quire.worker.sampling.builtin_processors import Penalties
 from quire.worker.sampling.gumbel import GOLDEN, _mix_, _signed, draw, keys, seed_words
-from quire.worker.sampling.logits_processors import Picked
+from quire.worker.sampling.logits_processors import ProcessorRows
 
 torch.set_num_threads(1)
 VOCAB = 1500  # two chunks, the second not whole
@@ -75,7 +75,7 @@ LIMITS = {
 def test_cutoffs_are_those_of_the_definition() -> None:
     """All kinds side by side, on logits with many ties and some that are out."""
     found = list(LIMITS.values())
-    made = top_k_top_p.Limits(
+    made = top_k_top_p.SamplingLimits(
         *(
             np.array(c, t)
             for c, t in zip(zip(*found, strict=True), (np.int64, float, float), strict=True)
@@ -93,14 +93,14 @@ def test_ties_go_to_the_lower_id() -> None:
         hold(scaled_SV.to(DEVICE), made)
 
 
-def hold(x: torch.Tensor, made: top_k_top_p.Limits) -> None:
+def hold(x: torch.Tensor, made: top_k_top_p.SamplingLimits) -> None:
     kept = x.masked_fill(~all_survivors(x.cpu(), made).to(DEVICE), -torch.inf)
     got = triton_ops.cutoff(x, made).masked_(x.clone())
     for row, (mine, want) in enumerate(zip(got, kept, strict=True)):
         assert torch.equal(mine, want), row
     rows = some_keys(len(x))
-    assert torch.equal(triton_ops.draw_limited(x, made, rows), draw(kept, rows))
-    assert torch.equal(top_k_top_p.draw_limited(x.clone(), made, rows), draw(kept, rows))
+    assert torch.equal(triton_ops.draw_top_k_top_p(x, made, rows), draw(kept, rows))
+    assert torch.equal(top_k_top_p.draw_top_k_top_p(x.clone(), made, rows), draw(kept, rows))
 
 
 def test_a_row_alone_draws_what_it_draws_among_others() -> None:
@@ -112,7 +112,7 @@ def test_a_row_alone_draws_what_it_draws_among_others() -> None:
 
 
 def test_penalties_are_those_of_the_definition() -> None:
-    rows = Rows(4, 60, 1, 16, device=DEVICE)
+    rows = RequestRows(4, 60, 1, 16, device=DEVICE)
     draw_ids = torch.Generator().manual_seed(3)
     rows.token_ids_RL[:] = torch.randint(0, 40, rows.token_ids_RL.shape, generator=draw_ids)
     rows.num_prompt[:] = [5, 20, 1, 9]
@@ -122,9 +122,9 @@ def test_penalties_are_those_of_the_definition() -> None:
         SamplingParams(frequency_penalty=1.1),
         SamplingParams(repetition_penalty=0.7),
     ]  # fmt: skip
-    picked = Picked(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
+    picked = ProcessorRows(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
     x = logits(4)
-    got = triton_ops.CompiledPenalties().apply(x.clone(), picked)
+    got = triton_ops.TritonPenalties().apply(x.clone(), picked)
     want = Penalties().apply(x.clone(), picked)
     assert not torch.equal(want, x)
     assert torch.equal(got, want)

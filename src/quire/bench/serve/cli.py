@@ -212,7 +212,7 @@ def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def wanted(given: argparse.Namespace) -> datasets.DatasetOptions:
+def dataset_options(given: argparse.Namespace) -> datasets.DatasetOptions:
     """The options of the chosen dataset, under one set of names."""
     if given.random_input_len < 1 or given.random_output_len < 1:
         raise ConfigError("--random-input-len and --random-output-len: at least 1")

@@ -19,7 +19,7 @@ from typing import Any
 from quire import env
 from quire.bench.serve import datasets, metrics, timeline
 from quire.bench.serve.arrivals import Arrivals, run
-from quire.bench.serve.cli import SAMPLING, dashed, pairs, parser, wanted
+from quire.bench.serve.cli import SAMPLING, dashed, dataset_options, pairs, parser
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, Kind, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError
@@ -67,7 +67,7 @@ class ServePlan:
         key = given.api_key or env.raw("API_KEY") or env.outer("OPENAI_API_KEY")
         if key:
             self.headers.setdefault("Authorization", f"Bearer {key}")
-        self.wanted = wanted(given)
+        self.wanted = dataset_options(given)
 
     async def run(self) -> int:
         given = self.given

@@ -12,7 +12,7 @@ from quire.features.structured.compiler import digest
 from quire.features.structured.grammar_messages import ProcessEnded
 from quire.features.structured.grammar_process import Forkers, GrammarProcess
 from quire.features.structured.json_schema import MAX_BYTES
-from quire.features.structured.validate import checked, verdict
+from quire.features.structured.validate import check_constraint, verdict
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 KEPT = 512  # answers: agents send the same schema again and again
@@ -37,7 +37,7 @@ class ConstraintChecker:
         self, constraint: StructuredOutputsParams, backend: str = "auto"
     ) -> StructuredOutputsParams:
         """As `check.checked`. Blocks: run it in a thread."""
-        return checked(constraint, backend, self._verdict)
+        return check_constraint(constraint, backend, self._verdict)
 
     def _verdict(
         self, constraint: StructuredOutputsParams, engine: str, second: bool

@@ -42,7 +42,7 @@ XGRAMMAR_MEMORY = 1 << 30
 _Job = tuple[StructuredOutputsParams, "Future[GrammarProcess]"]
 
 
-class Compiler:
+class GrammarCompiler:
     """May be used from any thread."""
 
     def __init__(self, vocabulary: Vocabulary):

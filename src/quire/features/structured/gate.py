@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import msgspec
 from msgspec import Struct
 
-from quire.features.structured.compiler import Compiler
+from quire.features.structured.compiler import GrammarCompiler
 from quire.protocol.plan import StepPlan
 from quire.protocol.structured_outputs import StructuredOutputsParams
 from quire.scheduler.gate import Gate
@@ -40,7 +40,7 @@ class GrammarGate(Gate):
 
     def __init__(
         self,
-        compiler: Compiler,
+        compiler: GrammarCompiler,
         wake: Callable[[], None] | None = None,
         elsewhere: bool = False,
     ):
@@ -98,21 +98,21 @@ class GrammarGate(Gate):
     def extra(self, plan: StepPlan) -> bytes | None:
         if not (self._wanted or self._dropped):
             return None
-        told = Told(list(self._wanted.values()), list(self._dropped.values()))
+        told = CompileRequests(list(self._wanted.values()), list(self._dropped.values()))
         self._wanted, self._dropped = {}, {}
         return msgspec.msgpack.encode(told)
 
 
-class Told(Struct, array_like=True):
+class CompileRequests(Struct, array_like=True):
     """What a compiler elsewhere is to begin, after it has dropped what nobody waits for."""
 
     wanted: list[StructuredOutputsParams]
     dropped: list[StructuredOutputsParams]
 
 
-def obey(compiler: Compiler, extra: bytes) -> None:
+def apply_compile_requests(compiler: GrammarCompiler, extra: bytes) -> None:
     """Do what `GrammarGate.extra` said."""
-    told = msgspec.msgpack.decode(extra, type=Told)
+    told = msgspec.msgpack.decode(extra, type=CompileRequests)
     for constraint in told.dropped:
         compiler.drop(constraint)
     for constraint in told.wanted:

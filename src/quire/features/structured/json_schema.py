@@ -12,7 +12,7 @@ from typing import Any
 from quire import env
 from quire.features.structured.cost import check_regex, check_schema
 from quire.features.structured.refusal import Refused
-from quire.features.structured.regex_dialect import rewritten
+from quire.features.structured.regex_dialect import to_rust_regex
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
@@ -114,9 +114,9 @@ class _Strict:
 
     def _within(self, name: str, value: Any) -> Any:
         if name == "pattern" and isinstance(value, str):
-            return rewritten(value)
+            return to_rust_regex(value)
         if name in IN_MAP and isinstance(value, dict):
-            rename = rewritten if name == "patternProperties" else str
+            rename = to_rust_regex if name == "patternProperties" else str
             return {rename(key): self.copy(one) for key, one in value.items()}
         if name in IN_LIST and isinstance(value, list):
             return [self.copy(one) for one in value]

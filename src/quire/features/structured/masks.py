@@ -31,21 +31,21 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.features.structured.compiler import Compiler
-from quire.features.structured.gate import NAME, obey
+from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.gate import NAME, apply_compile_requests
 from quire.features.structured.grammar_messages import Filled, ProcessEnded
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
 from quire.features.structured.grammar_rows import PlaceSettings
 from quire.features.structured.refusal import Refused
 from quire.ops import masked_argmax
-from quire.protocol.plan import Entered, StepPlan
+from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 from quire.worker.hooks import Hook
-from quire.worker.request_rows import Rows
+from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import only
-from quire.worker.sampling.logits_processors import Picked, Processor, keep_only
-from quire.worker.sampling.sampled_step import Fault
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, keep_only
+from quire.worker.sampling.sampled_step import RequestFault
 
 MAX_DEATHS = 2
 WAIT_S = (
@@ -56,7 +56,7 @@ TOO_LONG = "its grammar needed too much processor time or memory for one token; 
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class RowGrammar:
     """A row's grammar. Touched by the thread alone, but for `job` and `gone`."""
 
     row: int
@@ -77,7 +77,7 @@ class Held:
     def fail(self, why: str) -> None:
         """The row's error, which names the field that the client wrote."""
         said, kind = self.constraint.said, self.constraint.kind
-        self.error = Fault(f"{said if said != FIELD else f'{said}.{kind}'}: {why}")
+        self.error = RequestFault(f"{said if said != FIELD else f'{said}.{kind}'}: {why}")
 
     def told(self, told: Filled, at: int) -> bool:
         """Take the process's answer; True: it has a mask."""
@@ -92,19 +92,19 @@ class GrammarMasks(Processor):
 
     bars = True
 
-    def __init__(self, compiler: Compiler, rows: Rows, jumps: bool = True):
+    def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, RowGrammar] = {}
         self.found: dict[int, Future[dict[int, list[int]]]] = {}  # by step: what is certain, by row
         self.hook = GrammarHook(self)
-        self._drawing: tuple[list[Held], np.ndarray, np.ndarray] | None = None
+        self._drawing: tuple[list[RowGrammar], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._second = ThreadPoolExecutor(1, "grammar-again")
 
     # -- rows -----------------------------------------------------------------------------------
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         if (constraint := new.params.structured_outputs) is None:
             return False
         params, compiled = new.params, self.compiler.ask(constraint, now=True)
@@ -115,7 +115,7 @@ class GrammarMasks(Processor):
             self.jumps and may_jump(params),
         )  # fmt: skip
         outputs = new.tokens[new.num_prompt :]
-        held = Held(
+        held = RowGrammar(
             new.row, next(self._numbers), constraint, compiled, settings, new.num_prompt, outputs
         )
         self.held[new.row] = held
@@ -132,7 +132,7 @@ class GrammarMasks(Processor):
         """Forget what a step that failed was about to draw."""
         self._drawing = None
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         words_SW = np.full(
             (len(logits_SV), masked_argmax.num_words(logits_SV.shape[1])), -1, np.int32
         )
@@ -144,11 +144,11 @@ class GrammarMasks(Processor):
             only(logits_SV[at], tokens)
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, tokens in self._lay(words_SW, picked):
             keep_only(words_SW[at], tokens)
 
-    def _lay(self, words_SW: np.ndarray, picked: Picked) -> list[tuple[int, list[int]]]:
+    def _lay(self, words_SW: np.ndarray, picked: ProcessorRows) -> list[tuple[int, list[int]]]:
         """Masks of the picked rows, once they are filled; rows whose token is settled are told instead, with it."""
         helds = [self.held[row] for row in picked.rows.tolist()]
         until = time.monotonic() + WAIT_S
@@ -175,7 +175,7 @@ class GrammarMasks(Processor):
                 words_SW[at, len(mask_W) :] = 0
         return settled
 
-    def _wait(self, held: Held, job: Future[None], until: float) -> None:
+    def _wait(self, held: RowGrammar, job: Future[None], until: float) -> None:
         """The step goes on in any case: a row whose mask is not there in time fails."""
         try:
             job.result(max(until - time.monotonic(), 0))
@@ -213,14 +213,14 @@ class GrammarMasks(Processor):
             self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
         return self._masks_RW
 
-    def _begin(self, held: Held) -> None:
+    def _begin(self, held: RowGrammar) -> None:
         """Enter the grammar's process with what is known of the output."""
         try:
             self._enter(held)
         except ProcessEnded:
             self._again([held])
 
-    def _enter(self, held: Held) -> None:
+    def _enter(self, held: RowGrammar) -> None:
         """Raises ProcessEnded. All other errors are the row's own."""
         try:
             process = held.process = held.compiled.result(STEP_S)
@@ -240,7 +240,7 @@ class GrammarMasks(Processor):
             if held.told(told, 0):
                 self._masks(process.words)[held.row] = masks_1W[0]
 
-    def _again(self, rows: list[Held]) -> None:
+    def _again(self, rows: list[RowGrammar]) -> None:
         """Their process has ended. Each is tried alone, in a new one, while other grammars go on."""
         if len(rows) == 1 and rows[0].process is not None and rows[0].process.overran:
             rows[0].fail(TOO_LONG)
@@ -248,7 +248,7 @@ class GrammarMasks(Processor):
         for held in rows:
             held.again = self._second.submit(self._enter_again, held)
 
-    def _enter_again(self, held: Held) -> None:
+    def _enter_again(self, held: RowGrammar) -> None:
         """The row at fault fails here again."""
         held.deaths += 1
         if held.deaths > MAX_DEATHS or held.gone:
@@ -260,14 +260,14 @@ class GrammarMasks(Processor):
         except ProcessEnded:
             held.fail(TOO_LONG)
 
-    def _drop(self, held: Held) -> None:
+    def _drop(self, held: RowGrammar) -> None:
         if held.process is not None and held.process.alive:
             with held.process.turn:
                 held.process.drop(held.number)
 
     def _advance(
         self,
-        helds: list[Held],
+        helds: list[RowGrammar],
         tokens_P: Tensor,
         lengths_P: np.ndarray,
         event: torch.Event | None,
@@ -295,9 +295,9 @@ class GrammarMasks(Processor):
                 if held.told(told, at):
                     self._masks(process.words)[held.row] = masks_NW[at]
 
-    def _send(self, helds: list[Held], tokens: list[int], lengths: list[int]) -> list[_Rows]:
+    def _send(self, helds: list[RowGrammar], tokens: list[int], lengths: list[int]) -> list[_Rows]:
         """Send each process its rows' tokens."""
-        by_process: dict[GrammarProcess, list[tuple[Held, int]]] = {}
+        by_process: dict[GrammarProcess, list[tuple[RowGrammar, int]]] = {}
         for held, token, length in zip(helds, tokens, lengths, strict=True):
             if held.error is not None or held.gone or length - held.start < len(held.known):
                 continue
@@ -319,7 +319,11 @@ class GrammarMasks(Processor):
         return asked
 
     def _fed(
-        self, process: GrammarProcess, rows: list[Held], until: float, certain: dict[int, list[int]]
+        self,
+        process: GrammarProcess,
+        rows: list[RowGrammar],
+        until: float,
+        certain: dict[int, list[int]],
     ) -> bool:
         """Take what is forced after the tokens."""
         try:
@@ -335,7 +339,7 @@ class GrammarMasks(Processor):
         return True
 
 
-_Rows = tuple[GrammarProcess, list[Held]]
+_Rows = tuple[GrammarProcess, list[RowGrammar]]
 
 
 def may_jump(params: SamplingParams) -> bool:
@@ -356,7 +360,7 @@ class GrammarHook(Hook):
     def before(self, plan: StepPlan) -> None:
         self.masks.begin_step()
         if (extra := plan.extras.get(self.name)) is not None:
-            obey(self.masks.compiler, extra)
+            apply_compile_requests(self.masks.compiler, extra)
 
     def after(self, plan: StepPlan) -> None:
         self.masks.drew(plan.step)

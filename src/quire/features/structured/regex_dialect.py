@@ -21,7 +21,7 @@ NUL = re.compile(r"\\x00|\\u0000|\\u\{0+\}|\\x\{0+\}|\\0|\x00")
 PIECE = re.compile(r"\\(?:x\{[^}]*\}|u\{[^}]*\}|[pP]\{[^}]*\}|x..|u....|.)|.", re.DOTALL)
 
 
-def rewritten(pattern: str) -> str:
+def to_rust_regex(pattern: str) -> str:
     """The pattern for llguidance.
 
     Raises:

@@ -50,7 +50,7 @@ def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> s
 Verdict = Callable[[StructuredOutputsParams, str, bool], "str | None"]
 
 
-def checked(
+def check_constraint(
     constraint: StructuredOutputsParams, backend: str = "auto", verdict: Verdict = verdict
 ) -> StructuredOutputsParams:
     """The constraint as it travels, with the engine that is to read it.

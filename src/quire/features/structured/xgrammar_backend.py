@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.features.structured.json_schema import MAX_BYTES
 from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
-from quire.features.structured.xgrammar_subset import schema_of, whole
+from quire.features.structured.xgrammar_subset import anchored_regex, schema_of
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 SPACES = 80  # as schema.SPACES
@@ -113,7 +113,7 @@ class XCompiler:
                 separators=None if spaced else (",", ":"),
             )  # fmt: skip
         if kind == "regex":
-            return compiler.compile_regex(whole(value))
+            return compiler.compile_regex(anchored_regex(value))
         text = value
         if kind == "choice":
             quoted = (json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(value))

@@ -77,7 +77,7 @@ def check(constraint: StructuredOutputsParams) -> None:
             if sum(map(len, value)) > MAX_BYTES:
                 raise Refused(f"its texts have more than {MAX_BYTES} characters together")
         case "regex":
-            whole(value)
+            anchored_regex(value)
         case "grammar":
             if "::=" not in value:
                 raise Refused(
@@ -207,8 +207,8 @@ class _Reader:
             raise _no(f"format {said['format']!r}")
         _count(said, "minLength", "maxLength")
         if (pattern := said.get("pattern")) is not None:
-            whole = isinstance(pattern, str) and re.fullmatch(r"\^[^|]*\$", pattern)
-            if not whole or re.search(r"(?<!\\)[$^.]|\[\^", pattern[1:-1]):
+            anchored_regex = isinstance(pattern, str) and re.fullmatch(r"\^[^|]*\$", pattern)
+            if not anchored_regex or re.search(r"(?<!\\)[$^.]|\[\^", pattern[1:-1]):
                 raise _no("pattern that is not `^...$`, or has other anchors, dots or [^ in it")
             _pattern(pattern)
             _within_a_string(pattern)
@@ -283,7 +283,7 @@ def _within_a_string(pattern: str) -> None:
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
-def whole(pattern: str) -> str:
+def anchored_regex(pattern: str) -> str:
     """A regex that the whole output matches, for xgrammar: to it a dot is any character, and anchors within are nothing.
 
     Raises:

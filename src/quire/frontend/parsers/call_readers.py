@@ -13,10 +13,10 @@ from typing import Protocol
 from quire.frontend.parsers.value_reader import (
     MOST_WORD,
     SPACE,
-    Malformed,
+    MalformedValue,
     ValueReader,
+    complete_value,
     quoted,
-    whole,
 )
 
 NAMES = ("name", "tool_name")
@@ -25,7 +25,7 @@ KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "descriptio
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
-class Sink(Protocol):
+class CallSink(Protocol):
     known_only: bool
 
     def begin(self, name: str) -> None:
@@ -37,7 +37,7 @@ class Sink(Protocol):
 class CallObject:
     """`{"name": ..., "arguments": {...}}`, keys in any order; also `parameters`."""
 
-    def __init__(self, sink: Sink):
+    def __init__(self, sink: CallSink):
         self.sink = sink
         self.done = False
         self._want = "open"
@@ -55,12 +55,12 @@ class CallObject:
             if self._reader is not None:
                 try:
                     reached = self._reader.feed(text, at)
-                except Malformed:
+                except MalformedValue:
                     self._read_on(self._reader)  # what came before it
                     raise
                 try:
                     self._read_on(self._reader)
-                except Malformed as error:
+                except MalformedValue as error:
                     error.at = reached
                     raise
                 if reached == at:
@@ -71,7 +71,7 @@ class CallObject:
             else:
                 try:
                     at = self._mark(text[at], at)
-                except Malformed as error:
+                except MalformedValue as error:
                     error.at, error.lost = at, quoted(self._key) if self._want == "colon" else ""
                     raise
         return at
@@ -96,7 +96,7 @@ class CallObject:
             self._reader = ValueReader("json", only)
             return at
         else:
-            raise Malformed(f"{char!r} where {want} was due")
+            raise MalformedValue(f"{char!r} where {want} was due")
         return at + 1
 
     def _group(self) -> str:
@@ -109,9 +109,9 @@ class CallObject:
                 self._reader, self._want = None, "colon"
                 group = self._group() or self._key
                 if group in self._seen:
-                    raise Malformed(f"{self._key[:40]!r} stands there twice")
+                    raise MalformedValue(f"{self._key[:40]!r} stands there twice")
                 if self.sink.known_only and self._key not in KNOWN:
-                    raise Malformed(f"{self._key[:40]!r} is no part of a call")
+                    raise MalformedValue(f"{self._key[:40]!r} is no part of a call")
                 self._seen.add(group)
             return
         group = self._group()
@@ -136,7 +136,7 @@ class CallObject:
             return  # a string that holds them
         text = reader.take()
         if self._first == '"':
-            text = whole(json.loads(text), only="{")
+            text = complete_value(json.loads(text), only="{")
         elif self._first == "n":
             text = "{}"
         if self._name:
@@ -146,7 +146,7 @@ class CallObject:
 
     def _finish(self) -> None:
         if not self._name:
-            raise Malformed("a call without a name")
+            raise MalformedValue("a call without a name")
         if "arguments" not in self._seen:
             self.sink.arguments("{}")
         self.done = True
@@ -155,7 +155,7 @@ class CallObject:
 class PythonCall:
     """`name(key=value, ...)`."""
 
-    def __init__(self, sink: Sink):
+    def __init__(self, sink: CallSink):
         self.sink = sink
         self.done = False
         self._want = "name"
@@ -181,7 +181,7 @@ class PythonCall:
                 continue
             try:
                 reached = self._step(text, at)
-            except Malformed as error:
+            except MalformedValue as error:
                 error.at, error.lost = at, self._word if self._want == "=" else ""
                 raise
             if reached < 0:
@@ -194,7 +194,7 @@ class PythonCall:
         if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
             word = found[0]
             if len(word) > MOST_WORD:
-                raise Malformed("too long a name")
+                raise MalformedValue("too long a name")
             if found.end() == len(text):
                 return -1
             self._word = word
@@ -208,7 +208,7 @@ class PythonCall:
         want, word = self._want, self._word
         if char == "(" and want == "(":
             if word[0].isdigit():
-                raise Malformed(f"{word[:40]!r} is no name")
+                raise MalformedValue(f"{word[:40]!r} is no name")
             self.sink.begin(word)
             self.sink.arguments("{")
             self._want = "key or end"
@@ -222,5 +222,5 @@ class PythonCall:
             self.sink.arguments("}")
             self.done = True
         else:
-            raise Malformed(f"{char!r} in a call, where {want} was due")
+            raise MalformedValue(f"{char!r} in a call, where {want} was due")
         return at + 1

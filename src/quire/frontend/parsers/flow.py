@@ -6,7 +6,7 @@ Knows text and borders. Does not know why there is a border.
 from __future__ import annotations
 
 
-class Flow:
+class TrimmedText:
     """Shown text, of which white space at the end waits until more comes."""
 
     def __init__(self, border: bool = False) -> None:

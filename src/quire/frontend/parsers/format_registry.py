@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.frontend.parsers.format_table import Format, Reasoning
+from quire.frontend.parsers.format_table import ReasoningFormat, ToolFormat
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.tool_formats import TOOLS
 
@@ -51,27 +51,27 @@ REASONING_ORDER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """A format's name ("": none) and why it is that one."""
 
     name: str
     why: str
 
 
-class Registry:
+class FormatRegistry:
     """Formats by name: ours, and those that plugins add."""
 
     def __init__(self) -> None:
-        self.tools: dict[str, Format] = dict(TOOLS)
-        self.reasoning: dict[str, Reasoning] = dict(REASONING)
+        self.tools: dict[str, ToolFormat] = dict(TOOLS)
+        self.reasoning: dict[str, ReasoningFormat] = dict(REASONING)
 
-    def add_tools(self, name: str, format: Format) -> None:
+    def add_tools(self, name: str, format: ToolFormat) -> None:
         self.tools[name] = format
 
-    def add_reasoning(self, name: str, reasoning: Reasoning) -> None:
+    def add_reasoning(self, name: str, reasoning: ReasoningFormat) -> None:
         self.reasoning[name] = reasoning
 
-    def choose_tools(self, asked: str | None, template: str) -> Choice:
+    def choose_tools(self, asked: str | None, template: str) -> FormatChoice:
         """`template`: the chat template's text, or the checkpoint's response_template.
 
         Raises:
@@ -80,7 +80,7 @@ class Registry:
         signs = {name: self.tools[name].signs for name in TOOL_ORDER}
         return _choose(asked, template, "tool_call_parser", self.tools, TOOL_NAMES, signs)
 
-    def choose_reasoning(self, asked: str | None, template: str) -> Choice:
+    def choose_reasoning(self, asked: str | None, template: str) -> FormatChoice:
         """As `choose_tools`."""
         signs = {name: self.reasoning[name].signs for name in REASONING_ORDER}
         return _choose(asked, template, "reasoning_parser", self.reasoning, REASONING_NAMES, signs)
@@ -89,17 +89,17 @@ class Registry:
 def _choose(
     asked: str | None, template: str, field: str, known: Iterable[str],
     others: Mapping[str, str], signs: Mapping[str, tuple[str, ...]],
-) -> Choice:  # fmt: skip
+) -> FormatChoice:  # fmt: skip
     if asked in OFF:
-        return Choice("", f"{field}={asked!r}")
+        return FormatChoice("", f"{field}={asked!r}")
     if asked is None or asked == AUTO:
         text = template.replace('\\"', '"').replace("\\'", "'")
         for name, texts in signs.items():
             if texts and all(one in text for one in texts):
-                return Choice(
+                return FormatChoice(
                     name, "the checkpoint's template has " + " and ".join(map(repr, texts))
                 )
-        return Choice("", "the checkpoint's template shows no format that is known")
+        return FormatChoice("", "the checkpoint's template shows no format that is known")
     name = asked if asked in known else others.get(asked, "")
     if not name:
         names = ", ".join(sorted({*known, *others}))
@@ -107,4 +107,4 @@ def _choose(
         what = "is not supported yet" if asked in LATER else "is not known"
         raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
     why = f"{field}={asked!r}"
-    return Choice(name, why if name == asked else f"{why}, which writes as {name}")
+    return FormatChoice(name, why if name == asked else f"{why}, which writes as {name}")

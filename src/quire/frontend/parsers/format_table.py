@@ -37,7 +37,7 @@ READERS = ("call", "arguments", "python")
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class Transition:
     """Where a mark leads."""
 
     to: str
@@ -47,7 +47,7 @@ class Go:
 
 
 @dataclass(frozen=True)
-class State:
+class ParserState:
     kind: Kind
     on: Mapping[str, str] = field(default_factory=dict)
     """Mark -> target."""
@@ -66,7 +66,7 @@ class State:
     dialect: str = "json"
 
 
-class Marks:
+class FormatMarks:
     """A state's marks, ready to be found."""
 
     def __init__(self, on: Mapping[str, str]):
@@ -84,9 +84,9 @@ class Marks:
         return 0
 
 
-def read(target: str) -> Go:
+def read(target: str) -> Transition:
     how, _, to = target.rpartition(" ")
-    return Go(to, ends=how == "end", takes=how != "peek", keeps=how != "drop")
+    return Transition(to, ends=how == "end", takes=how != "peek", keeps=how != "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ class Wrap:
 
 
 @dataclass(frozen=True)
-class Format:
+class ToolFormat:
     """How a family of models writes tool calls."""
 
-    states: Mapping[str, State]
+    states: Mapping[str, ParserState]
     start: str = "content"
     known_only: bool = False
     """Nothing but a tool's name tells a call from an answer in JSON: another name is no call."""
@@ -139,7 +139,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningFormat:
     """How a family of models marks its thoughts."""
 
     starts: tuple[str, ...]
@@ -162,46 +162,46 @@ class Reasoning:
 
 
 @dataclass(frozen=True)
-class Grammar:
+class ParserTable:
     """A tool format and a way of reasoning, as one table."""
 
-    states: Mapping[str, State]
+    states: Mapping[str, ParserState]
     start: str
     known_only: bool = False
     ids: Literal["random", "short"] = "random"
 
     @cached_property
-    def marks(self) -> Mapping[str, Marks]:
+    def marks(self) -> Mapping[str, FormatMarks]:
         """By state."""
-        return {name: Marks(state.on) for name, state in self.states.items()}
+        return {name: FormatMarks(state.on) for name, state in self.states.items()}
 
 
-def with_marks(state: State, on: Mapping[str, str]) -> State:
+def with_marks(state: ParserState, on: Mapping[str, str]) -> ParserState:
     return replace(state, on={**state.on, **on})
 
 
-PLAIN = Format({"content": State("content")})
+PLAIN = ToolFormat({"content": ParserState("content")})
 
 
 def compose(
-    tools: Format | None, reasoning: Reasoning | None, opened: bool | None = None
-) -> Grammar:
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None, opened: bool | None = None
+) -> ParserTable:
     """`opened`: whether the prompt ends within thoughts (True), or after them (False)."""
     tools = tools or PLAIN
     states = dict(tools.states)
     if reasoning is None or tools.whole:
-        return Grammar(states, tools.start, tools.known_only, tools.ids)
+        return ParserTable(states, tools.start, tools.known_only, tools.ids)
     begin = tools.start
     within = reasoning.implied if opened is None else opened
     starts = dict.fromkeys(reasoning.starts, "reasoning")
     ends = dict.fromkeys(reasoning.ends, f"drop {begin}")
     if reasoning.calls_end:
         ends = {**states["content"].on, **ends}
-    states["reasoning"] = State("reasoning", ends)
-    states["first"] = State("skip", starts, other="reasoning" if within else begin)
+    states["reasoning"] = ParserState("reasoning", ends)
+    states["first"] = ParserState("skip", starts, other="reasoning" if within else begin)
     if reasoning.again:
         states["content"] = with_marks(states["content"], starts)
     for name in ("content", begin):
         frame = dict.fromkeys(reasoning.frame, f"drop {name}")
         states[name] = with_marks(states[name], frame)
-    return Grammar(states, "first", tools.known_only, tools.ids)
+    return ParserTable(states, "first", tools.known_only, tools.ids)

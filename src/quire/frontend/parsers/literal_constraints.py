@@ -25,7 +25,7 @@ NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class LiteralDialect:
     words: Mapping[Any, str]
     """How true, false and null are written."""
     equals: str
@@ -37,11 +37,11 @@ class Dialect:
     """Around a text that has no escapes; empty: texts are quoted as Python does."""
 
 
-PYTHON = Dialect({True: "True", False: "False", None: "None"}, "=", ('"', '": '), ", ")
+PYTHON = LiteralDialect({True: "True", False: "False", None: "None"}, "=", ('"', '": '), ", ")
 DIALECTS = {
     "python": PYTHON,
-    "gemma": Dialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", '<|"|>'),
-    "functiongemma": Dialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", "<escape>"),
+    "gemma": LiteralDialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", '<|"|>'),
+    "functiongemma": LiteralDialect({True: "true", False: "false", None: "null"}, ":", ("", ":"), ",", "<escape>"),
 }  # fmt: skip
 QUOTED = r""""([^"\\\n]|\\["'\\nrt])*"|'([^'\\\n]|\\["'\\nrt])*'"""
 ANY_PYTHON = (
@@ -74,7 +74,7 @@ def any_arguments(dialect: str) -> list[JSON] | None:
 
 @dataclass(slots=True)
 class _Writer:
-    dialect: Dialect
+    dialect: LiteralDialect
     depth: int = 0
 
     def value(self, schema: Any) -> JSON | None:

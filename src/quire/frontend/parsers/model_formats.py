@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.frontend.parsers import tool_constraints
-from quire.frontend.parsers.format_registry import Choice, Registry
-from quire.frontend.parsers.format_table import Format, Grammar, Reasoning, compose
-from quire.frontend.parsers.stream_parser import Parser
-from quire.frontend.parsers.tool_schemas import Tools
+from quire.frontend.parsers.format_registry import FormatChoice, FormatRegistry
+from quire.frontend.parsers.format_table import ParserTable, ReasoningFormat, ToolFormat, compose
+from quire.frontend.parsers.stream_parser import StreamParser
+from quire.frontend.parsers.tool_schemas import ToolSchemas
 
 
 class ModelFormats:
@@ -28,13 +28,13 @@ class ModelFormats:
 
     def __init__(
         self, tools: str | None, reasoning: str | None, template: str,
-        specials: Iterable[str] = (), registry: Registry | None = None,
+        specials: Iterable[str] = (), registry: FormatRegistry | None = None,
     ):  # fmt: skip
-        registry = registry or Registry()
-        self.tool_choice: Choice = registry.choose_tools(tools, template)
-        self.reasoning_choice: Choice = registry.choose_reasoning(reasoning, template)
-        self.tools: Format | None = registry.tools.get(self.tool_choice.name)
-        self.reasoning: Reasoning | None = registry.reasoning.get(self.reasoning_choice.name)
+        registry = registry or FormatRegistry()
+        self.tool_choice: FormatChoice = registry.choose_tools(tools, template)
+        self.reasoning_choice: FormatChoice = registry.choose_reasoning(reasoning, template)
+        self.tools: ToolFormat | None = registry.tools.get(self.tool_choice.name)
+        self.reasoning: ReasoningFormat | None = registry.reasoning.get(self.reasoning_choice.name)
         if self.reasoning is not None and self.reasoning.whole:
             self.tools = registry.tools[self.reasoning.whole]
         elif self.tools is not None and self.tools.whole:
@@ -60,7 +60,7 @@ class ModelFormats:
 
     def reading(
         self, tools: Sequence[Mapping[str, Any]], must: bool = False, opened: bool | None = None
-    ) -> Reading | None:
+    ) -> OutputFormat | None:
         """How the outputs of a request are read; None: they are content as they are.
 
         `tools`: those that may be called. `must`: the output is made to call one.
@@ -74,15 +74,15 @@ class ModelFormats:
             return None
         reasoning = None if self.reasoning is None or self.reasoning.whole else self.reasoning
         grammar = compose(format, reasoning, opened)
-        return Reading(grammar, Tools(tools), self.specials, self.reasoning is not None)
+        return OutputFormat(grammar, ToolSchemas(tools), self.specials, self.reasoning is not None)
 
 
 @dataclass
-class Reading:
+class OutputFormat:
     """For the outputs of one request."""
 
-    grammar: Grammar
-    tools: Tools
+    grammar: ParserTable
+    tools: ToolSchemas
     specials: frozenset[str] = frozenset()
     reasons: bool = False
     """Thoughts are told apart."""
@@ -93,5 +93,5 @@ class Reading:
         marks = [mark for state in self.grammar.states.values() for mark in state.on]
         self.marks_are_special = any(token in mark for token in self.specials for mark in marks)
 
-    def parser(self) -> Parser:
-        return Parser(self.grammar, self.tools)
+    def parser(self) -> StreamParser:
+        return StreamParser(self.grammar, self.tools)

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.frontend.parsers.format_registry import Registry
+from quire.frontend.parsers.format_registry import FormatRegistry
 
 GROUP = "quire.parsers"
 REMEDY = (
@@ -20,13 +20,13 @@ REMEDY = (
 )
 
 
-def registry(files: Iterable[str] = ()) -> Registry:
+def registry(files: Iterable[str] = ()) -> FormatRegistry:
     """All formats that there are.
 
     Raises:
         ConfigError: a plugin is not there, has no `register`, or fails.
     """
-    made = Registry()
+    made = FormatRegistry()
     for point in entry_points(group=GROUP):
         try:
             point.load()(made)
@@ -37,7 +37,7 @@ def registry(files: Iterable[str] = ()) -> Registry:
     return made
 
 
-def _from_file(file: str, made: Registry) -> None:
+def _from_file(file: str, made: FormatRegistry) -> None:
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location(f"quire_parsers_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:

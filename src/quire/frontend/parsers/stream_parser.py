@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.frontend.parsers.call_readers import CallObject, PythonCall
-from quire.frontend.parsers.flow import Flow
-from quire.frontend.parsers.format_table import READERS, Go, Grammar, State
-from quire.frontend.parsers.tool_schemas import Tools
-from quire.frontend.parsers.value_reader import Malformed, ValueReader, inside, quoted
+from quire.frontend.parsers.flow import TrimmedText
+from quire.frontend.parsers.format_table import READERS, ParserState, ParserTable, Transition
+from quire.frontend.parsers.tool_schemas import ToolSchemas
+from quire.frontend.parsers.value_reader import MalformedValue, ValueReader, inside, quoted
 
 MOST_WORD = 512  # characters of a name, a key, a head
 MOST_REASONS = 8
@@ -41,14 +41,14 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class Parsed:
+class ParsedDelta:
     """What is new."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
-    def add(self, later: Parsed) -> None:
+    def add(self, later: ParsedDelta) -> None:
         self.reasoning += later.reasoning
         self.content += later.content
         for call in later.calls:
@@ -64,7 +64,7 @@ def new_id(kind: str) -> str:
     return f"chatcmpl-tool-{secrets.token_hex(16)}"
 
 
-class Parser:
+class StreamParser:
     """One output. `feed` it the text, then `finish`.
 
     Args:
@@ -73,10 +73,10 @@ class Parser:
     """
 
     def __init__(
-        self, grammar: Grammar, tools: Tools | None = None,
+        self, grammar: ParserTable, tools: ToolSchemas | None = None,
         make_id: Callable[[str], str] = new_id,
     ):  # fmt: skip
-        self.grammar, self.tools, self.make_id = grammar, tools or Tools(), make_id
+        self.grammar, self.tools, self.make_id = grammar, tools or ToolSchemas(), make_id
         self.known_only = grammar.known_only
         self.reasons: list[str] = []
         self.calls = 0
@@ -87,7 +87,7 @@ class Parser:
         self._marks = grammar.marks[grammar.start]
         self._buffer, self._at = "", 0
         self._calls: list[tuple[CallDelta, list[str]]] = []
-        self._flows = {"content": Flow(), "reasoning": Flow(border=True)}
+        self._flows = {"content": TrimmedText(), "reasoning": TrimmedText(border=True)}
         self._raw: list[str] = []
         self._word: list[str] = []
         self._length = 0
@@ -110,7 +110,7 @@ class Parser:
         """Characters of which it is not known yet what they are."""
         return len(self._buffer) - self._at
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> ParsedDelta:
         """What is certain after this text and was not before."""
         self._buffer = self._buffer[self._at :] + text
         self._at = 0
@@ -122,17 +122,17 @@ class Parser:
             try:
                 if not self._steps[self._state.kind]():
                     return
-            except Malformed as error:
+            except MalformedValue as error:
                 self._give_up(error)
 
-    def _taken(self) -> Parsed:
+    def _taken(self) -> ParsedDelta:
         calls = [call for call, _ in self._calls]
         for call, parts in self._calls:
             call.arguments = "".join(parts)
         self._calls = []
-        return Parsed(self._flows["reasoning"].take(), self._flows["content"].take(), calls)
+        return ParsedDelta(self._flows["reasoning"].take(), self._flows["content"].take(), calls)
 
-    def finish(self) -> Parsed:
+    def finish(self) -> ParsedDelta:
         """What was waiting for more text."""
         kind = self._state.kind
         if kind in VALUES or (kind == "key" and self._announced):
@@ -173,13 +173,13 @@ class Parser:
         if len(self.reasons) < MOST_REASONS:
             self.reasons.append(reason)
 
-    def _give_up(self, error: Malformed) -> None:
+    def _give_up(self, error: MalformedValue) -> None:
         """What was taken for a call is content after all."""
         self._note(f"malformed tool call: {error}")
         if self._announced:
             self._raw.append(error.lost)
         self._end_call()
-        self._to(Go("content"))
+        self._to(Transition("content"))
 
     # -- from state to state --------------------------------------------------------------------
     def _take(self, count: int) -> None:
@@ -188,7 +188,7 @@ class Parser:
             self._raw.append(self._buffer[self._at : self._at + count])
         self._at += count
 
-    def _follow(self, mark: str, target: Go) -> None:
+    def _follow(self, mark: str, target: Transition) -> None:
         if "reasoning" in (self._state.kind, self.grammar.states[target.to].kind):
             self.thought += len(mark)
         if target.takes and target.keeps:
@@ -200,7 +200,7 @@ class Parser:
             self._end_arguments()
         self._to(target, marked=True)
 
-    def _to(self, target: Go, marked: bool = False) -> None:
+    def _to(self, target: Transition, marked: bool = False) -> None:
         """`marked`: a mark led there; else what was kept is text."""
         state, before = self.grammar.states[target.to], self._state.kind
         if before in ("content", "reasoning"):
@@ -229,9 +229,9 @@ class Parser:
         """A call's name is known. Raises Malformed."""
         name = name.strip()
         if not name or len(name) > MOST_WORD or any(char.isspace() for char in name):
-            raise Malformed(f"{name[:40]!r} is no tool's name")
+            raise MalformedValue(f"{name[:40]!r} is no tool's name")
         if self.known_only and name not in self.tools:
-            raise Malformed(f"there is no tool {name[:40]!r}")
+            raise MalformedValue(f"there is no tool {name[:40]!r}")
         self._name = name
 
     def arguments(self, text: str) -> None:
@@ -286,8 +286,8 @@ class Parser:
             self._follow(found[0], marks.go[found[0]])
             return True
         if not self._state.other:
-            raise Malformed(f"{text[at]!r} where one of {list(marks.go)} was due")
-        self._to(Go(self._state.other))
+            raise MalformedValue(f"{text[at]!r} where one of {list(marks.go)} was due")
+        self._to(Transition(self._state.other))
         return True
 
     def _spelled(self) -> bool:
@@ -297,7 +297,7 @@ class Parser:
         stop = found.start() if found is not None else len(text) - marks.held(text, at)
         if self._length + stop - at > MOST_WORD:
             self._take(MOST_WORD - self._length)
-            raise Malformed(f"a {self._state.kind} that does not end")
+            raise MalformedValue(f"a {self._state.kind} that does not end")
         self._length += stop - at
         self._word.append(text[at:stop])
         self._take(stop - at)
@@ -313,9 +313,9 @@ class Parser:
         self._follow(found[0], target)
         return True
 
-    def _routed(self, head: str, state: State, target: Go) -> Go:
+    def _routed(self, head: str, state: ParserState, target: Transition) -> Transition:
         if not state.spaced and len(head.split()) > 1:
-            raise Malformed(f"{head[:40]!r} where one word was due")
+            raise MalformedValue(f"{head[:40]!r} where one word was due")
         for needle, to in state.routes:
             at = head.find(needle)
             if at < 0:
@@ -325,7 +325,7 @@ class Parser:
                 stop = next((i for i, char in enumerate(rest) if char in NAME_ENDS), len(rest))
                 self.begin(rest[:stop])
                 self._id = head if state.gives_id else ""
-            return Go(to, takes=target.takes)
+            return Transition(to, takes=target.takes)
         return target
 
     def _value(self) -> bool:
@@ -375,10 +375,10 @@ class Parser:
             reader = self._reader = self._made()
         at = self._at
         if isinstance(reader, ValueReader) and not self._name:
-            raise Malformed("a call without a name")
+            raise MalformedValue("a call without a name")
         try:
             reached = reader.feed(self._buffer, at)
-        except Malformed as error:
+        except MalformedValue as error:
             self._forward(reader)
             self._take(error.at - at)
             raise
@@ -388,7 +388,7 @@ class Parser:
             return False
         then = self._state.then
         self._end_call()
-        self._to(Go(then), marked=True)
+        self._to(Transition(then), marked=True)
         return True
 
     def _made(self) -> ValueReader | CallObject | PythonCall:

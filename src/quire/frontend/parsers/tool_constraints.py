@@ -11,10 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.frontend.parsers.format_table import Format, Parameter, Reasoning, Wrap
+from quire.frontend.parsers.format_table import Parameter, ReasoningFormat, ToolFormat, Wrap
 from quire.frontend.parsers.literal_constraints import any_arguments, arguments
 from quire.frontend.parsers.tool_formats import ANY_CALLS
-from quire.frontend.parsers.tool_schemas import Tools, function
+from quire.frontend.parsers.tool_schemas import ToolSchemas, function
 from quire.protocol.structured_outputs import KINDS, StructuredOutputsParams
 
 JSON = dict[str, Any]
@@ -37,15 +37,15 @@ TEXT = frozenset(("type", "description", "title", "default", "examples", "enum",
 
 
 # -- demands --------------------------------------------------------------------------------------
-def forced(format: Format | None, tools: Sequence[Mapping[str, Any]] = ()) -> Format:
+def forced(format: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()) -> ToolFormat:
     """The format in which calls are written that must come: the model's, or one that any model can follow."""
     sayable = format is not None and _calls(format, tools, True, "parameter") is not None
     return format if format is not None and sayable else ANY_CALLS
 
 
 def calls_only(
-    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool,
-    reasoning: Reasoning | None = None, opened: bool | None = None,
+    format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool,
+    reasoning: ReasoningFormat | None = None, opened: bool | None = None,
 ) -> JSON:  # fmt: skip
     """A structural tag: thoughts, if the model has any, and then one of the tools or several."""
     calls = _calls(format, tools, parallel, "parameter")
@@ -55,8 +55,8 @@ def calls_only(
 
 
 def auto_calls(
-    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str,
-    reasoning: Reasoning | None = None, opened: bool | None = None,
+    format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str,
+    reasoning: ReasoningFormat | None = None, opened: bool | None = None,
 ) -> JSON | None:  # fmt: skip
     """A structural tag: any text, in which calls have their form; None: it cannot be said.
 
@@ -83,7 +83,7 @@ def auto_calls(
 
 
 def answer_or_calls(
-    form: StructuredOutputsParams, reasoning: Reasoning | None, opened: bool | None,
+    form: StructuredOutputsParams, reasoning: ReasoningFormat | None, opened: bool | None,
     calls: Sequence[JSON] = (),
 ) -> StructuredOutputsParams:  # fmt: skip
     """The same form for the answer alone: the model may think first, and may call instead, by `calls`.
@@ -103,7 +103,7 @@ def answer_or_calls(
 
 
 def calls_of(
-    format: Format | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
+    format: ToolFormat | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
 ) -> list[JSON]:  # fmt: skip
     """Calls and nothing else, as parts of a tag; []: they cannot be said."""
     return [] if format is None else _calls(format, tools, parallel, level) or []
@@ -115,7 +115,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 # -- calls ----------------------------------------------------------------------------------------
 def _calls(
-    format: Format, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
+    format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
 ) -> list[JSON] | None:  # fmt: skip
     wrap = format.wrap
     if wrap is None:
@@ -164,7 +164,7 @@ def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None
     if wrap.dialect:
         parts = any_arguments(wrap.dialect) if free else arguments(wrap.dialect, schema)
     elif wrap.parameter is not None:
-        parts = _parameters(wrap.parameter, Tools([tool]), name, schema)
+        parts = _parameters(wrap.parameter, ToolSchemas([tool]), name, schema)
     if parts is None:
         return None
     if not parts:
@@ -173,7 +173,7 @@ def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None
 
 
 def _parameters(
-    parameter: Parameter, tools: Tools, name: str, schema: Mapping[str, Any]
+    parameter: Parameter, tools: ToolSchemas, name: str, schema: Mapping[str, Any]
 ) -> list[JSON] | None:
     """One part for each parameter, in the schema's order."""
     if "properties" not in schema and set(schema) <= ROOT:
@@ -267,7 +267,7 @@ def _as_part(form: StructuredOutputsParams) -> JSON | None:
     return tag.get("format") if isinstance(tag, dict) else None
 
 
-def _thoughts(reasoning: Reasoning | None, opened: bool | None) -> list[JSON]:
+def _thoughts(reasoning: ReasoningFormat | None, opened: bool | None) -> list[JSON]:
     if reasoning is None or not reasoning.ends or opened is False:
         return []
     begin = "" if opened or (reasoning.implied and opened is None) else reasoning.starts[0]

@@ -8,133 +8,141 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.frontend.parsers import tool_formats_xml
-from quire.frontend.parsers.format_table import Format, State, Wrap
+from quire.frontend.parsers.format_table import ParserState, ToolFormat, Wrap
 
 
 def tagged(
     begin: str, end: str, *, signs: tuple[str, ...] = (), separator: str = "\n", newline: str = "\n"
-) -> Format:
+) -> ToolFormat:
     """`begin {"name": ..., "arguments": {...}} end`, again and again."""
     states = {
-        "content": State("content", {begin: "call"}),
-        "call": State("call", then="close"),
-        "close": State("close", {end: "content"} if end else {}, other="" if end else "content"),
+        "content": ParserState("content", {begin: "call"}),
+        "call": ParserState("call", then="close"),
+        "close": ParserState(
+            "close", {end: "content"} if end else {}, other="" if end else "content"
+        ),
     }
     wrap = Wrap(
         f'{begin}{newline}{{"name": "NAME", "arguments": ', f"}}{newline}{end}".rstrip(), separator
     )
-    return Format(states, signs=signs, wrap=wrap)
+    return ToolFormat(states, signs=signs, wrap=wrap)
 
 
 def listed(
     begin: str, end: str = "", *, signs: tuple[str, ...] = (), ids: str = "random"
-) -> Format:
+) -> ToolFormat:
     """`begin [{"name": ..., "arguments": {...}}, ...] end`."""
     closing = {end: "content"} if end else {}
     states = {
-        "content": State("content", {begin: "open"}),
-        "open": State("skip", {"[": "item"}),
-        "item": State("call", then="separator"),
-        "separator": State("close", {",": "item", "]": "closed"}),
-        "closed": State("close", closing, other="content"),
+        "content": ParserState("content", {begin: "open"}),
+        "open": ParserState("skip", {"[": "item"}),
+        "item": ParserState("call", then="separator"),
+        "separator": ParserState("close", {",": "item", "]": "closed"}),
+        "closed": ParserState("close", closing, other="content"),
     }
     wrap = Wrap('{"name": "NAME", "arguments": ', "}", ", ", first=f"{begin}[", last=f"]{end}")
-    return Format(states, wrap=wrap, signs=signs, ids="short" if ids == "short" else "random")
+    return ToolFormat(states, wrap=wrap, signs=signs, ids="short" if ids == "short" else "random")
 
 
-def pythonic(begin: str, end: str) -> dict[str, State]:
+def pythonic(begin: str, end: str) -> dict[str, ParserState]:
     """`begin [f(a=1), g()] end`; the brackets may be left out where there are marks around."""
     closing = {end: "content"} if end else {}
     inner = {",": "item", "]": "closed"} | closing
-    opening = State("skip", {"[": "item"}, other="item") if end else State("skip", {"[": "item"})
-    separator = State("close", inner, other="item") if end else State("close", inner)
+    opening = (
+        ParserState("skip", {"[": "item"}, other="item")
+        if end
+        else ParserState("skip", {"[": "item"})
+    )
+    separator = ParserState("close", inner, other="item") if end else ParserState("close", inner)
     states = {
         "list": opening,
-        "item": State("python", then="separator"),
+        "item": ParserState("python", then="separator"),
         "separator": separator,
-        "closed": State("close", closing, other="content"),
+        "closed": ParserState("close", closing, other="content"),
     }
-    return states | {"content": State("content", {begin: "list"} if begin else {})}
+    return states | {"content": ParserState("content", {begin: "list"} if begin else {})}
 
 
 HERMES = tagged("<tool_call>", "</tool_call>", signs=("<tool_call>", '"arguments"'))
 
 # What an output of nothing but calls may begin with. Anything else is content to its end.
 _BARE_OBJECT = {
-    "content": State("content", {"<|python_tag|>": "tag"}),
-    "opening": State("skip", {"<|python_tag|>": "tag", "{": "peek call"}, other="content"),
-    "tag": State("skip", {"{": "peek call"}),
-    "call": State("call", then="separator"),
-    "separator": State("close", {";": "tag", ",": "tag", "<|python_tag|>": "tag", "{": "peek call"}, other="content"),
+    "content": ParserState("content", {"<|python_tag|>": "tag"}),
+    "opening": ParserState("skip", {"<|python_tag|>": "tag", "{": "peek call"}, other="content"),
+    "tag": ParserState("skip", {"{": "peek call"}),
+    "call": ParserState("call", then="separator"),
+    "separator": ParserState("close", {";": "tag", ",": "tag", "<|python_tag|>": "tag", "{": "peek call"}, other="content"),
 }  # fmt: skip
 
 _BARE_LIST = {
-    "content": State("content"),
-    "opening": State("skip", {"[": "item"}, other="content"),
-    "item": State("call", then="separator"),
-    "separator": State("close", {",": "item", "]": "closed"}),
-    "closed": State("close", other="content"),
+    "content": ParserState("content"),
+    "opening": ParserState("skip", {"[": "item"}, other="content"),
+    "item": ParserState("call", then="separator"),
+    "separator": ParserState("close", {",": "item", "]": "closed"}),
+    "closed": ParserState("close", other="content"),
 }
 
-LLAMA3 = Format(
+LLAMA3 = ToolFormat(
     _BARE_OBJECT, start="opening", known_only=True, signs=('"parameters"', "<|start_header_id|>"),
     wrap=Wrap('{"name": "NAME", "parameters": ', "}", "; "),
 )  # fmt: skip
 
 XLAM_MARKS = {"[TOOL_CALLS]": "open", "<tool_call>": "open", "```json": "open"}
-XLAM = Format(
+XLAM = ToolFormat(
     {
-        "content": State("content", {m: "open" for m in XLAM_MARKS if m != "```json"}),
-        "opening": State("skip", {**XLAM_MARKS, "[": "item", "{": "peek item"}, other="content"),
-        "open": State("skip", {"[": "item", "{": "peek item"}),
-        "item": State("call", then="separator"),
-        "separator": State(
+        "content": ParserState("content", {m: "open" for m in XLAM_MARKS if m != "```json"}),
+        "opening": ParserState("skip", {**XLAM_MARKS, "[": "item", "{": "peek item"}, other="content"),
+        "open": ParserState("skip", {"[": "item", "{": "peek item"}),
+        "item": ParserState("call", then="separator"),
+        "separator": ParserState(
             "close", {",": "item", "]": "closed", "</tool_call>": "content", "```": "content"},
             other="content",
         ),
-        "closed": State("close", {"</tool_call>": "content", "```": "content"}, other="content"),
+        "closed": ParserState("close", {"</tool_call>": "content", "```": "content"}, other="content"),
     },
     start="opening",
     known_only=True,
     wrap=Wrap('{"name": "NAME", "arguments": ', "}", ", ", first="[", last="]"),
 )  # fmt: skip
 
-PYTHONIC = Format(
-    pythonic("", "") | {"opening": State("skip", {"[": "item"}, other="content")},
+PYTHONIC = ToolFormat(
+    pythonic("", "") | {"opening": ParserState("skip", {"[": "item"}, other="content")},
     start="opening",
     known_only=True,
     wrap=Wrap("NAME(", ")", ", ", first="[", last="]", dialect="python"),
 )
-LLAMA4 = Format(
+LLAMA4 = ToolFormat(
     pythonic("<|python_start|>", "<|python_end|>")
-    | {"opening": State("skip", {"[": "item", "<|python_start|>": "list"}, other="content")},
+    | {"opening": ParserState("skip", {"[": "item", "<|python_start|>": "list"}, other="content")},
     start="opening",
     known_only=True,
     signs=("<|python_start|>",),
     wrap=Wrap("NAME(", ")", ", ", "<|python_start|>[", "]<|python_end|>", dialect="python"),
 )
-OLMO3 = Format(
+OLMO3 = ToolFormat(
     pythonic("<function_calls>", "</function_calls>"),
     signs=("<function_calls>", "<functions>"),
     wrap=Wrap("NAME(", ")\n", "", "<function_calls>\n", "</function_calls>", dialect="python"),
 )
-LFM2 = Format(
+LFM2 = ToolFormat(
     pythonic("<|tool_call_start|>", "<|tool_call_end|>"),
     signs=("<|tool_call_start|>",),
     wrap=Wrap("NAME(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", dialect="python"),
 )
 
 # [TOOL_CALLS][{...}] in old checkpoints; [TOOL_CALLS]name[ARGS]{...}, or without [ARGS], in newer ones.
-MISTRAL = Format(
+MISTRAL = ToolFormat(
     {
-        "content": State("content", {"[TOOL_CALLS]": "open"}),
-        "open": State("skip", {"[": "item"}, other="name"),
-        "item": State("call", then="separator"),
-        "separator": State("close", {",": "item", "]": "closed"}),
-        "name": State("name", {"[ARGS]": "arguments", "[CALL_ID]": "id", "{": "peek arguments"}),
-        "id": State("head", {"[ARGS]": "arguments", "{": "peek arguments"}),
-        "arguments": State("arguments", then="closed"),
-        "closed": State("close", {"[TOOL_CALLS]": "open"}, other="content"),
+        "content": ParserState("content", {"[TOOL_CALLS]": "open"}),
+        "open": ParserState("skip", {"[": "item"}, other="name"),
+        "item": ParserState("call", then="separator"),
+        "separator": ParserState("close", {",": "item", "]": "closed"}),
+        "name": ParserState(
+            "name", {"[ARGS]": "arguments", "[CALL_ID]": "id", "{": "peek arguments"}
+        ),
+        "id": ParserState("head", {"[ARGS]": "arguments", "{": "peek arguments"}),
+        "arguments": ParserState("arguments", then="closed"),
+        "closed": ParserState("close", {"[TOOL_CALLS]": "open"}, other="content"),
     },
     ids="short",
     signs=("[TOOL_CALLS]",),
@@ -142,18 +150,20 @@ MISTRAL = Format(
 )
 
 DEEPSEEK = {
-    "content": State("content", {"<｜tool▁calls▁begin｜>": "calls"}),
-    "calls": State("skip", {"<｜tool▁call▁begin｜>": "call"}),
-    "more": State("close", {"<｜tool▁call▁begin｜>": "call", "<｜tool▁calls▁end｜>": "content"}),
+    "content": ParserState("content", {"<｜tool▁calls▁begin｜>": "calls"}),
+    "calls": ParserState("skip", {"<｜tool▁call▁begin｜>": "call"}),
+    "more": ParserState(
+        "close", {"<｜tool▁call▁begin｜>": "call", "<｜tool▁calls▁end｜>": "content"}
+    ),
 }
-DEEPSEEK_V3 = Format(
+DEEPSEEK_V3 = ToolFormat(
     DEEPSEEK
     | {
-        "call": State("head", {"<｜tool▁sep｜>": "name"}),
-        "name": State("name", {"```json": "arguments"}),
-        "arguments": State("arguments", then="fence"),
-        "fence": State("close", {"```": "end"}),
-        "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
+        "call": ParserState("head", {"<｜tool▁sep｜>": "name"}),
+        "name": ParserState("name", {"```json": "arguments"}),
+        "arguments": ParserState("arguments", then="fence"),
+        "fence": ParserState("close", {"```": "end"}),
+        "end": ParserState("close", {"<｜tool▁call▁end｜>": "more"}),
     },
     signs=("<｜tool▁call▁begin｜>", "```json"),
     wrap=Wrap(
@@ -164,12 +174,12 @@ DEEPSEEK_V3 = Format(
         last="<｜tool▁calls▁end｜>",
     ),
 )
-DEEPSEEK_V31 = Format(
+DEEPSEEK_V31 = ToolFormat(
     DEEPSEEK
     | {
-        "call": State("name", {"<｜tool▁sep｜>": "arguments"}),
-        "arguments": State("arguments", then="end"),
-        "end": State("close", {"<｜tool▁call▁end｜>": "more"}),
+        "call": ParserState("name", {"<｜tool▁sep｜>": "arguments"}),
+        "arguments": ParserState("arguments", then="end"),
+        "end": ParserState("close", {"<｜tool▁call▁end｜>": "more"}),
     },
     signs=("<｜tool▁call▁begin｜>",),
     wrap=Wrap(
@@ -180,18 +190,18 @@ DEEPSEEK_V31 = Format(
     ),
 )
 # [{"NAME": {...}}, ...]
-APERTUS = Format(
+APERTUS = ToolFormat(
     {
-        "content": State("content", {"<|tools_prefix|>": "open"}),
-        "open": State("skip", {"[": "item"}),
-        "item": State("skip", {"{": "quote"}),
-        "quote": State("skip", {'"': "name"}),
-        "name": State("name", {'"': "colon"}),
-        "colon": State("skip", {":": "arguments"}),
-        "arguments": State("arguments", then="end"),
-        "end": State("close", {"}": "separator"}),
-        "separator": State("close", {",": "item", "]": "closed"}),
-        "closed": State("close", {"<|tools_suffix|>": "content"}, other="content"),
+        "content": ParserState("content", {"<|tools_prefix|>": "open"}),
+        "open": ParserState("skip", {"[": "item"}),
+        "item": ParserState("skip", {"{": "quote"}),
+        "quote": ParserState("skip", {'"': "name"}),
+        "name": ParserState("name", {'"': "colon"}),
+        "colon": ParserState("skip", {":": "arguments"}),
+        "arguments": ParserState("arguments", then="end"),
+        "end": ParserState("close", {"}": "separator"}),
+        "separator": ParserState("close", {",": "item", "]": "closed"}),
+        "closed": ParserState("close", {"<|tools_suffix|>": "content"}, other="content"),
     },
     signs=("<|tools_prefix|>",),
     wrap=Wrap('{"NAME": ', "}", ", ", first="<|tools_prefix|>[", last="]<|tools_suffix|>"),
@@ -203,20 +213,20 @@ COHERE = replace(
         first="<|START_ACTION|>[", last="\n]<|END_ACTION|>",
     ),
 )  # fmt: skip
-MINIMAX_M1 = Format(
+MINIMAX_M1 = ToolFormat(
     {
-        "content": State("content", {"<tool_calls>": "open"}),
-        "open": State("skip", {"{": "peek call"}),
-        "call": State("call", then="more"),
-        "more": State("close", {"{": "peek call", "</tool_calls>": "content"}),
+        "content": ParserState("content", {"<tool_calls>": "open"}),
+        "open": ParserState("skip", {"{": "peek call"}),
+        "call": ParserState("call", then="more"),
+        "more": ParserState("close", {"{": "peek call", "</tool_calls>": "content"}),
     },
     wrap=Wrap(
         '{"name": "NAME", "arguments": ', "}\n", first="<tool_calls>\n", last="</tool_calls>"
     ),
 )
-GIGACHAT3 = Format(
+GIGACHAT3 = ToolFormat(
     {
-        "content": State(
+        "content": ParserState(
             "content",
             {
                 "<|message_sep|>\n\nfunction call<|role_sep|>": "call",
@@ -224,23 +234,23 @@ GIGACHAT3 = Format(
                 "<|function_call|>": "call",
             },
         ),
-        "call": State("call", then="content"),
+        "call": ParserState("call", then="content"),
     },
     signs=("function call", "<|role_sep|>"),
     wrap=Wrap('function call<|role_sep|>\n{"name": "NAME", "arguments": ', "}", one=True),
 )
 
-KIMI_K2 = Format(
+KIMI_K2 = ToolFormat(
     {
-        "content": State("content", {"<|tool_calls_section_begin|>": "calls"}),
-        "calls": State("skip", {"<|tool_call_begin|>": "head"}),
-        "head": State(
+        "content": ParserState("content", {"<|tool_calls_section_begin|>": "calls"}),
+        "calls": ParserState("skip", {"<|tool_call_begin|>": "head"}),
+        "head": ParserState(
             "head", {"<|tool_call_argument_begin|>": "arguments"},
             routes=(("functions.", "arguments"), ("", "arguments")), gives_id=True,
         ),
-        "arguments": State("arguments", then="end"),
-        "end": State("close", {"<|tool_call_end|>": "more"}),
-        "more": State(
+        "arguments": ParserState("arguments", then="end"),
+        "end": ParserState("close", {"<|tool_call_end|>": "more"}),
+        "more": ParserState(
             "close", {"<|tool_call_begin|>": "head", "<|tool_calls_section_end|>": "content"}
         ),
     },
@@ -252,16 +262,16 @@ KIMI_K2 = Format(
 )  # fmt: skip
 
 
-def called(begin: str, end: str, dialect: str) -> Format:
+def called(begin: str, end: str, dialect: str) -> ToolFormat:
     """`begin call:NAME{key:value} end`."""
     states = {
-        "content": State("content", {begin: "call"}),
-        "call": State("skip", {"call:": "name"}),
-        "name": State("name", {"{": "peek arguments"}),
-        "arguments": State("arguments", then="close", dialect=dialect),
-        "close": State("close", {end: "content"}),
+        "content": ParserState("content", {begin: "call"}),
+        "call": ParserState("skip", {"call:": "name"}),
+        "name": ParserState("name", {"{": "peek arguments"}),
+        "arguments": ParserState("arguments", then="close", dialect=dialect),
+        "close": ParserState("close", {end: "content"}),
     }
-    return Format(
+    return ToolFormat(
         states, signs=(begin,), wrap=Wrap(f"{begin}call:NAME{{", f"}}{end}", dialect=dialect)
     )
 
@@ -271,20 +281,20 @@ FUNCTIONGEMMA = called("<start_function_call>", "<end_function_call>", "function
 
 _TURN_ENDS = {"<|end|>": "turn", "<|return|>": "turn", "<|call|>": "turn"}
 _BODY = {**_TURN_ENDS, "<|start|>": "head", "<|channel|>": "head"}
-HARMONY = Format(
+HARMONY = ToolFormat(
     {
-        "head": State(
+        "head": ParserState(
             "head", {"<|message|>": "content"}, spaced=True,
             routes=(
                 ("to=functions.", "arguments"), ("to=", "reasoning"), ("analysis", "reasoning"),
                 ("", "content"),
             ),
         ),
-        "reasoning": State("reasoning", _BODY),
-        "content": State("content", _BODY),
-        "arguments": State("arguments", then="end"),
-        "end": State("close", _TURN_ENDS, other="content"),
-        "turn": State("close", {"<|start|>": "head", "<|channel|>": "head"}, other="content"),
+        "reasoning": ParserState("reasoning", _BODY),
+        "content": ParserState("content", _BODY),
+        "arguments": ParserState("arguments", then="end"),
+        "end": ParserState("close", _TURN_ENDS, other="content"),
+        "turn": ParserState("close", {"<|start|>": "head", "<|channel|>": "head"}, other="content"),
     },
     start="head",
     signs=("<|channel|>", "<|message|>"),
@@ -294,7 +304,7 @@ HARMONY = Format(
     ),
 )  # fmt: skip
 
-TOOLS: dict[str, Format] = {
+TOOLS: dict[str, ToolFormat] = {
     "hermes": HERMES,
     "llama3_json": LLAMA3,
     "llama4_pythonic": LLAMA4,
@@ -332,7 +342,7 @@ TOOLS: dict[str, Format] = {
 }
 
 # What a constraint makes of an output where the model's own format is none that it can write.
-ANY_CALLS = Format(
+ANY_CALLS = ToolFormat(
     _BARE_LIST,
     start="opening",
     wrap=Wrap('{"name": "NAME", "parameters": ', "}", ", ", first="[", last="]"),

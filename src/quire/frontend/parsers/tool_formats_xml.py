@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quire.frontend.parsers.format_table import Format, Parameter, State, Wrap
+from quire.frontend.parsers.format_table import Parameter, ParserState, ToolFormat, Wrap
 
 GAP = "\n"
 """Between what stands on lines of its own, where a grammar writes. At the end of a call, where calls stand within
@@ -25,7 +25,7 @@ def tagged_parameters(
     lines: bool = False,
     exact: bool = False,
     together: bool = True,
-) -> Format:
+) -> ToolFormat:
     """`outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
 
     Args:
@@ -37,21 +37,21 @@ def tagged_parameters(
     begin, named, end = call
     first, after_key, last = parameter
     known = {first: "key", end: "end content"}
-    states = {"content": State("content", {begin: "name"})}
+    states = {"content": ParserState("content", {begin: "name"})}
     if outer is not None:
         known |= {end: "end more", outer[1]: "end content"}  # where the call's own end was left out
         states = {
-            "content": State("content", {outer[0]: "calls"}),
-            "calls": State("skip", {begin: "name"}),
-            "more": State("close", {begin: "name", outer[1]: "content"}),
+            "content": ParserState("content", {outer[0]: "calls"}),
+            "calls": ParserState("skip", {begin: "name"}),
+            "more": ParserState("close", {begin: "name", outer[1]: "content"}),
         }
     marks = {after_key: "value"} | ({typed[0]: "text", typed[1]: "value"} if typed else {})
     states |= {
-        "name": State("name", {named: "parameters"}),
-        "parameters": State("skip", known),
-        "key": State("key", marks),
-        "value": State("value", {last: "parameters"}, exact=exact),
-        "text": State("text", {last: "parameters"}, exact=exact),
+        "name": ParserState("name", {named: "parameters"}),
+        "parameters": ParserState("skip", known),
+        "key": ParserState("key", marks),
+        "value": ParserState("value", {last: "parameters"}, exact=exact),
+        "text": ParserState("text", {last: "parameters"}, exact=exact),
     }
     around = GAP if lines else ""
     spelled = Parameter(f"{first}KEY{after_key}{around}", last, before_end=around)
@@ -62,7 +62,7 @@ def tagged_parameters(
         wrap = _together(wrap, outer)
     elif outer is not None:
         wrap = Wrap(f"{outer[0]}{GAP}{wrap.begin}", f"{end}{GAP}{outer[1]}", GAP, parameter=spelled)
-    return Format(states, signs=signs, wrap=wrap)
+    return ToolFormat(states, signs=signs, wrap=wrap)
 
 
 def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
@@ -70,7 +70,7 @@ def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
     return replace(wrap, end=wrap.end + GAP, between="", first=outer[0] + GAP, last=outer[1])
 
 
-def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> Format:
+def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> ToolFormat:
     return tagged_parameters(
         (f"<{mark}>", f"</{mark}>"),
         ("<function=", ">", "</function>"),
@@ -82,7 +82,7 @@ def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> Format:
     )
 
 
-def invokes(mark: str, outer: str, signs: tuple[str, ...], typed: bool = False) -> Format:
+def invokes(mark: str, outer: str, signs: tuple[str, ...], typed: bool = False) -> ToolFormat:
     return tagged_parameters(
         (f"<{outer}>", f"</{outer}>"),
         (f'<{mark}invoke name="', '">', f"</{mark}invoke>"),
@@ -94,8 +94,8 @@ def invokes(mark: str, outer: str, signs: tuple[str, ...], typed: bool = False) 
 
 def pairs(
     call: tuple[str, str], outer: tuple[str, str] | None, named: str, signs: tuple[str, ...],
-    mark: str = "", more: Mapping[str, State] | None = None,
-) -> Format:  # fmt: skip
+    mark: str = "", more: Mapping[str, ParserState] | None = None,
+) -> ToolFormat:  # fmt: skip
     """`call NAME named (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* call`; `named` may be nothing.
 
     `mark` stands before `arg_key` and `arg_value`; `more` takes the place of states.
@@ -106,24 +106,26 @@ def pairs(
     # A name also ends where the first parameter begins, or the call ends.
     ends = {f"<{key}": "peek parameters", **({named: "parameters"} if named else {})}
     states = {
-        "content": State("content", {outer[0] if outer else begin: "calls" if outer else "name"}),
-        "name": State("name", {**ends, end: after}),
-        "parameters": State("skip", {f"<{key}": "key", end: after}),
-        "key": State("key", {f"</{key}": "between"}),
-        "between": State("skip", {f"<{value}": "value"}),
-        "value": State("value", {f"</{value}": "parameters"}),
+        "content": ParserState(
+            "content", {outer[0] if outer else begin: "calls" if outer else "name"}
+        ),
+        "name": ParserState("name", {**ends, end: after}),
+        "parameters": ParserState("skip", {f"<{key}": "key", end: after}),
+        "key": ParserState("key", {f"</{key}": "between"}),
+        "between": ParserState("skip", {f"<{value}": "value"}),
+        "value": ParserState("value", {f"</{value}": "parameters"}),
     }
     if outer is not None:
-        states["calls"] = State("skip", {begin: "name"})
-        states["more"] = State("close", {begin: "name", outer[1]: "content"})
+        states["calls"] = ParserState("skip", {begin: "name"})
+        states["more"] = ParserState("close", {begin: "name", outer[1]: "content"})
     spelled = Parameter(f"<{key}KEY</{key}{GAP}<{value}", f"</{value}")
     wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
     if outer is not None:
         wrap = _together(wrap, outer)
-    return Format(states | dict(more or {}), signs=signs, wrap=wrap)
+    return ToolFormat(states | dict(more or {}), signs=signs, wrap=wrap)
 
 
-def also(suffix: str, format: Format) -> Format:
+def also(suffix: str, format: ToolFormat) -> ToolFormat:
     """The same with `suffix` at the end of each mark, or of some."""
     states = {
         name: replace(state, on={**{f"{mark[:-1]}{suffix}>": to for mark, to in state.on.items()}, **state.on})
@@ -146,7 +148,7 @@ _STEP3 = tagged_parameters(
     ("<steptml:",),
 )
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": functions("tool_call", _QWEN),
     "mimo": functions("tool_call", (), exact=True),
     "seed_oss": functions("seed:tool_call", ("<seed:tool_call>",)),
@@ -168,35 +170,35 @@ FORMATS: dict[str, Format] = {
         ("<ifm|tool_call>", "</ifm|tool_call>"), ("<ifm|tool_calls>", "</ifm|tool_calls>"), "",
         ("<ifm|tool_call>",), "ifm|",
         {
-            "calls": State("skip", {"<ifm|tool_call>": "form"}),
-            "more": State("close", {"<ifm|tool_call>": "form", "</ifm|tool_calls>": "content"}),
-            "form": State("skip", {"{": "peek call"}, other="name"),
-            "call": State("call", then="end"),
-            "end": State("close", {"</ifm|tool_call>": "more"}),
-            "between": State("skip", {"<ifm|arg_type>": "type", "<ifm|arg_value>": "value"}),
-            "type": State("head", {"</ifm|arg_type>": "between"}),
+            "calls": ParserState("skip", {"<ifm|tool_call>": "form"}),
+            "more": ParserState("close", {"<ifm|tool_call>": "form", "</ifm|tool_calls>": "content"}),
+            "form": ParserState("skip", {"{": "peek call"}, other="name"),
+            "call": ParserState("call", then="end"),
+            "end": ParserState("close", {"</ifm|tool_call>": "more"}),
+            "between": ParserState("skip", {"<ifm|arg_type>": "type", "<ifm|arg_value>": "value"}),
+            "type": ParserState("head", {"</ifm|arg_type>": "between"}),
         },
     ),
     # A value may stand in <![CDATA[ ]]>, and is then any text.
-    "minicpm5": Format(
+    "minicpm5": ToolFormat(
         {
             **_MINICPM5.states,
-            "key": State("key", {'"': "opened"}),
-            "opened": State("skip", {"><![CDATA[": "data", ">": "value"}),
-            "data": State("value", {"]]></param>": "parameters"}, exact=True),
+            "key": ParserState("key", {'"': "opened"}),
+            "opened": ParserState("skip", {"><![CDATA[": "data", ">": "value"}),
+            "data": ParserState("value", {"]]></param>": "parameters"}, exact=True),
         },
         signs=_MINICPM5.signs,
         wrap=Wrap('<function name="NAME">', "</function>", GAP, parameter=Parameter('<param name="KEY">', "</param>")),
     ),
-    "step3": Format(
+    "step3": ToolFormat(
         {
             **_STEP3.states,
-            "calls": State("skip", {"<｜tool_call_begin｜>": "kind"}),
-            "kind": State("head", {"<｜tool_sep｜>": "invoke"}),
-            "invoke": State("skip", {'<steptml:invoke name="': "name"}),
-            "parameters": State("skip", {'<steptml:parameter name="': "key", "</steptml:invoke>": "end closing"}),
-            "closing": State("close", {"<｜tool_call_end｜>": "more"}),
-            "more": State("close", {"<｜tool_call_begin｜>": "kind", "<｜tool_calls_end｜>": "content"}),
+            "calls": ParserState("skip", {"<｜tool_call_begin｜>": "kind"}),
+            "kind": ParserState("head", {"<｜tool_sep｜>": "invoke"}),
+            "invoke": ParserState("skip", {'<steptml:invoke name="': "name"}),
+            "parameters": ParserState("skip", {'<steptml:parameter name="': "key", "</steptml:invoke>": "end closing"}),
+            "closing": ParserState("close", {"<｜tool_call_end｜>": "more"}),
+            "more": ParserState("close", {"<｜tool_call_begin｜>": "kind", "<｜tool_calls_end｜>": "content"}),
         },
         signs=_STEP3.signs,
         wrap=Wrap(

@@ -27,7 +27,7 @@ def function(tool: Any) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-class Tools:
+class ToolSchemas:
     """What may be called."""
 
     def __init__(self, tools: Iterable[Any] = ()):

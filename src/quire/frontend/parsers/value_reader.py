@@ -16,7 +16,7 @@ MOST_NESTED = 128
 MOST_WORD = 256  # characters of a number, a name, a key without quotes
 
 
-class Malformed(Exception):
+class MalformedValue(Exception):
     """The text is not what it began as. Says why, and where: `at`."""
 
     at = 0
@@ -25,7 +25,7 @@ class Malformed(Exception):
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ValueDialect:
     quotes: tuple[str, ...] = ('"',)
     escapes: str = "json"
     """json, python, or none."""
@@ -40,10 +40,12 @@ class Dialect:
 JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_WORDS = {**JSON_WORDS, "True": "true", "False": "false", "None": "null"}
 DIALECTS = {
-    "json": Dialect(words=JSON_WORDS),
-    "python": Dialect(('"', "'"), "python", PYTHON_WORDS, tuples=True, trailing=True),
-    "gemma": Dialect(('<|"|>', '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
-    "functiongemma": Dialect(("<escape>", '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
+    "json": ValueDialect(words=JSON_WORDS),
+    "python": ValueDialect(('"', "'"), "python", PYTHON_WORDS, tuples=True, trailing=True),
+    "gemma": ValueDialect(('<|"|>', '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
+    "functiongemma": ValueDialect(
+        ("<escape>", '"'), "none", PYTHON_WORDS, bare=True, trailing=True
+    ),
 }
 
 SPACE = re.compile(r"[ \t\r\n]+")
@@ -108,7 +110,7 @@ class ValueReader:
                 continue
             try:
                 reached = steps[self._want](text, at)
-            except Malformed as error:
+            except MalformedValue as error:
                 error.at = at
                 raise
             if reached < 0:
@@ -120,14 +122,14 @@ class ValueReader:
     def _value(self, text: str, at: int) -> int:
         char = text[at]
         if self.only and not self._closers and char not in self.only:
-            raise Malformed(f"{char!r} where {self.only!r} was due")
+            raise MalformedValue(f"{char!r} where {self.only!r} was due")
         if char == "]" and self._closers and self._closers[-1] == "]":
             return self._close(at, "]")
         if char == ")" and self._closers and self._closers[-1] == ")":
             return self._close(at, ")")
         if char in "{[" or (char == "(" and self.dialect.tuples):
             if len(self._closers) >= MOST_NESTED:
-                raise Malformed("nested too deeply")
+                raise MalformedValue("nested too deeply")
             self._separate()
             self.out.append("{" if char == "{" else "[")
             self._closers.append({"{": "}", "[": "]", "(": ")"}[char])
@@ -149,7 +151,7 @@ class ValueReader:
             self._separate()
             self._want = "word"
             return at
-        raise Malformed(f"{text[at]!r} where a {self._want} was due")
+        raise MalformedValue(f"{text[at]!r} where a {self._want} was due")
 
     _string_is_key = False
 
@@ -160,7 +162,7 @@ class ValueReader:
 
     def _close(self, at: int, closer: str) -> int:
         if self._comma and not self.dialect.trailing:
-            raise Malformed("a comma before the end")
+            raise MalformedValue("a comma before the end")
         self._comma = False
         self._closers.pop()
         self.out.append("}" if closer == "}" else "]")
@@ -186,14 +188,14 @@ class ValueReader:
         if at + len(word) == len(text) and len(word) <= MOST_WORD:
             return -1
         if len(word) > MOST_WORD:
-            raise Malformed("too long a key")
+            raise MalformedValue("too long a key")
         self.out.append(quoted(word))
         self._want = "colon"
         return at + len(word)
 
     def _colon(self, text: str, at: int) -> int:
         if text[at] != ":":
-            raise Malformed(f"{text[at]!r} where ':' was due")
+            raise MalformedValue(f"{text[at]!r} where ':' was due")
         self.out.append(": ")
         self._want = "value"
         return at + 1
@@ -203,7 +205,7 @@ class ValueReader:
         if char == self._closers[-1]:
             return self._close(at, char)
         if char != ",":
-            raise Malformed(f"{char!r} where ',' or {self._closers[-1]!r} was due")
+            raise MalformedValue(f"{char!r} where ',' or {self._closers[-1]!r} was due")
         self._comma = True
         self._want = "key" if self._closers[-1] == "}" else "value"
         return at + 1
@@ -218,7 +220,7 @@ class ValueReader:
         if known is None and len(word) <= MOST_WORD:
             known = word if NUMBER.fullmatch(word) else quoted(word) if self.dialect.bare else None
         if known is None:
-            raise Malformed(f"{word[:40]!r} is no value")
+            raise MalformedValue(f"{word[:40]!r} is no value")
         self.out.append(known)
         self._ended()
         return at + len(word)
@@ -268,24 +270,24 @@ class ValueReader:
             size = {"u": 4, "x": 2, "U": 8}[char]
             digits = text[at + 2 : at + 2 + size]
             if digits and HEX.fullmatch(digits) is None:
-                raise Malformed(f"\\{char} needs {size} hexadecimal digits")
+                raise MalformedValue(f"\\{char} needs {size} hexadecimal digits")
             if len(digits) < size:
                 return -1
             value = int(digits, 16)
             if value > 0x10FFFF:
-                raise Malformed(f"there is no character {digits}")
+                raise MalformedValue(f"there is no character {digits}")
             self.out.append(f"\\u{digits}" if char == "u" else json.dumps(chr(value))[1:-1])
             return at + 2 + size
         if json_:
             if char not in JSON_ESCAPES:
-                raise Malformed(f"\\{char} is no escape of JSON")
+                raise MalformedValue(f"\\{char} is no escape of JSON")
             self.out.append("\\" + char)
         else:
             self.out.append(inside(PYTHON_ESCAPES.get(char, "\\" + char)))
         return at + 2
 
 
-def whole(text: str, dialect: str = "json", only: str = "") -> str:
+def complete_value(text: str, dialect: str = "json", only: str = "") -> str:
     """A value that is all there, as JSON.
 
     Raises:
@@ -294,5 +296,5 @@ def whole(text: str, dialect: str = "json", only: str = "") -> str:
     reader = ValueReader(dialect, only)
     at = reader.feed(text + " ", 0)  # a number ends where something else follows
     if not reader.done or text[at:].strip():
-        raise Malformed("it is not one value")
+        raise MalformedValue("it is not one value")
     return reader.take()

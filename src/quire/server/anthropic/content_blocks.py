@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from quire.server.errors import invalid
-from quire.server.generation import Delta
-from quire.server.openai.chat_output import News, news
+from quire.server.generation import OutputDelta
+from quire.server.openai.chat_output import OutputPiece, news
 from quire.server.sse import event
 
 JSON = dict[str, Any]
@@ -127,7 +127,7 @@ STARTS: dict[str, JSON] = {
 
 
 @dataclass(slots=True)
-class Blocks:
+class ContentBlocks:
     """The blocks of one answer as they grow."""
 
     done: list[JSON] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Blocks:
     _parts: list[str] = field(default_factory=list)
     _head: JSON = field(default_factory=dict)
 
-    def add(self, delta: Delta) -> Iterator[bytes]:
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
         """Events of what is new."""
         for new in news(delta):
             if (new.kind, new.index) != (self._kind, self._call):
@@ -149,7 +149,7 @@ class Blocks:
     def end(self) -> Iterator[bytes]:
         """An answer has one block at least."""
         if not self._kind and not self.done:
-            yield self._open(News("text", ""))
+            yield self._open(OutputPiece("text", ""))
         yield from self.close()
 
     def close(self) -> Iterator[bytes]:
@@ -164,7 +164,7 @@ class Blocks:
             self.done.append({**self._head, name: text})
         self._kind, self._call, self._parts = "", -1, []
 
-    def _open(self, new: News) -> bytes:
+    def _open(self, new: OutputPiece) -> bytes:
         self._kind, self._call = new.kind, new.index
         if new.kind == "call":
             self._head = {"type": "tool_use", "id": new.id, "name": new.name, "input": {}}

@@ -16,10 +16,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.errors import EngineDeadError
-from quire.server.anthropic.content_blocks import Blocks, choice_of, messages_of, text_of, tools_of
-from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.anthropic.content_blocks import (
+    ContentBlocks,
+    choice_of,
+    messages_of,
+    text_of,
+    tools_of,
+)
+from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import ENDS, as_api_error, clean, invalid
-from quire.server.generation import Delta, Generation
+from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_prompt, effort_of, generation_of
@@ -28,8 +34,8 @@ from quire.server.openai.response_format import of_format
 from quire.server.request_body import json_response, prepared, read
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, MessagesRequest
-from quire.server.sse import EventStream, event, or_hung_up
-from quire.server.state import Phase, ServerState
+from quire.server.sse import EventStream, event, until_disconnect
+from quire.server.state import ServerPhase, ServerState
 
 ERRORS = {
     400: "invalid_request_error",
@@ -75,7 +81,7 @@ def with_its_errors(endpoint: Endpoint) -> Endpoint:
             raise
         except BaseException as error:
             if isinstance(error, EngineDeadError):
-                state_of(request).phase = Phase.DEAD
+                state_of(request).phase = ServerPhase.DEAD
             return error_response(error)
 
     return answered
@@ -130,7 +136,7 @@ def usage(generation: Generation, details: bool) -> dict[str, Any]:
     return found
 
 
-def ended(delta: Delta, blocks: Blocks) -> dict[str, Any]:
+def stop_reason_of(delta: OutputDelta, blocks: ContentBlocks) -> dict[str, Any]:
     """Why it ended."""
     by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     reason = "stop_sequence" if by is not None else STOPS.get(delta.finish_reason or "", "end_turn")
@@ -153,16 +159,16 @@ def message(generation: Generation, model: str, content: list[Any], details: boo
 
 
 @dataclass(slots=True)
-class Teller:
+class MessageEventEncoder:
     """Deltas -> events."""
 
     generation: Generation
     model: str
     details: bool
-    blocks: Blocks = field(default_factory=Blocks)
+    blocks: ContentBlocks = field(default_factory=ContentBlocks)
     started: bool = False
 
-    def add(self, delta: Delta) -> Iterator[bytes]:
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
         if not self.started:
             self.started = True
             start = message(self.generation, self.model, [], self.details)
@@ -173,7 +179,11 @@ class Teller:
             yield from self.blocks.end()
             told = usage(self.generation, self.details)
             yield event(
-                {"type": "message_delta", "delta": ended(delta, self.blocks), "usage": told}
+                {
+                    "type": "message_delta",
+                    "delta": stop_reason_of(delta, self.blocks),
+                    "usage": told,
+                }
             )
 
     def end(self) -> Iterator[bytes]:
@@ -199,12 +209,16 @@ async def messages(request: Request) -> Response | EventStream:
     generation = await prepared(request, asked_of, request, body, engine, state)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
-        return await answer(request, generation, Teller(generation, model, details), failed)
-    (delta,) = await or_hung_up(request.receive, generation.whole())
-    blocks = Blocks()
+        return await answer(
+            request, generation, MessageEventEncoder(generation, model, details), failed
+        )
+    (delta,) = await until_disconnect(request.receive, generation.whole())
+    blocks = ContentBlocks()
     for _ in (*blocks.add(delta), *blocks.end()):
         pass
-    return json_response(message(generation, model, blocks.done, details) | ended(delta, blocks))
+    return json_response(
+        message(generation, model, blocks.done, details) | stop_reason_of(delta, blocks)
+    )
 
 
 @with_its_errors
@@ -219,5 +233,7 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
-async def counted_of(body: MessagesRequest, engine: TextEngine, state: ServerState) -> Prompt:
+async def counted_of(
+    body: MessagesRequest, engine: TextEngine, state: ServerState
+) -> TokenizedPrompt:
     return await chat_prompt(as_chat(body, counted=True), engine, state, check=False)

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from quire.errors import QuireError
-from quire.frontend.beam_search import Search, entries_of, step_params
+from quire.frontend.beam_search import BeamSearch, entries_of, step_params
 from quire.frontend.logprobs import Position
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
-from quire.server.engine_protocol import Prompt, StreamLike, TextEngine
+from quire.server.engine_protocol import StreamLike, TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 from quire.server.schemas import Sampling
 
@@ -60,7 +60,7 @@ class BeamStream:
     """One prompt's search."""
 
     def __init__(
-        self, engine: TextEngine, prompt: Prompt, params: BeamSearchParams, name: str,
+        self, engine: TextEngine, prompt: TokenizedPrompt, params: BeamSearchParams, name: str,
         heard: Callable[[], None], *, logprobs: bool, **options: Any,
     ):  # fmt: skip
         self.engine, self.prompt, self.params, self.name = engine, prompt, params, name
@@ -102,7 +102,7 @@ class BeamStream:
 
     async def _found(self) -> RequestOutput:
         engine, params, prompt = self.engine, self.params, self.prompt
-        search = Search(
+        search = BeamSearch(
             params,
             prompt.tokens,
             frozenset(engine.eos_token_ids),
@@ -131,13 +131,15 @@ class BeamStream:
             )
         return RequestOutput(self.name, prompt.text, prompt.tokens, None, outputs, finished=True)
 
-    async def _step(self, search: Search, step: SamplingParams, name: str) -> list[Position] | None:
+    async def _step(
+        self, search: BeamSearch, step: SamplingParams, name: str
+    ) -> list[Position] | None:
         """The next token of each beam and its rivals; None: it was aborted."""
         news = self._news
         streams: list[StreamLike] = []
         try:
             for at, beam in enumerate(search.beams):
-                prompt, own = Prompt(beam.tokens, None, self.prompt.salt), f"{name}.{at}"
+                prompt, own = TokenizedPrompt(beam.tokens, None, self.prompt.salt), f"{name}.{at}"
                 params = msgspec.structs.replace(step)
                 streams.append(
                     await self.engine.open(

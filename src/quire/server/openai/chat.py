@@ -15,23 +15,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.parsers.stream_parser import CallDelta
-from quire.server.engine_protocol import ChatOptions, Prompt, TextEngine
+from quire.server.engine_protocol import RenderOptions, TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
-from quire.server.generation import Delta, Generation
+from quire.server.generation import Generation, OutputDelta
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.beam_search import beams_of
-from quire.server.openai.chat_output import reader_for
-from quire.server.openai.chunks import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.openai.chat_output import make_output_reader
+from quire.server.openai.chunks import (
+    ChunkEncoder,
+    ChunkFrames,
+    interval,
+    load_report,
+    new_id,
+    priority,
+)
 from quire.server.openai.sampling_params import chat_params
-from quire.server.openai.tools import choice_of, with_calls_read
+from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.prompts import check_length, check_messages, encode, truncated
 from quire.server.request_body import prepared, read
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, TokenizeRequest
-from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.sse import DONE, EventStream, until_disconnect
 from quire.server.state import ServerState
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -44,7 +51,7 @@ def effort_of(asked: Any, said: str) -> str | None:
     raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; what else a template knows goes into `chat_template_kwargs`", said)  # fmt: skip
 
 
-def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
+def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> RenderOptions:
     """Raises ApiError 400: a template of the client's own, where the server does not trust clients."""
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:
@@ -64,7 +71,7 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Cha
         thinks = effort != "none"
         kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     kwargs |= body.chat_template_kwargs
-    return ChatOptions(
+    return RenderOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template=body.chat_template,
@@ -85,7 +92,7 @@ async def chat_text(
 
 async def chat_prompt(
     body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
-) -> Prompt:
+) -> TokenizedPrompt:
     """The conversation as the model reads it. `check`: that it fits."""
     text = await chat_text(body, body.messages, engine, state)
     fits = check and body.truncate_prompt_tokens is None
@@ -93,11 +100,11 @@ async def chat_prompt(
     tokens = truncated(tokens, body, engine)
     if check:
         check_length(tokens, body, engine)
-    return Prompt(tokens, text, body.cache_salt or "")
+    return TokenizedPrompt(tokens, text, body.cache_salt or "")
 
 
 @dataclass(slots=True)
-class Shaper:
+class ChatChoiceBuilder:
     body: ChatRequest
     generation: Generation
     name: shapes.Name
@@ -116,16 +123,16 @@ class Shaper:
         parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
         return "".join(parts)
 
-    def logprobs(self, delta: Delta, large: bool = False) -> dict[str, Any] | None:
+    def logprobs(self, delta: OutputDelta, large: bool = False) -> dict[str, Any] | None:
         if delta.logprobs is None or not self.body.logprobs:
             return None
         top = self.body.top_logprobs or 0
         return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
 
-    def ids(self, delta: Delta) -> list[int] | None:
+    def ids(self, delta: OutputDelta) -> list[int] | None:
         return delta.tokens if self.body.return_token_ids else None
 
-    def choice(self, delta: Delta, large: bool = False) -> dict[str, Any]:
+    def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:
         """`large`: its lists are made while they are sent."""
         text = self.echo + delta.text
         message: dict[str, Any] = {
@@ -153,7 +160,7 @@ class Shaper:
         both = self.generation.state.config.server.enable_reasoning_content
         return {"reasoning": text, "reasoning_content": text} if both else {"reasoning": text}
 
-    def opening(self, delta: Delta) -> list[dict[str, Any]]:
+    def opening(self, delta: OutputDelta) -> list[dict[str, Any]]:
         """The chunks before a choice's first words: its role, and the echo."""
         if delta.index in self.started:
             return []
@@ -163,7 +170,7 @@ class Shaper:
             chunks.append(part(delta.index, {"content": self.echo}))
         return chunks
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, delta: OutputDelta) -> list[dict[str, Any]]:
         """What is new, thoughts before content before calls; nothing where nothing can be shown."""
         logprobs, ids = self.logprobs(delta), self.ids(delta)
         news: list[dict[str, Any]] = []
@@ -183,14 +190,14 @@ class Shaper:
         return chunks
 
 
-class Teller(Splicer):
+class ChatChunkEncoder(ChunkEncoder):
     """Deltas -> frames."""
 
-    def __init__(self, shaper: Shaper, frames: Frames, details: bool):
+    def __init__(self, shaper: ChatChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
         self.shaper = shaper
 
-    def whole(self, delta: Delta) -> Iterator[bytes]:
+    def whole(self, delta: OutputDelta) -> Iterator[bytes]:
         frames, body, generation = self.frames, self.shaper.body, self.shaper.generation
         usage = generation.usage(self.details) if frames.running_usage else None
         for at, opening in enumerate(self.shaper.opening(delta)):
@@ -246,10 +253,10 @@ async def generation_of(
     """
     state: ServerState = request.app.state.quire
     params = chat_params(body, engine.defaults())
-    choice = choice_of(body)
+    choice = tool_choice_of(body)
     take_from_key(request, completions_of(1, params, state))
     prompt = await chat_prompt(body, engine, state)
-    reader = reader_for(body, choice, params, prompt, state, engine)
+    reader = make_output_reader(body, choice, params, prompt, state, engine)
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, interval(body, state),
@@ -268,15 +275,15 @@ async def chat(request: Request) -> Response | EventStream:
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
     name = shapes.naming(as_ids, engine.token_text)
-    shaper = Shaper(body, generation, name, state.config.server.response_role)
+    shaper = ChatChoiceBuilder(body, generation, name, state.config.server.response_role)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
-        frames = Frames(
+        frames = ChunkFrames(
             "chat.completion.chunk", generation.id, model, engine.fingerprint, body, state
         )
-        return await answer(request, generation, Teller(shaper, frames, details))
+        return await answer(request, generation, ChatChunkEncoder(shaper, frames, details))
     created = int(time.time())
-    deltas = await or_hung_up(request.receive, generation.whole())
+    deltas = await until_disconnect(request.receive, generation.whole())
     told = generation.counts[0].prompt_logprobs
     large = generation.is_large(deltas)
     choices = partial(map, partial(shaper.choice, large=large), deltas)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config.server import ServerConfig
-from quire.config.structured import wishes
+from quire.config.structured import structured_options
 from quire.errors import ValidationError
 from quire.frontend.parsers.format_registry import OFF
-from quire.frontend.parsers.model_formats import ModelFormats, Reading
+from quire.frontend.parsers.model_formats import ModelFormats, OutputFormat
 from quire.frontend.parsers.plugins import registry
-from quire.frontend.parsers.stream_parser import CallDelta, Parsed, Parser
+from quire.frontend.parsers.stream_parser import CallDelta, ParsedDelta, StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
@@ -29,14 +29,14 @@ from quire.frontend.parsers.tool_constraints import (
 from quire.logging import get_logger
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
-from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
-from quire.server.openai.tools import Choice
+from quire.server.openai.tools import ToolChoice
 from quire.server.schemas import ChatRequest
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
-    from quire.server.generation import Delta
+    from quire.server.generation import OutputDelta
 
 log = get_logger(__name__)
 
@@ -66,10 +66,10 @@ def model_formats(state: ServerState, engine: TextEngine) -> ModelFormats:
     return state.formats
 
 
-def reader_for(
-    body: ChatRequest, choice: Choice, params: SamplingParams, prompt: Prompt,
+def make_output_reader(
+    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: TokenizedPrompt,
     state: ServerState, engine: TextEngine,
-) -> Reader | None:  # fmt: skip
+) -> ChatOutputReader | None:  # fmt: skip
     """None: outputs are content as they are. `params` gets what the request demands of its calls.
 
     Raises:
@@ -97,7 +97,7 @@ def reader_for(
     else:
         calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
         asked = state.config.structured.structured_outputs_config
-        thoughts = None if wishes(asked).enable_in_reasoning else formats.reasoning
+        thoughts = None if structured_options(asked).enable_in_reasoning else formats.reasoning
         params.structured_outputs = answer_or_calls(
             params.structured_outputs, thoughts, opened, calls
         )
@@ -108,14 +108,14 @@ def reader_for(
     def decode(tokens: list[int]) -> str:
         return engine.decode(tokens, skip_special=skip)
 
-    return Reader(
+    return ChatOutputReader(
         reading, decode, told=body.include_reasoning, parallel=body.parallel_tool_calls,
         named=choice.kind == "named",
     )  # fmt: skip
 
 
 def demanded(
-    body: ChatRequest, choice: Choice, formats: ModelFormats, opened: bool | None, level: str
+    body: ChatRequest, choice: ToolChoice, formats: ModelFormats, opened: bool | None, level: str
 ) -> StructuredOutputsParams | None:
     """The form that calls must have."""
     tag: dict[str, Any] | None = None
@@ -140,10 +140,10 @@ def demanded(
 
 
 @dataclass(slots=True)
-class Output:
+class ChatOutput:
     """One completion as it is read."""
 
-    parser: Parser
+    parser: StreamParser
     tokens: list[int] = field(default_factory=list)
     """Tokens of which it is not known yet whether they are thoughts."""
     size: int = 0
@@ -151,23 +151,23 @@ class Output:
 
 
 @dataclass(slots=True)
-class Reader:
+class ChatOutputReader:
     """Of one request's completions; each has a parser of its own."""
 
-    reading: Reading
+    reading: OutputFormat
     decode: Callable[[list[int]], str]
     told: bool = True
     """Thoughts are shown."""
     parallel: bool = True
     named: bool = False
     reasoning_tokens: int = 0
-    outputs: dict[int, Output] = field(default_factory=dict)
+    outputs: dict[int, ChatOutput] = field(default_factory=dict)
 
-    def read(self, delta: Delta) -> None:
+    def read(self, delta: OutputDelta) -> None:
         """Tell the delta's text apart."""
         output = self.outputs.get(delta.index)
         if output is None:
-            output = self.outputs[delta.index] = Output(self.reading.parser())
+            output = self.outputs[delta.index] = ChatOutput(self.reading.parser())
         parser, ended = output.parser, delta.finish_reason is not None
         before = parser.thought
         parsed = parser.feed(delta.text)
@@ -185,7 +185,7 @@ class Reader:
         if ended:
             self._ended(delta, parser)
 
-    def _thoughts(self, output: Output, thought: int) -> int:
+    def _thoughts(self, output: ChatOutput, thought: int) -> int:
         """How many of the tokens that waited turned out to be thoughts: those with the first characters."""
         tokens, known = output.tokens, output.size - output.parser.waiting
         if thought <= 0:
@@ -205,13 +205,13 @@ class Reader:
     def _length(self, tokens: list[int]) -> Callable[[int], int]:
         return lambda count: len(self.decode(tokens[:count]))
 
-    def _hide(self, delta: Delta, parsed: Parsed, count: int) -> None:
+    def _hide(self, delta: OutputDelta, parsed: ParsedDelta, count: int) -> None:
         parsed.reasoning = ""
         delta.tokens = delta.tokens[count:]
         if delta.logprobs is not None:
             delta.logprobs = delta.logprobs[count:]
 
-    def _ended(self, delta: Delta, parser: Parser) -> None:
+    def _ended(self, delta: OutputDelta, parser: StreamParser) -> None:
         if parser.calls and delta.finish_reason == "stop" and not self.named:
             delta.finish_reason = "tool_calls"
         for reason in parser.reasons:
@@ -231,7 +231,7 @@ def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
 
 
 @dataclass(slots=True)
-class News:
+class OutputPiece:
     """A piece of one kind that is new: thinking, text, or a call's arguments."""
 
     kind: str
@@ -242,11 +242,11 @@ class News:
     name: str | None = None
 
 
-def news(delta: Delta) -> list[News]:
+def news(delta: OutputDelta) -> list[OutputPiece]:
     """What a delta brings, in the order in which answers have it."""
     found = []
     if delta.reasoning:
-        found.append(News("thinking", delta.reasoning))
+        found.append(OutputPiece("thinking", delta.reasoning))
     if delta.text:
-        found.append(News("text", delta.text))
-    return found + [News("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]
+        found.append(OutputPiece("text", delta.text))
+    return found + [OutputPiece("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]

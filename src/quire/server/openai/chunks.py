@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 
 from quire.server.errors import invalid
-from quire.server.generation import Delta
+from quire.server.generation import OutputDelta
 from quire.server.middleware import NEW_ID, VALID_ID
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
@@ -58,7 +58,7 @@ def load_report(request: Request, state: ServerState) -> dict[str, str]:
     return {"endpoint-load-metrics": f"{form} {text}"}
 
 
-class Frames:
+class ChunkFrames:
     """Frames of one stream: their head is rendered once."""
 
     def __init__(self, kind: str, id: str, model: str, fingerprint: str, body: Sampling, state: ServerState):  # fmt: skip
@@ -91,21 +91,21 @@ class Frames:
         return b"".join(parts)
 
 
-class Splicer:
+class ChunkEncoder:
     """Deltas -> frames. Once a choice has begun, most of its frames differ in their text alone."""
 
-    def __init__(self, frames: Frames, details: bool):
+    def __init__(self, frames: ChunkFrames, details: bool):
         self.frames, self.details = frames, details
         self.around: dict[int, tuple[bytes, bytes]] = {}
         """Of choices that have begun: a frame without its text."""
 
-    def add(self, delta: Delta) -> Iterable[bytes]:
+    def add(self, delta: OutputDelta) -> Iterable[bytes]:
         around = self.around.get(delta.index)
         if around is None or delta.finish_reason is not None or delta.reasoning or delta.calls:
             return self.whole(delta)
         before, behind = around
         return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
 
-    def whole(self, delta: Delta) -> Iterable[bytes]:
+    def whole(self, delta: OutputDelta) -> Iterable[bytes]:
         """Frames that are not spliced. Who can, leaves in `around` what the next ones have in common."""
         raise NotImplementedError

@@ -16,26 +16,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.engine_protocol import Prompt, TextEngine
+from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
-from quire.server.generation import Delta, Generation
+from quire.server.generation import Generation, OutputDelta
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.beam_search import beams_of
-from quire.server.openai.chunks import Frames, Splicer, interval, load_report, new_id, priority
+from quire.server.openai.chunks import (
+    ChunkEncoder,
+    ChunkFrames,
+    interval,
+    load_report,
+    new_id,
+    priority,
+)
 from quire.server.openai.sampling_params import completion_params
 from quire.server.prompts import given_prompts, one_prompt
 from quire.server.request_body import prepared, read
 from quire.server.respond import answer
 from quire.server.schemas import CompletionRequest
-from quire.server.sse import DONE, EventStream, or_hung_up
+from quire.server.sse import DONE, EventStream, until_disconnect
 from quire.server.state import ServerState
 
 
 @dataclass(slots=True)
-class Shaper:
+class CompletionChoiceBuilder:
     """Deltas -> choices; remembers how far the text of each completion has come."""
 
     body: CompletionRequest
@@ -45,10 +52,10 @@ class Shaper:
     offsets: dict[int, int] = field(default_factory=dict)
     echoed: set[int] = field(default_factory=set)
 
-    def prompt_of(self, delta: Delta) -> Prompt:
+    def prompt_of(self, delta: OutputDelta) -> TokenizedPrompt:
         return self.generation.prompts[delta.prompt]
 
-    def text_of(self, prompt: Prompt) -> str:
+    def text_of(self, prompt: TokenizedPrompt) -> str:
         """The prompt's own, or what its ids stand for."""
         if prompt.text is None:
             prompt.text = self.engine.decode(prompt.tokens)
@@ -62,9 +69,9 @@ class Shaper:
 
     def later(self, index: int, text: str) -> dict[str, Any]:
         """A choice that has begun, as it goes on."""
-        return self.choice(Delta(0, index, text, [], None, None, None), whole=False)
+        return self.choice(OutputDelta(0, index, text, [], None, None, None), whole=False)
 
-    def choice(self, delta: Delta, whole: bool, large: bool = False) -> dict[str, Any]:
+    def choice(self, delta: OutputDelta, whole: bool, large: bool = False) -> dict[str, Any]:
         """`whole`: an answer of its own, not a part of a stream. `large`: its lists are made while they are sent."""
         first = delta.index not in self.echoed
         self.echoed.add(delta.index)
@@ -111,14 +118,14 @@ class Shaper:
         return usage
 
 
-class Teller(Splicer):
+class CompletionChunkEncoder(ChunkEncoder):
     """Deltas -> frames."""
 
-    def __init__(self, shaper: Shaper, frames: Frames, details: bool):
+    def __init__(self, shaper: CompletionChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
         self.shaper = shaper
 
-    def whole(self, delta: Delta) -> Iterator[bytes]:
+    def whole(self, delta: OutputDelta) -> Iterator[bytes]:
         shaper, frames = self.shaper, self.frames
         choice = shaper.choice(delta, whole=False)
         ended = delta.finish_reason is not None
@@ -137,7 +144,7 @@ class Teller(Splicer):
 
 async def asked_of(
     request: Request, body: CompletionRequest, engine: TextEngine, state: ServerState
-) -> tuple[SamplingParams, list[Prompt]]:
+) -> tuple[SamplingParams, list[TokenizedPrompt]]:
     """Raises ApiError, ValidationError: it cannot be served as it is."""
     params = completion_params(body, engine.defaults())
     given = given_prompts(body)
@@ -170,13 +177,17 @@ async def completions(request: Request) -> Response | EventStream:
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
-    shaper = Shaper(body, engine, generation, shapes.naming(as_ids, engine.token_text))
+    shaper = CompletionChoiceBuilder(
+        body, engine, generation, shapes.naming(as_ids, engine.token_text)
+    )
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
-        frames = Frames("text_completion", generation.id, model, engine.fingerprint, body, state)
-        return await answer(request, generation, Teller(shaper, frames, details))
+        frames = ChunkFrames(
+            "text_completion", generation.id, model, engine.fingerprint, body, state
+        )
+        return await answer(request, generation, CompletionChunkEncoder(shaper, frames, details))
     created = int(time.time())
-    deltas = await or_hung_up(request.receive, generation.whole())
+    deltas = await until_disconnect(request.receive, generation.whole())
     large = generation.is_large(deltas)
     choices = partial(map, partial(shaper.choice, whole=True, large=large), deltas)
     return json_answer(

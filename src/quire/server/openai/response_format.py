@@ -64,16 +64,16 @@ def of_format(asked: Any, said: str = "response_format") -> StructuredOutputsPar
     if kind == "text":
         return None
     if kind == "json_object":
-        return made(said, json_object=True)
+        return structured_outputs_of(said, json_object=True)
     if kind == "json_schema":
         inner = asked.get("json_schema", asked)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict | bool):
             where = f"{said}.json_schema.schema" if "json_schema" in asked else f"{said}.schema"
             raise invalid(f"`{where}` must be a JSON schema", said)
-        return made(said, json=schema)
+        return structured_outputs_of(said, json=schema)
     if kind == "structural_tag":
-        return made(said, structural_tag=asked)
+        return structured_outputs_of(said, structural_tag=asked)
     raise invalid(f"`{said}.type` is {kind!r}; it must be one of {', '.join(FORMATS)}", said)
 
 
@@ -97,10 +97,10 @@ def from_guided(request: Sampling) -> StructuredOutputsParams | None:
     more = {}
     if request.guided_whitespace_pattern is not None:
         more["whitespace_pattern"] = request.guided_whitespace_pattern
-    return made(name, **{GUIDED[name]: value}, **more)
+    return structured_outputs_of(name, **{GUIDED[name]: value}, **more)
 
 
-def made(said: str, **fields: Any) -> StructuredOutputsParams:
+def structured_outputs_of(said: str, **fields: Any) -> StructuredOutputsParams:
     """Errors name the field that the client wrote."""
     try:
         return StructuredOutputsParams(said=said, **fields)

@@ -21,17 +21,17 @@ from starlette.responses import Response
 
 from quire.server.engine_protocol import TextEngine
 from quire.server.errors import ApiError, as_api_error, clean, invalid
-from quire.server.generation import Delta, Generation
+from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
 from quire.server.large_answers import LargeAnswer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
-from quire.server.openai.responses_items import Items, choice_of, messages_of, tools_of
+from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
 from quire.server.request_body import json_response, prepared, read
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, ResponsesRequest
-from quire.server.sse import EventStream, event, or_hung_up
+from quire.server.sse import EventStream, event, until_disconnect
 
 LATER = {
     "background": "ask without it, and wait for the answer",
@@ -106,7 +106,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 # -- out ------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class Shaper:
+class ResponseBuilder:
     body: ResponsesRequest
     generation: Generation
     model: str
@@ -160,10 +160,10 @@ class Shaper:
             "total_tokens": count.prompt_tokens + output,
         }
 
-    def items(self) -> Items:
-        return Items(self.generation.id.removeprefix("resp_"), self.event, self.logprobs)
+    def items(self) -> ResponseItems:
+        return ResponseItems(self.generation.id.removeprefix("resp_"), self.event, self.logprobs)
 
-    def logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+    def logprobs(self, delta: OutputDelta) -> list[dict[str, Any]]:
         if delta.logprobs is None or not wants_logprobs(self.body):
             return []
         top = self.body.top_logprobs or 0
@@ -172,11 +172,11 @@ class Shaper:
         ]
         return found
 
-    def ended(self, delta: Delta, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def ended(self, delta: OutputDelta, output: list[dict[str, Any]]) -> dict[str, Any]:
         why = INCOMPLETE.get(delta.finish_reason or "")
         return self.response(status_of(delta), output, why=why)
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
+    def whole(self, delta: OutputDelta) -> dict[str, Any]:
         items = self.items()
         for _ in chain(items.add(delta), items.end(status_of(delta))):
             pass
@@ -193,13 +193,13 @@ class Shaper:
 
 
 @dataclass(slots=True)
-class Teller:
+class ResponseEventEncoder:
     """Deltas -> events."""
 
-    shaper: Shaper
-    items: Items
+    shaper: ResponseBuilder
+    items: ResponseItems
 
-    def add(self, delta: Delta) -> Iterator[bytes]:
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
         shaper, items = self.shaper, self.items
         if not shaper.number:
             start = shaper.response("in_progress", [])
@@ -227,10 +227,12 @@ async def responses(request: Request) -> Response | EventStream:
     model = state.check_model(body.model)
     generation = await prepared(request, asked_of, request, body, engine)
     as_ids = state.config.server.return_tokens_as_token_ids
-    shaper = Shaper(body, generation, model, shapes.naming(as_ids, engine.token_text))
+    shaper = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:
-        return await answer(request, generation, Teller(shaper, shaper.items()), shaper.failed)
-    (delta,) = await or_hung_up(request.receive, generation.whole())
+        return await answer(
+            request, generation, ResponseEventEncoder(shaper, shaper.items()), shaper.failed
+        )
+    (delta,) = await until_disconnect(request.receive, generation.whole())
     if not generation.is_large([delta]):
         return json_response(shaper.whole(delta))
     loop = asyncio.get_running_loop()
@@ -239,11 +241,11 @@ async def responses(request: Request) -> Response | EventStream:
     )
 
 
-def status_of(delta: Delta) -> str:
+def status_of(delta: OutputDelta) -> str:
     return "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
 
 
-async def stored(request: Request) -> Response:
+async def stored_response(request: Request) -> Response:
     """Nothing is stored, so no response is found."""
     name = str(request.path_params["name"])
     raise ApiError(404, f"there is no response `{name[:200]}`: responses are not stored", param="response_id")  # fmt: skip

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.errors import invalid
-from quire.server.generation import Delta
-from quire.server.openai.chat_output import News, news
+from quire.server.generation import OutputDelta
+from quire.server.openai.chat_output import OutputPiece, news
 
 JSON = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -122,16 +122,16 @@ def thought_of(text: str) -> JSON:
 
 
 @dataclass(slots=True)
-class Items:
+class ResponseItems:
     """The output of one answer as it grows."""
 
     id: str
     """What the ids of its items end with."""
     event: Callable[..., bytes]
-    logprobs: Callable[[Delta], list[JSON]]
+    logprobs: Callable[[OutputDelta], list[JSON]]
     """Of a delta's tokens."""
     done: list[JSON] = field(default_factory=list)
-    _new: News | None = None
+    _new: OutputPiece | None = None
     _parts: list[str] = field(default_factory=list)
     _id: str = ""
     _told: list[JSON] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Items:
     _held: list[JSON] = field(default_factory=list)
     """Of those whose text is still to come."""
 
-    def add(self, delta: Delta) -> Iterator[bytes]:
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
         """Events of what is new."""
         self._held += self.logprobs(delta)
         for new in news(delta):
@@ -155,7 +155,7 @@ class Items:
     def end(self, status: str) -> Iterator[bytes]:
         """An answer has one item at least."""
         if self._new is None and not self.done:
-            yield from self._open(News("text", ""))
+            yield from self._open(OutputPiece("text", ""))
         yield from self.close(status)
 
     def _place(self) -> JSON:
@@ -164,7 +164,7 @@ class Items:
     def _inside(self) -> JSON:
         return {**self._place(), "item_id": self._id, "content_index": 0}
 
-    def _open(self, new: News) -> Iterator[bytes]:
+    def _open(self, new: OutputPiece) -> Iterator[bytes]:
         self._new, self._parts, self._told = new, [], []
         kind = {"thinking": "rs", "text": "msg", "call": "fc"}[new.kind]
         again = sum(item["id"].startswith(f"{kind}_") for item in self.done)
@@ -187,7 +187,7 @@ class Items:
             "arguments": text or "",
         }  # fmt: skip
 
-    def _delta(self, new: News) -> bytes:
+    def _delta(self, new: OutputPiece) -> bytes:
         if new.kind == "text":
             told, self._held = self._held, []
             self._told += told

@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 
 
 @dataclass(slots=True)
-class Choice:
+class ToolChoice:
     """Which tools may be called, and whether one must be."""
 
     kind: Literal["none", "auto", "required", "named"]
@@ -32,7 +32,7 @@ class Choice:
         return self.kind in ("required", "named")
 
 
-def choice_of(body: ChatRequest) -> Choice:
+def tool_choice_of(body: ChatRequest) -> ToolChoice:
     """What `tools` and `tool_choice` say.
 
     Raises:
@@ -43,13 +43,13 @@ def choice_of(body: ChatRequest) -> Choice:
     if asked is None:
         asked = "auto" if tools else "none"
     if asked == "none" or (asked == "auto" and not tools):
-        return Choice("none", [])
+        return ToolChoice("none", [])
     if not tools:
         raise invalid("`tool_choice` asks for a call, and there are no `tools`", "tool_choice")
     if asked == "auto":
-        return Choice("auto", tools)
+        return ToolChoice("auto", tools)
     if asked == "required":
-        return Choice("required", tools)
+        return ToolChoice("required", tools)
     name = function(asked).get("name") if isinstance(asked, Mapping) else None
     if not isinstance(name, str) or asked.get("type", "function") != "function":
         raise invalid(
@@ -63,7 +63,7 @@ def choice_of(body: ChatRequest) -> Choice:
         raise invalid(
             f"`tool_choice`: there is no tool {name[:200]!r}; there are {known}", "tool_choice"
         )
-    return Choice("named", named)
+    return ToolChoice("named", named)
 
 
 def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ SHARE = 0.05  # of the engine's time, at most, goes into being looked at
 FRESH = 0.8  # of the interval: a viewer whose clock runs a little fast still gets news
 
 
-class Feed:
+class LiveFeed:
     """One of these for each app; made when somebody first looks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -50,7 +50,7 @@ class Feed:
             done.exception()  # told to those who wait; nobody may wait any more
 
 
-def told(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any]:
+def viewer_state(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any]:
     """What a viewer of this tenant is shown: steps that are new to him, and of others' requests only that they run."""
     lives = [one if one["tenant"] == tenant else foreign(one) for one in seen["lives"]]
     latest = max((step["step"] for step in seen["steps"]), default=0)

@@ -19,7 +19,7 @@ from quire.server.errors import ApiError, invalid, unavailable
 from quire.server.health import state_of
 from quire.server.middleware import TENANT
 from quire.server.page.document import document
-from quire.server.page.feed import Feed, told
+from quire.server.page.feed import LiveFeed, viewer_state
 from quire.server.request_body import json_response
 
 PATIENCE_S = 5.0
@@ -50,7 +50,7 @@ async def ui_state(request: Request) -> Response:
     if not engine.serving():
         raise unavailable("the engine is being restarted", 1)
     if (feed := getattr(request.app.state, "feed", None)) is None:
-        feed = request.app.state.feed = Feed()
+        feed = request.app.state.feed = LiveFeed()
     try:
         seen = await asyncio.wait_for(feed.look(engine), PATIENCE_S)
     except TimeoutError:
@@ -59,7 +59,7 @@ async def ui_state(request: Request) -> Response:
         raise
     except QuireError as error:
         raise unavailable("the engine is being restarted", 1) from error
-    found = told(seen, since, tenant_of(request))
+    found = viewer_state(seen, since, tenant_of(request))
     found["memory"] = found["memory"] | {"server": resident_bytes([os.getpid()])}
     found["model"] = state.model_name
     return json_response(found | {"every_ms": round(1000 * feed.every)})

@@ -11,12 +11,12 @@ import shlex
 from quire.config.engine import EngineConfig
 from quire.engine.startup_timer import table
 from quire.errors import StartupError
-from quire.protocol.output import Ready
+from quire.protocol.output import EngineReady
 
 LONGEST = 0.005  # seconds; shorter stages are not worth a line
 
 
-def facts_table(config: EngineConfig, ready: Ready, url: str, names: list[str]) -> str:
+def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[str]) -> str:
     """What is served, where, and with which limits."""
     contexts = ready.num_tokens / max(1, ready.max_model_len)
     rows = [

@@ -25,16 +25,16 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from quire import env
 from quire.config.engine import EngineConfig
-from quire.config.serialize import to_wire
+from quire.config.serialize import resolved_to_bytes
 from quire.engine.assemble import patience, resolve_config
 from quire.engine.process_client import ProcessClient
 from quire.engine.startup_timer import since_process_start
-from quire.engine.status_pipe import STOP, Listener
-from quire.engine.supervisor import ASLEEP_S, EngineHost, end, exit_code
+from quire.engine.status_pipe import STOP, StatusReader
+from quire.engine.supervisor import ASLEEP_S, EngineSupervisor, end_process, exit_code
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
-from quire.protocol.output import Died, Open
+from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
 from quire.server.process.launch import ABORTED_S, DEATH_TOLD_S, closes_with_terminal, model_names
@@ -50,16 +50,16 @@ GRACE_S = 5.0  # beyond all the time that a process has to end by itself
 
 
 @dataclass(slots=True, eq=False)
-class Child:
+class HttpWorkerSlot:
     """An HTTP process's place; processes come and go in it."""
 
     number: int
     listener: socket | None
     process: subprocess.Popen[bytes] | None = None
-    ear: Listener | None = None
+    ear: StatusReader | None = None
     heard: float = 0.0
     is_open: bool = False
-    died: Died | None = None
+    died: EngineDied | None = None
     """Its last words, or ours about it."""
     deaths: deque[float] = field(default_factory=deque)
     is_over: bool = False
@@ -70,7 +70,7 @@ class Child:
     """Ends in the engine what the one before had asked for; nobody takes the place until it is done."""
 
 
-class Fleet:
+class HttpSupervisor:
     """The keeper."""
 
     def __init__(self, config: EngineConfig, listeners: list[socket]):
@@ -79,9 +79,9 @@ class Fleet:
         self.family, self.name = listeners[0].family, listeners[0].getsockname()
         self.count = len(listeners)
         resolved = resolve_config(config)
-        self.payload, self.patience = to_wire(resolved), patience()
+        self.payload, self.patience = resolved_to_bytes(resolved), patience()
         # The last of the engine's front rooms is this process.
-        self.host = EngineHost(self.payload, self.count + 1, self.patience)
+        self.host = EngineSupervisor(self.payload, self.count + 1, self.patience)
         self.counted = self.host.folder / "metrics"
         self.keys = self.host.folder / KEYS
         self.counted.mkdir()
@@ -92,7 +92,7 @@ class Fleet:
         self.stats: StatsLog | None = None
         self.ticked = 0.0
         self.looked = time.monotonic()
-        self.children = [Child(number, own) for number, own in enumerate(listeners)]
+        self.children = [HttpWorkerSlot(number, own) for number, own in enumerate(listeners)]
         self.chats = False
         self.told: float | None = None  # when to stop was said
         self.engine_died: float | None = None
@@ -115,7 +115,7 @@ class Fleet:
         finally:
             for child in self.children:
                 if child.process is not None:
-                    end(child.process, LAST_ANSWERS_S)
+                    end_process(child.process, LAST_ANSWERS_S)
             self.client.close()
 
     # -- signals --------------------------------------------------------------------------------
@@ -174,19 +174,19 @@ class Fleet:
         for ear in select.select(list(ears), [], [], LOOK_EVERY_S)[0]:
             child = ears[ear]
             child.heard = time.monotonic()
-            for message in ear.hear(0):
+            for message in ear.poll(0):
                 match message:
-                    case Open(chats=chats):
+                    case EngineOpen(chats=chats):
                         child.is_open, self.chats = True, chats
                         if self.stats is not None:
                             log.info("HTTP process %d serves again", child.number)
-                    case Died():
+                    case EngineDied():
                         child.died = message
             if ear.broken:
                 ear.close()
                 child.ear = None
 
-    def _look_after(self, child: Child) -> None:
+    def _look_after(self, child: HttpWorkerSlot) -> None:
         process = child.process
         if process is None:
             if child.disowning is not None and not child.disowning.is_alive():
@@ -208,7 +208,7 @@ class Fleet:
             process.wait()
 
     # -- coming and going -----------------------------------------------------------------------
-    def _start(self, child: Child, again: bool = False) -> None:
+    def _start(self, child: HttpWorkerSlot, again: bool = False) -> None:
         try:
             if child.listener is None:
                 child.listener = bind_beside(self.family, self.name)
@@ -227,7 +227,7 @@ class Fleet:
             env=env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted)),
         )
         os.close(writing)
-        child.ear, child.heard = Listener(reading), time.monotonic()
+        child.ear, child.heard = StatusReader(reading), time.monotonic()
         child.is_open, child.died = False, None
         if process.stdin is not None:
             try:
@@ -238,7 +238,7 @@ class Fleet:
         if self.told is not None:  # while this one was on its way
             process.send_signal(STOP)
 
-    def _ended(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+    def _ended(self, child: HttpWorkerSlot, process: subprocess.Popen[bytes]) -> None:
         """It is started again if that is allowed, and nobody wanted it to end."""
         child.process, child.is_open = None, False
         try:
@@ -252,7 +252,7 @@ class Fleet:
             return
         what = f"HTTP process {child.number} (pid {process.pid}) ended {exit_code(process)}"
         if self.stats is None:
-            child.died = child.died or Died(f"{what} before it was ready; why stands above")
+            child.died = child.died or EngineDied(f"{what} before it was ready; why stands above")
             return
         now = time.monotonic()
         child.deaths.append(now)
@@ -288,7 +288,7 @@ class Fleet:
         except QuireError as error:
             log.warning("requests of HTTP process %d could not be ended: %s", number, error)
 
-    def _shut(self, child: Child) -> None:
+    def _shut(self, child: HttpWorkerSlot) -> None:
         """No connection waits for this one any more."""
         if child.listener is not None and self.config.server.uds is None:
             child.listener.close()
@@ -352,4 +352,4 @@ class Fleet:
 
 def serve_many(config: EngineConfig, listeners: list[socket]) -> int:
     """As `launch.serve`, with a process for each listener."""
-    return Fleet(config, listeners).run()
+    return HttpSupervisor(config, listeners).run()

@@ -18,27 +18,27 @@ from socket import socket
 
 from quire import env
 from quire.config.engine import Resolved
-from quire.config.serialize import from_wire
+from quire.config.serialize import resolved_from_bytes
 from quire.engine.engine_process import COLLECT_AFTER, die_with
 from quire.engine.process_client import ProcessClient
 from quire.engine.shared_state import StateBoard
 from quire.engine.startup_timer import since_process_start
-from quire.engine.status_pipe import STOP, Speaker
+from quire.engine.status_pipe import STOP, StatusWriter
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
-from quire.observe.process_memory import family
-from quire.protocol.output import Beat, Died, EngineStats, Open
-from quire.server.api_keys import Tenants
+from quire.observe.process_memory import process_tree
+from quire.protocol.output import EngineDied, EngineOpen, EngineStats, Heartbeat
+from quire.server.api_keys import ApiKeys
 from quire.server.async_engine import AsyncTextEngine
-from quire.server.process.launch import Serving, event_loop, tracer_of
-from quire.server.shared_usage import Ledger
+from quire.server.process.launch import ServerProcess, event_loop, tracer_of
+from quire.server.shared_usage import UsageLedger
 
 KEYS = "keys"  # a folder in the engine's
 MODULE = "quire.server.process.http_worker"
 BEAT_S = 1.0
 
 
-class Front(Serving):
+class HttpWorker(ServerProcess):
     """A server's life, told to a keeper instead of to the terminal."""
 
     stop_signals = (STOP,)
@@ -48,13 +48,13 @@ class Front(Serving):
         resolved: Resolved,
         listener: socket,
         client: ProcessClient,
-        speaker: Speaker,
-        ledger: Ledger,
+        speaker: StatusWriter,
+        ledger: UsageLedger,
         again: bool,
     ):
         config = resolved.asked
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
-        tenants, tracer = Tenants(config.server, ledger=ledger), tracer_of(config)
+        tenants, tracer = ApiKeys(config.server, ledger=ledger), tracer_of(config)
         super().__init__(config, listener, client, tenants, shared, processes, tracer)
         self.speaker, self.again = speaker, again
         if again:  # whoever connects may wait: the others serve already
@@ -74,7 +74,7 @@ class Front(Serving):
         """From the loop that serves: when it hangs, this stops."""
         while True:
             await asyncio.sleep(BEAT_S)
-            self.speaker.say(Beat(0, 0.0, 0.0))
+            self.speaker.send(Heartbeat(0, 0.0, 0.0))
 
     async def _connected(self, engine: AsyncTextEngine) -> None:
         """The numbers so far; they come by themselves only when they change."""
@@ -88,17 +88,17 @@ class Front(Serving):
             seconds = since_process_start(os.getppid())
             self.state.metrics.startup.labels("all").set(seconds)
         self.opened.set()
-        self.speaker.say(Open(engine.chats))
+        self.speaker.send(EngineOpen(engine.chats))
 
     def _report(self, error: Exception) -> None:
         detail = error.detail if isinstance(error, StartupError) else ""
-        self.speaker.say(Died(str(error), detail or ""))
+        self.speaker.send(EngineDied(str(error), detail or ""))
 
 
 def processes() -> dict[int, str]:
     """All of this server, by what they were started as."""
     found: dict[int, str] = {}
-    for pid in family(os.getppid()):
+    for pid in process_tree(os.getppid()):
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             found[pid] = name_of(words)
@@ -124,13 +124,13 @@ def main(words: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
     gc.set_threshold(*COLLECT_AFTER)
-    resolved = from_wire(sys.stdin.buffer.read())
+    resolved = resolved_from_bytes(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.asked.observe.log_level)
-    speaker = Speaker(lifeline)
+    speaker = StatusWriter(lifeline)
     client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
-        ledger = Ledger(Path(folder) / KEYS, number, count)
-        front = Front(resolved, own, client, speaker, ledger, bool(again))
+        ledger = UsageLedger(Path(folder) / KEYS, number, count)
+        front = HttpWorker(resolved, own, client, speaker, ledger, bool(again))
         try:
             return runner.run(front.run())
         except EngineDeadError:

@@ -21,7 +21,7 @@ from quire.engine.assemble import make_client
 from quire.engine.client import EngineClient
 
 
-class Loading:
+class InlineEngineLoader:
     """One engine, made once."""
 
     def __init__(self) -> None:

@@ -34,10 +34,10 @@ from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.processes import Processes
-from quire.observe.prometheus import Metrics, cache_info
+from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.stats_log import StatsLog
 from quire.observe.tracing import Tracer
-from quire.server.api_keys import Tenants
+from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
 from quire.server.async_engine import AsyncTextEngine
 from quire.server.hosts import allowed_hosts
@@ -45,9 +45,9 @@ from quire.server.openai.chat_output import formats_of, model_formats
 from quire.server.process import tls
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.command_line import hide_secrets
-from quire.server.process.inline_engine import Loading
+from quire.server.process.inline_engine import InlineEngineLoader
 from quire.server.process.sockets import LOOPBACKS, address, bind_all, host_of, http_server
-from quire.server.state import Phase, ServerState
+from quire.server.state import ServerPhase, ServerState
 from quire.server.user_middleware import own_layers
 from quire.terminal import show
 
@@ -85,7 +85,7 @@ def serve(config: EngineConfig) -> int:
     formats_of(config.server, None)
     own_layers(config.server.middleware)
     tls.check(config.server)
-    tenants = Tenants(config.server)
+    tenants = ApiKeys(config.server)
     checked(config.observe.custom_histogram_buckets)
     tracer = tracer_of(config)
     listeners = bind_all(config.server, count)
@@ -105,7 +105,7 @@ def serve(config: EngineConfig) -> int:
         gc.set_threshold(*COLLECT_AFTER)  # a step brings news to hundreds of streams at once
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            serving = Serving(config, listeners[0], client, tenants, tracer=tracer)
+            serving = ServerProcess(config, listeners[0], client, tenants, tracer=tracer)
             code = runner.run(serving.run())
     finally:
         for listener in listeners:
@@ -139,7 +139,7 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return found
 
 
-class Serving:
+class ServerProcess:
     """One server's life."""
 
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
@@ -149,7 +149,7 @@ class Serving:
         config: EngineConfig,
         listener: socket,
         client: ProcessClient | None,
-        tenants: Tenants,
+        tenants: ApiKeys,
         shared: str | None = None,
         processes: Processes | None = None,
         tracer: Tracer | None = None,
@@ -158,7 +158,7 @@ class Serving:
         self.client: EngineClient | ProcessClient | None = client
         self.leads, self.logs_stats = True, not config.observe.disable_log_stats
         observe = config.observe
-        metrics = Metrics(
+        metrics = ServerMetrics(
             model_name(config),
             legacy=observe.legacy_metrics,
             shared=shared,
@@ -170,7 +170,7 @@ class Serving:
         self.state.stage = "loading the model"
         self.state.hosts = allowed_hosts(config.server, listener)
         self.http = http_server(build_app(self.state), config.server)
-        self.loading = Loading()
+        self.loading = InlineEngineLoader()
         self.stopping, self.opened = asyncio.Event(), asyncio.Event()
         self.opened.set()  # it answers from the beginning, if only that it is loading
         self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
@@ -218,8 +218,8 @@ class Serving:
             self.state.hurry = True
             return
         log.info("%s: shutting down", signal.Signals(number).name)
-        if self.state.phase in (Phase.READY, Phase.LOADING):
-            self.state.phase = Phase.DRAINING
+        if self.state.phase in (ServerPhase.READY, ServerPhase.LOADING):
+            self.state.phase = ServerPhase.DRAINING
         self.stopping.set()
 
     def reload(self) -> None:
@@ -284,7 +284,7 @@ class Serving:
         engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
         await engine.llm.listen()
         await self._connected(engine)
-        if state.phase is not Phase.LOADING:
+        if state.phase is not ServerPhase.LOADING:
             return  # told to stop meanwhile
         ready = client.ready
         info = cache_info(self.config.cache, ready, client.resolved)
@@ -293,7 +293,7 @@ class Serving:
         for name, seconds in ready.startup:
             state.metrics.startup.labels(name).set(seconds)
         model_formats(state, engine)
-        state.engine, state.phase = engine, Phase.READY
+        state.engine, state.phase = engine, ServerPhase.READY
         self._greet(engine)
 
     def _greet(self, engine: AsyncTextEngine) -> None:
@@ -323,8 +323,8 @@ class Serving:
             try:
                 engine.check_health()
             except EngineDeadError as error:
-                if state.phase is not Phase.DEAD:
-                    state.phase = Phase.DEAD
+                if state.phase is not ServerPhase.DEAD:
+                    state.phase = ServerPhase.DEAD
                 log.error("the engine has stopped: %s", error)
                 if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
                     return

@@ -38,7 +38,7 @@ CHECK_EVERY_S = (
 LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without hands on our signals: `launch.py` decides when it ends. Accepts by `Acceptor`."""
 
     def __init__(self, config: uvicorn.Config, waiting: dict[Connection, None], shortest_s: float):
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class Quiet(logging.Filter):
+class PathFilter(logging.Filter):
     """Keeps some paths out of the access log."""
 
     def __init__(self, paths: str, root: str = ""):
@@ -202,7 +202,7 @@ def address(server: ServerConfig, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{port}"
 
 
-def http_server(app: ASGIApp, server: ServerConfig) -> Server:
+def http_server(app: ASGIApp, server: ServerConfig) -> UvicornServer:
     """uvicorn around the application, not yet running."""
     waiting: dict[Connection, None] = {}
     limits = {
@@ -240,9 +240,9 @@ def http_server(app: ASGIApp, server: ServerConfig) -> Server:
     )
     # The page asks for the engine's state four times a second.
     quiet = f"/ui/state,{server.disable_access_log_for_endpoints or ''}"
-    logging.getLogger("uvicorn.access").addFilter(Quiet(quiet, server.root_path or ""))
+    logging.getLogger("uvicorn.access").addFilter(PathFilter(quiet, server.root_path or ""))
     # uvicorn speaks through our handlers.
     ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = list(ours.handlers), False
     times = [seconds for seconds in (server.receive_timeout, server.send_timeout) if seconds]
-    return Server(config, waiting, min(times, default=KEEP_ALIVE_S))
+    return UvicornServer(config, waiting, min(times, default=KEEP_ALIVE_S))

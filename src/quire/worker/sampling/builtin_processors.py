@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.protocol.plan import Entered
-from quire.worker.sampling.logits_processors import Picked, Processor, mask_of
+from quire.protocol.plan import EnteredRow
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, mask_of
 
 NEVER = -torch.inf
 
@@ -44,7 +44,7 @@ class TokenTable(Processor):
     def leave(self, row: int) -> None:
         del self.tokens[row]
 
-    def entries(self, picked: Picked) -> tuple[np.ndarray, np.ndarray]:
+    def entries(self, picked: ProcessorRows) -> tuple[np.ndarray, np.ndarray]:
         """([E] index in S, [E] token)."""
         lists = [self.tokens[row] for row in picked.rows.tolist()]
         return np.repeat(picked.at, [len(tokens) for tokens in lists]), np.concatenate(lists)
@@ -55,20 +55,20 @@ class AllowedTokens(TokenTable):
 
     bars = True
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         if (tokens := new.params.allowed_token_ids) is None:
             return False
         self.tokens[new.row] = np.array(sorted(set(tokens)), np.int64)
         return True
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
         kept = logits_SV[at, tokens]
         logits_SV[_put(picked.at, logits_SV)] = NEVER
         logits_SV[at, tokens] = kept
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
             words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
 
@@ -79,7 +79,7 @@ class BadWords(Processor):
     def __init__(self) -> None:
         self.words: dict[int, list[list[int]]] = {}
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         words = [word for word in new.params.bad_word_ids if word]
         if words:
             self.words[new.row] = words
@@ -88,7 +88,7 @@ class BadWords(Processor):
     def leave(self, row: int) -> None:
         del self.words[row]
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         found = [
             (at, row, length, word)
             for at, row, length, outputs in zip(
@@ -128,7 +128,7 @@ class MinTokens(TokenTable):
 
     bars = True
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         params = new.params
         ends = {*params.eos_token_ids, *(params.stop_token_ids or ())}
         if len(new.tokens) - new.num_prompt >= params.min_tokens or not ends:
@@ -136,26 +136,28 @@ class MinTokens(TokenTable):
         self.tokens[new.row] = np.array(sorted(ends), np.int64)
         return True
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         if (still := self._early(picked)) is None:
             return logits_SV
         at, tokens = (_put(array, logits_SV) for array in self.entries(still))
         logits_SV[at, tokens] = NEVER
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         if (still := self._early(picked)) is not None:
             for at, row in zip(still.at.tolist(), still.rows.tolist(), strict=True):
                 words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
 
     @staticmethod
-    def _early(picked: Picked) -> Picked | None:
+    def _early(picked: ProcessorRows) -> ProcessorRows | None:
         """Those that must go on."""
         least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
         early = picked.outputs < least
         if not early.any():
             return None
-        return Picked(picked.at[early], picked.rows[early], picked.lengths[early], picked.state)
+        return ProcessorRows(
+            picked.at[early], picked.rows[early], picked.lengths[early], picked.state
+        )
 
 
 class LogitBias(TokenTable):
@@ -165,7 +167,7 @@ class LogitBias(TokenTable):
         super().__init__()
         self.values: dict[int, np.ndarray] = {}
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         if not (bias := new.params.logit_bias):
             return False
         self.tokens[new.row] = np.array(list(bias), np.int64)
@@ -176,7 +178,7 @@ class LogitBias(TokenTable):
         super().leave(row)
         del self.values[row]
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
         values = np.concatenate([self.values[row] for row in picked.rows.tolist()])
         return logits_SV.index_put_((at, tokens), _put(values, logits_SV), accumulate=True)
@@ -190,11 +192,11 @@ class Penalties(Processor):
     presence      of output: subtracted once
     """
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         p = new.params
         return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         state, device = picked.state, logits_SV.device
         params = [state.params[row] for row in picked.rows.tolist()]
         longest, vocab = int(picked.lengths.max()), logits_SV.shape[1]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.bindings import Kernels
-from quire.worker.sampling.sampler_ops import Drawing
-from quire.worker.sampling.top_k_top_p import Cutoff, Limits
+from quire.worker.sampling.sampler_ops import SamplerOps
+from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits
 
 
-class NativeDrawing:
-    """`draw`, `draw_limited` and `cutoff` give what the plain functions give; `sample` gives the same in one pass."""
+class CpuSamplerOps:
+    """`draw`, `draw_top_k_top_p` and `cutoff` give what the plain functions give; `sample` gives the same in one pass."""
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
@@ -33,10 +33,12 @@ class NativeDrawing:
         )  # fmt: skip
         return tokens_S
 
-    def draw_limited(self, scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
+    def draw_top_k_top_p(
+        self, scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor
+    ) -> Tensor:
         return self.draw(scaled_SV, keys_2S, self.cutoff(scaled_SV, limits))
 
-    def cutoff(self, scaled_SV: Tensor, limits: Limits) -> Cutoff:
+    def cutoff(self, scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
         logits_SV = _rows(scaled_SV)
         count, vocab = logits_SV.shape
         top_k = np.ascontiguousarray(limits.top_k, np.int64)
@@ -53,11 +55,11 @@ class NativeDrawing:
         self,
         logits_SV: Tensor,
         temperature_S: np.ndarray,
-        limits: Limits,
+        limits: SamplingLimits,
         seeds_S: np.ndarray,
         lengths_S: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """See `Drawing.sample`."""
+        """See `SamplerOps.sample`."""
         is_bf16 = logits_SV.dtype == torch.bfloat16 and logits_SV.stride(1) == 1
         logits_SV = logits_SV if is_bf16 else _rows(logits_SV)
         count, vocab = logits_SV.shape
@@ -83,7 +85,7 @@ def _rows(logits_SV: Tensor) -> Tensor:
     return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
 
 
-def native(kernels: Kernels) -> Drawing:
+def native(kernels: Kernels) -> SamplerOps:
     """The set for a sink on a CPU."""
-    how = NativeDrawing(kernels)
-    return Drawing(how.draw, how.draw_limited, how.cutoff, sample=how.sample)
+    how = CpuSamplerOps(kernels)
+    return SamplerOps(how.draw, how.draw_top_k_top_p, how.cutoff, sample=how.sample)

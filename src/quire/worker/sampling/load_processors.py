@@ -19,7 +19,7 @@ from quire.config.serialize import WHERE
 from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.worker.sampling.logits_processors import Processor
-from quire.worker.sampling.vllm_processors import adopt, looks_foreign
+from quire.worker.sampling.vllm_processors import adapt_processor, is_vllm_processor
 
 log = get_logger(__name__)
 
@@ -88,8 +88,8 @@ def _made(kind: Any, config: Any, device: torch.device | str) -> Processor:
     try:
         if isinstance(kind, type) and issubclass(kind, Processor):
             return kind()
-        if isinstance(kind, type) and looks_foreign(kind):
-            return adopt(kind, config, device)
+        if isinstance(kind, type) and is_vllm_processor(kind):
+            return adapt_processor(kind, config, device)
     except Exception as error:
         raise ConfigError(
             f"logits_processors: {kind.__name__} cannot be made: {type(error).__name__}: {error}"

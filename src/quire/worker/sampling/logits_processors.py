@@ -18,21 +18,21 @@ from torch import Tensor
 
 from quire.logging import get_logger
 from quire.ops.masked_argmax import num_words
-from quire.protocol.plan import Entered
+from quire.protocol.plan import EnteredRow
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.request_rows import Rows
+from quire.worker.request_rows import RequestRows
 
 log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Picked:
+class ProcessorRows:
     """The rows of a step that a processor works on."""
 
     at: np.ndarray  # int64 [P]: which of the S rows
     rows: np.ndarray  # int64 [P]: the worker's rows
     lengths: np.ndarray  # int64 [P]: tokens before the one being drawn
-    state: Rows
+    state: RequestRows
     errors: dict[int, str] = field(default_factory=dict)  # by index in S: this row alone fails
 
     @property
@@ -63,21 +63,21 @@ class Processor:
     def validate(self, params: SamplingParams) -> None:
         """Raise ValueError if these parameters cannot be served."""
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         """A request takes a row (again, after a preemption). Does it use this processor?"""
         raise NotImplementedError
 
     def leave(self, row: int) -> None:
         """A row that uses this processor is given back."""
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         """Change float32 logits of the picked rows, in place or in a new tensor, and return all S rows.
 
         To fail one row, put a message in picked.errors. An exception fails all picked rows, and no others.
         """
         raise NotImplementedError
 
-    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         """Of the picked rows, clear the bits of the tokens that may not come; token t is bit t % 32 of word t // 32.
 
         If `bars`; it takes the place of `apply`, with the same errors.
@@ -88,16 +88,16 @@ class Processor:
         """What the step drew, if `watches`."""
 
 
-class Pipeline:
+class LogitsPipeline:
     """Processors in order, and which rows use which."""
 
-    def __init__(self, rows: Rows, processors: Sequence[Processor]):
+    def __init__(self, rows: RequestRows, processors: Sequence[Processor]):
         self.rows, self.processors = rows, list(processors)
         self.uses = np.zeros((len(self.processors), rows.max_rows), bool)
         self.counts = [0] * len(self.processors)
         self.watched = any(processor.watches for processor in self.processors)
 
-    def enter(self, new: Entered) -> str | None:
+    def enter(self, new: EnteredRow) -> str | None:
         """Why this request must fail, if a processor says so."""
         for index, processor in enumerate(self.processors):
             try:
@@ -137,7 +137,7 @@ class Pipeline:
     ) -> Tensor:
         """Run a stage. What goes wrong for a row is put in `errors`, by index in S."""
         for processor, at in stage:
-            picked = Picked(at, rows_S[at], lengths_S[at], self.rows, errors)
+            picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
                 logits_SV = processor.apply(logits_SV, picked)
             except Exception as error:
@@ -157,7 +157,7 @@ class Pipeline:
             return None
         words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
         for processor, at in stage:
-            picked = Picked(at, rows_S[at], lengths_S[at], self.rows, errors)
+            picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
                 processor.bar(words_SW, picked)
             except Exception as error:
@@ -184,7 +184,7 @@ def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
     return words_W.view(np.int32)
 
 
-def _blame(processor: Processor, picked: Picked, error: Exception) -> None:
+def _blame(processor: Processor, picked: ProcessorRows, error: Exception) -> None:
     """All rows that it was to work on fail."""
     log.exception("logits processor %s failed", processor.name)
     message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"

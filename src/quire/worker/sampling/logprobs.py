@@ -20,7 +20,7 @@ MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(slots=True)
-class Scored:
+class ScoredTokens:
     """Tokens of N positions with their scores, on the device until asked for."""
 
     ids_NK: Tensor
@@ -45,7 +45,7 @@ class Scored:
 
 def score(
     logits_NV: Tensor, chosen_N: Tensor, top: int, also_NK: Tensor | None, normalise: bool
-) -> Scored:
+) -> ScoredTokens:
     """The chosen token, then the `top` best (-1: all), or the tokens `also_NK` instead of the best.
 
     A rank counts the tokens that score higher, plus one. Scores are made a few positions at a time, so that
@@ -77,16 +77,16 @@ def score(
     else:
         vocab = scores_NV.shape[1]
         values_NK, more_NK = scores_NV.topk(vocab if top < 0 else min(top, vocab), dim=-1)
-    return Scored(
+    return ScoredTokens(
         torch.cat([chosen_N1, more_NK], dim=1), torch.cat([value_N1, values_NK], dim=1), ranks_N
     )
 
 
-def joined(parts: list[Scored]) -> Scored:
+def joined(parts: list[ScoredTokens]) -> ScoredTokens:
     """Consecutive positions that were scored in pieces."""
     if len(parts) == 1:
         return parts[0]
-    return Scored(
+    return ScoredTokens(
         torch.cat([part.ids_NK for part in parts]),
         torch.cat([part.values_NK for part in parts]),
         torch.cat([part.ranks_N for part in parts]),

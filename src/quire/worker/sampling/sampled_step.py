@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.protocol.output import Logprobs
 from quire.protocol.plan import StepResult
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.sampling.logprobs import Scored
+from quire.worker.sampling.logprobs import ScoredTokens
 
 NO_NUMBER = (
     "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
@@ -41,13 +41,13 @@ def none_left(params: SamplingParams | None) -> str:
     return f"no token is left to choose: {who}"
 
 
-class Fault(str):
+class RequestFault(str):
     """An error of one row that its request asked for: a wrong request, not a failure of ours."""
 
     __slots__ = ()
 
 
-class Outcome:
+class SampledStep:
     """A pending StepResult. `items[s]` is the work item that row s of S belongs to."""
 
     def __init__(self, step: int, num_items: int):
@@ -58,9 +58,9 @@ class Outcome:
         self.kept_S: Tensor | None = None  # of those left to choose from; None: rules left all
         self.params: list[SamplingParams | None] = []  # by row of S, where `kept_S` is
         self.scored: list[
-            tuple[Scored, list[tuple[int, int]]]
+            tuple[ScoredTokens, list[tuple[int, int]]]
         ] = []  # with (item, position) of each
-        self.prompts: dict[int, tuple[int, Scored]] = {}  # by item: first position, scores
+        self.prompts: dict[int, tuple[int, ScoredTokens]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item
         self.invalid: list[int] = []  # items that failed by what was asked for
         self.event: torch.Event | None = None
@@ -101,7 +101,7 @@ class Outcome:
             for at, (item, position) in enumerate(places):
                 logprobs[item] = scored.report(position, at, at + 1)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
-        invalid += [item for item, text in errors.items() if isinstance(text, Fault)]
+        invalid += [item for item, text in errors.items() if isinstance(text, RequestFault)]
         told = {item: str(text) for item, text in errors.items()}
         return StepResult(self.step, tokens, logprobs, prompts, told, invalid)
 

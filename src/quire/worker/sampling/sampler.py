@@ -1,4 +1,4 @@
-"""SampleSink: hidden states become tokens, one for each row whose known tokens are all computed.
+"""Sampler: hidden states become tokens, one for each row whose known tokens are all computed.
 
 Knows the order of sampling. Does not know how any rule works.
 
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch
 from quire.ops import masked_argmax
-from quire.protocol.plan import Entered, StepPlan, Work
-from quire.worker.request_rows import Rows
+from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
+from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import rules
 from quire.worker.sampling.gumbel import keys, seed_word
-from quire.worker.sampling.logits_processors import Pipeline, Processor
-from quire.worker.sampling.logprobs import MODES, Scored, joined
-from quire.worker.sampling.sampled_step import Outcome
-from quire.worker.sampling.sampler_ops import PLAIN, Drawing
-from quire.worker.sampling.top_k_top_p import Limits
+from quire.worker.sampling.logits_processors import LogitsPipeline, Processor
+from quire.worker.sampling.logprobs import MODES, ScoredTokens, joined
+from quire.worker.sampling.sampled_step import SampledStep
+from quire.worker.sampling.sampler_ops import PLAIN, SamplerOps
+from quire.worker.sampling.top_k_top_p import SamplingLimits
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
@@ -41,7 +41,7 @@ MOST = (1 << 31) - 1
 PROMPT_PIECE = 128  # prompt positions whose logits exist at a time
 
 
-class SampleSink:
+class Sampler:
     """Draws tokens, by the parameters that each row entered with.
 
     Args:
@@ -54,11 +54,11 @@ class SampleSink:
     def __init__(
         self,
         model: LanguageModel,
-        rows: Rows,
+        rows: RequestRows,
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[Processor] = (),
         vocab_size: int | None = None,
-        drawing: Drawing = PLAIN,
+        drawing: SamplerOps = PLAIN,
     ):
         if logprobs_mode not in MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is none of {', '.join(MODES)}")
@@ -68,12 +68,12 @@ class SampleSink:
         self.normalise = logprobs_mode.endswith("logprobs")
         self.vocab_size = vocab_size or getattr(model, "vocab_size", None)
         before, after = rules(drawing.penalties)
-        self.pipeline = Pipeline(rows, [*before, *processors, *after])
+        self.pipeline = LogitsPipeline(rows, [*before, *processors, *after])
         self.greedy = np.ones(rows.max_rows, bool)
         self.limited = np.zeros(rows.max_rows, bool)
         self.temperature = np.ones(rows.max_rows, np.float32)
         self.seeds = np.zeros(rows.max_rows, np.uint32)
-        self.limits = Limits(
+        self.limits = SamplingLimits(
             np.zeros(rows.max_rows, np.int64), np.ones(rows.max_rows), np.zeros(rows.max_rows)
         )
         self.scored: dict[
@@ -87,7 +87,7 @@ class SampleSink:
         self.particular: set[int] = set()
 
     # -- rows -----------------------------------------------------------------------------------
-    def enter(self, new: Entered) -> None:
+    def enter(self, new: EnteredRow) -> None:
         """Take in a request's parameters; what is wrong with them fails its first step, and nobody else."""
         try:
             self._take_in(new)
@@ -102,11 +102,11 @@ class SampleSink:
         ):
             self.particular.add(row)
 
-    def plain(self, work: Sequence[Work]) -> bool:
+    def plain(self, work: Sequence[WorkItem]) -> bool:
         """Whether none of these rows is particular."""
         return not self.particular or self.particular.isdisjoint([item.row for item in work])
 
-    def _take_in(self, new: Entered) -> None:
+    def _take_in(self, new: EnteredRow) -> None:
         row, params = new.row, new.params
         if (wrong := self._out_of_vocabulary(new)) is not None:
             self.broken[row] = wrong
@@ -136,7 +136,7 @@ class SampleSink:
         for table in (self.scored, self.prompts, self.broken):
             table.pop(row, None)
 
-    def _out_of_vocabulary(self, new: Entered) -> str | None:
+    def _out_of_vocabulary(self, new: EnteredRow) -> str | None:
         if self.vocab_size is None:
             return None
         params = new.params
@@ -153,9 +153,9 @@ class SampleSink:
         return None
 
     # -- a step ---------------------------------------------------------------------------------
-    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> Outcome:
+    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> SampledStep:
         """Draw for the rows of `batch.sample_at_S`; score prompts that asked for it."""
-        outcome = Outcome(plan.step, len(plan.work))
+        outcome = SampledStep(plan.step, len(plan.work))
         if self.prompts:
             self._score_prompts(plan, batch, hidden_TD, outcome)
         if drawing := batch.drawing:
@@ -174,7 +174,7 @@ class SampleSink:
         return outcome
 
     def _choose(
-        self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, outcome: Outcome
+        self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, outcome: SampledStep
     ) -> None:
         stage = self.pipeline.stage(rows_S, changes_argmax=True)
         asked = self._asked(rows_S) if self.scored else {}
@@ -239,7 +239,7 @@ class SampleSink:
             at = self.rows.tensor(limited_S.nonzero()[0])
             limits = self.limits[rows_S[limited_S]]
             part_SV = scaled_SV if limited_S.all() else scaled_SV[at]
-            tokens_S[at] = self.how.draw_limited(part_SV, limits, keys_2S[:, at])
+            tokens_S[at] = self.how.draw_top_k_top_p(part_SV, limits, keys_2S[:, at])
         return tokens_S, scaled_SV, bool(stage)
 
     # -- scores ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class SampleSink:
         tokens_S: Tensor,
         rows_S: np.ndarray,
         lengths_S: np.ndarray,
-        outcome: Outcome,
+        outcome: SampledStep,
     ) -> None:
         for (best, given), members in asked.items():
             at = self.rows.tensor(np.array(members, np.int64))
@@ -287,7 +287,7 @@ class SampleSink:
         return scaled_SV
 
     def _score_prompts(
-        self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, outcome: Outcome
+        self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, outcome: SampledStep
     ) -> None:
         """The score of prompt token p stands in the hidden state of token p - 1."""
         offset = 0
@@ -300,7 +300,7 @@ class SampleSink:
             if here <= 0:
                 continue
             next_ids = self.rows.token_ids_RL[item.row, start + 1 : start + 1 + here]
-            parts: list[Scored] = []
+            parts: list[ScoredTokens] = []
             for piece in range(0, here, PROMPT_PIECE):
                 end = min(piece + PROMPT_PIECE, here)
                 logits = self.model.logits(hidden_TD[first + piece : first + end])

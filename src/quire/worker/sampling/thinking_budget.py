@@ -1,6 +1,6 @@
 """A budget of thinking: after so many tokens of thoughts, the mark that ends them is all that may come.
 
-Knows the marks as tokens (`Thoughts`). Does not know text. What a row has said is read from the rows, so nothing has
+Knows the marks as tokens (`ThinkingMarkers`). Does not know text. What a row has said is read from the rows, so nothing has
 to be kept over a preemption, and a row that cannot have spent its budget costs one comparison.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from quire.protocol.plan import Entered
-from quire.protocol.sampling_params import Thoughts
+from quire.protocol.plan import EnteredRow
+from quire.protocol.sampling_params import ThinkingMarkers
 from quire.worker.sampling.builtin_processors import only
-from quire.worker.sampling.logits_processors import Picked, Processor, keep_only
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, keep_only
 
 
-class Thinking:
+class ThinkingState:
     """What one row has thought."""
 
-    def __init__(self, marks: Thoughts, start: int):
+    def __init__(self, marks: ThinkingMarkers, start: int):
         self.marks, self.start = marks, start
         self.read = start  # tokens before this place have been read
         self.within = marks.opened
@@ -59,27 +59,27 @@ class ThinkingBudget(Processor):
     bars = True
 
     def __init__(self) -> None:
-        self.rows: dict[int, Thinking] = {}
+        self.rows: dict[int, ThinkingState] = {}
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         if (marks := new.params.thoughts) is None:
             return False
-        self.rows[new.row] = Thinking(marks, new.num_prompt)
+        self.rows[new.row] = ThinkingState(marks, new.num_prompt)
         return True
 
     def leave(self, row: int) -> None:
         del self.rows[row]
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         for at, token in self._forced(picked):
             only(logits_SV[at], [token])
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: Picked) -> None:
+    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, token in self._forced(picked):
             keep_only(words_SW[at], [token])
 
-    def _forced(self, picked: Picked) -> Iterator[tuple[int, int]]:
+    def _forced(self, picked: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of rows whose next token is settled."""
         for at, row, length in zip(
             picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(), strict=True

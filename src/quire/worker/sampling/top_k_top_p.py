@@ -30,15 +30,15 @@ SCALE = 2.0**40
 
 
 @dataclass(slots=True)
-class Limits:
+class SamplingLimits:
     """Of S rows. top_k 0, top_p 1 and min_p 0 limit nothing."""
 
     top_k: np.ndarray  # int64
     top_p: np.ndarray  # float64
     min_p: np.ndarray  # float64
 
-    def __getitem__(self, at: np.ndarray) -> Limits:
-        return Limits(self.top_k[at], self.top_p[at], self.min_p[at])
+    def __getitem__(self, at: np.ndarray) -> SamplingLimits:
+        return SamplingLimits(self.top_k[at], self.top_p[at], self.min_p[at])
 
     def candidates(self, vocab: int) -> int:
         """How many of the likeliest tokens to look at first."""
@@ -88,7 +88,9 @@ def ordered(scaled_SV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return values_SK, ids_SK
 
 
-def surviving(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def surviving(
+    scaled_SV: Tensor, values_SK: Tensor, limits: SamplingLimits
+) -> tuple[Tensor, Tensor]:
     """(count_S1, complete_S): how many of the K first tokens survive, and whether no other token does.
 
     Where a row is not complete, its count is not right: ask again with K = V.
@@ -125,14 +127,14 @@ def surviving(scaled_SV: Tensor, values_SK: Tensor, limits: Limits) -> tuple[Ten
     return count_S1, (values_SK.gather(1, count_S1 - 1) > values_SK[:, -1:])[:, 0]
 
 
-def cutoff(scaled_SV: Tensor, limits: Limits) -> Cutoff:
+def cutoff(scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
     """Of whole rows, however many tokens survive."""
     values_SV, ids_SV = ordered(scaled_SV, scaled_SV.shape[1])
     last_S1 = surviving(scaled_SV, values_SV, limits)[0] - 1
     return Cutoff(values_SV.gather(1, last_S1)[:, 0], ids_SV.gather(1, last_S1)[:, 0])
 
 
-def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
+def draw_top_k_top_p(scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor) -> Tensor:
     """Token ids, int64 [S], of rows with limits: the noise is made for candidates only, if they suffice."""
     vocab = scaled_SV.shape[1]
     # Asking a device whether the candidates were enough would stop the host, so there we sort.

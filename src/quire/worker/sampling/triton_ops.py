@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire.ops.triton import sampling
 from quire.worker.sampling.builtin_processors import Penalties
-from quire.worker.sampling.logits_processors import Picked
-from quire.worker.sampling.logprobs import Scored
-from quire.worker.sampling.sampler_ops import Drawing
-from quire.worker.sampling.top_k_top_p import Cutoff, Limits
+from quire.worker.sampling.logits_processors import ProcessorRows
+from quire.worker.sampling.logprobs import ScoredTokens
+from quire.worker.sampling.sampler_ops import SamplerOps
+from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits
 
 
 def _put(array: np.ndarray, like: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     return sampling.draw(scaled_SV, keys_2S)
 
 
-def cutoff(scaled_SV: Tensor, limits: Limits) -> Cutoff:
+def cutoff(scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
     log_min_p = np.log(
         limits.min_p, where=limits.min_p > 0, out=np.full(len(limits.min_p), -np.inf)
     )
@@ -35,27 +35,27 @@ def cutoff(scaled_SV: Tensor, limits: Limits) -> Cutoff:
     return Cutoff(*sampling.cutoff(scaled_SV, *numbers))
 
 
-def draw_limited(scaled_SV: Tensor, limits: Limits, keys_2S: Tensor) -> Tensor:
+def draw_top_k_top_p(scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor) -> Tensor:
     cut = cutoff(scaled_SV, limits)
     return sampling.draw(scaled_SV, keys_2S, (cut.logits_S, cut.ids_S))
 
 
 def score(
     logits_NV: Tensor, chosen_N: Tensor, top: int, also_NK: Tensor | None, normalise: bool
-) -> Scored:
+) -> ScoredTokens:
     lse_N, ranks_N = sampling.rank(logits_NV, chosen_N.long(), normalise)
     chosen_N1 = chosen_N[:, None].long()
     if also_NK is None:
         vocab = logits_NV.shape[1]
         also_NK = logits_NV.topk(vocab if top < 0 else min(top, vocab), dim=-1).indices
     ids_NK = torch.cat([chosen_N1, also_NK], dim=1)
-    return Scored(ids_NK, logits_NV.gather(1, ids_NK).float() - lse_N[:, None], ranks_N)
+    return ScoredTokens(ids_NK, logits_NV.gather(1, ids_NK).float() - lse_N[:, None], ranks_N)
 
 
-class CompiledPenalties(Penalties):
+class TritonPenalties(Penalties):
     """Counts and changes logits in two launches."""
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         state = picked.state
         params = [state.params[row] for row in picked.rows.tolist()]
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -73,4 +73,4 @@ class CompiledPenalties(Penalties):
         return logits_SV
 
 
-COMPILED = Drawing(draw, draw_limited, cutoff, score, CompiledPenalties)
+COMPILED = SamplerOps(draw, draw_top_k_top_p, cutoff, score, TritonPenalties)

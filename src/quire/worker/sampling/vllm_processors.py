@@ -6,7 +6,7 @@ of its own, where request i sits at index i until it is told otherwise:
     update_state(BatchUpdate or None)    who went, who came, who moved; in this order: removed, added, moved
     apply(logits [B, V])                 one row of logits a member of that batch
 
-Here a batch changes with every step, so `Foreign` keeps one for the processor: a request joins it when it draws
+Here a batch changes with every step, so `VllmProcessorAdapter` keeps one for the processor: a request joins it when it draws
 its first token, and leaves with its row. Members that do not draw in a step are shown zeros.
 
 Shape suffixes: S rows that draw, B members of a processor's batch, V vocabulary.
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.protocol.plan import Entered
+from quire.protocol.plan import EnteredRow
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.sampling.logits_processors import Picked, Processor
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows
 
 
 class MoveDirectionality(Enum):
@@ -127,7 +127,7 @@ def _bound(
     return lambda logits_V: function(*before, logits_V)
 
 
-class Foreign(Processor):
+class VllmProcessorAdapter(Processor):
     """One of ours, made of an object of that shape (it need not be a subclass: only have its methods)."""
 
     watches = True
@@ -137,7 +137,7 @@ class Foreign(Processor):
         self.changes_argmax = not inner.is_argmax_invariant()
         self.members: list[int | None] = []  # rows, by index in the processor's batch
         self.index: dict[int, int] = {}
-        self.waiting: dict[int, Entered] = {}  # rows that have not drawn yet
+        self.waiting: dict[int, EnteredRow] = {}  # rows that have not drawn yet
         self.outputs: dict[int, list[int]] = {}
         self.removed: list[int] = []  # indices that are free since the last update
 
@@ -149,7 +149,7 @@ class Foreign(Processor):
         if (check := getattr(self.inner, "validate_params", None)) is not None:
             check(params)
 
-    def enter(self, new: Entered) -> bool:
+    def enter(self, new: EnteredRow) -> bool:
         self.waiting[new.row] = new
         self.outputs[new.row] = list(new.tokens[new.num_prompt :])
         return True
@@ -164,7 +164,7 @@ class Foreign(Processor):
         for row, token in zip(rows, tokens, strict=True):
             self.outputs[row].append(token)
 
-    def apply(self, logits_SV: Tensor, picked: Picked) -> Tensor:
+    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         self.inner.update_state(self._update(picked.rows.tolist()))
         index_P = np.array([self.index[row] for row in picked.rows.tolist()], np.int64)
         device = logits_SV.device
@@ -224,7 +224,7 @@ def _checked(changed: Any, given: Tensor) -> Tensor:
     return changed
 
 
-def looks_foreign(kind: type) -> bool:
+def is_vllm_processor(kind: type) -> bool:
     """Whether a class has that shape."""
     return all(
         callable(getattr(kind, name, None))
@@ -232,9 +232,11 @@ def looks_foreign(kind: type) -> bool:
     )
 
 
-def adopt(kind: type, config: Any = None, device: torch.device | str = "cpu") -> Foreign:
+def adapt_processor(
+    kind: type, config: Any = None, device: torch.device | str = "cpu"
+) -> VllmProcessorAdapter:
     """Make one of a class of that shape, with the little of a vLLM configuration that such a class reads."""
-    return Foreign(kind(_config_of(config), torch.device(device), False))
+    return VllmProcessorAdapter(kind(_config_of(config), torch.device(device), False))
 
 
 def _config_of(resolved: Any) -> SimpleNamespace:
