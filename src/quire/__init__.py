@@ -1,6 +1,6 @@
 """Quire: an engine that serves large language models.
 
-The public names are loaded when they are first used, so that `import quire` costs milliseconds and no torch.
+A public name is imported when it is first used, so `import quire` takes milliseconds and does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.protocol.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 LATER = "quire.compat.vllm_unsupported"
-"""Where the names of features are that come later: importable, refused when used."""
+"""The module with names of planned features. They can be imported; using one raises an error."""
 
 PUBLIC = {
     "LLM": "quire.api.llm:LLM",
@@ -71,7 +71,7 @@ PUBLIC = {
         )
     },
 }
-"""Public name -> where it is."""
+"""Public name -> "module:attribute"."""
 
 __all__ = ["__version__", "__version_tuple__", *PUBLIC]
 

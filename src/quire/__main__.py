@@ -1,8 +1,8 @@
-"""`python -m quire` is `quire`.
+"""The module behind `python -m quire`: the same as the command `quire`.
 
-`python -m` puts the working directory first on sys.path; `quire` does not. The working directory is taken away here,
-before anything else is imported, so that `cd MODEL && python -m quire serve .` imports no file of that model. Python itself has
-looked for `quire` in it by then: use `quire`, or `python -P -m quire`, where a folder may hold a module of that name.
+`python -m` puts the working directory first on sys.path; `quire` does not. This module removes it before any other
+import, so that `cd MODEL && python -m quire serve .` imports no file of that model. Python has already searched that
+directory for `quire` itself. Use `quire`, or `python -P -m quire`, in a folder that may have a module of that name.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The only file that reads os.environ: one table of variables, read when asked.
+"""The only file that reads os.environ: one table of variables. Each is read when its value is needed.
 
-Each variable is known as QUIRE_NAME and as VLLM_NAME (the first wins), so that deployments keep working.
-Knows names, kinds and defaults, and which configuration field a variable stands for. Imports nothing of ours.
+Each variable has two names, QUIRE_NAME and VLLM_NAME (the first wins), so that existing deployments keep working.
+Knows names, kinds, defaults, and the configuration field that a variable fills. Imports nothing of Quire.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One row: NAME is without its prefix."""
+    """One row of the table. `name` has no prefix."""
 
     name: str
     kind: type
     default: Any
     help: str
     field: str | None = None
-    """The configuration field that it fills when neither flag nor keyword does."""
+    """The configuration field that it fills when neither a flag nor a keyword sets that field."""
 
 
 VARIABLES: dict[str, Variable] = {
     row.name: row
     for row in (
-        # What must be known before a configuration exists
+        # Read before a configuration exists
         Variable("LOGGING_LEVEL", str, "INFO", "Log level of every process."),
         Variable("CONFIGURE_LOGGING", bool, True, "0: leave Python's logging as the program set it up."),
         Variable("LOGGING_CONFIG_PATH", str, None, "JSON file for logging.config.dictConfig."),
@@ -67,7 +67,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLIGHT_RECORDER", bool, True, "0: the engine process does not write down its last steps."),
         Variable("KEEP_ALIVE_ON_ENGINE_DEATH", bool, False, "1: the HTTP server stays up when the engine has died."),
         Variable("CHECK", bool, False, "1: integrity checks after every step (tests, debugging)."),
-        # What stands for a field
+        # Variables that fill a configuration field, and accepted ones
         Variable("API_KEY", str, None, "API key of the server.", "api_key"),
         Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
         Variable("CPU_KVCACHE_SPACE", float, None, "GiB of KV cache.", "kv_cache_memory_bytes"),
@@ -95,29 +95,29 @@ USE_AOT_COMPILE LOOPBACK_IP MODEL_REDIRECT_PATH SERVER_PORT IMAGE VERSION
 DISABLE_REQUEST_ID_RANDOMIZATION USE_DEEP_GEMM MOE_DP_CHUNK_SIZE ENABLE_COHERE_API
 """
 QUIET = frozenset(_QUIET.split())
-"""Names of the field that tune what this engine does not have: taken without a word."""
+"""vLLM's variables that tune what this engine does not have: accepted without a warning."""
 
-# Kubernetes puts these into every pod beside a service called "vllm": VLLM_PORT=tcp://10.0.0.1:80 and so on.
+# Kubernetes sets these in every pod when a service is called "vllm": VLLM_PORT=tcp://10.0.0.1:80 and so on.
 _KUBERNETES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
 
 
 def raw(name: str) -> str | None:
-    """The text of QUIRE_name, or else of VLLM_name."""
+    """The text of QUIRE_name, or else of VLLM_name; None if neither is set."""
     value = os.environ.get(f"QUIRE_{name}")
     return os.environ.get(f"VLLM_{name}") if value is None else value
 
 
 def spelt(name: str) -> str:
-    """The variable that `raw` reads, with its prefix."""
+    """The full name of the variable that `raw` reads."""
     return f"QUIRE_{name}" if f"QUIRE_{name}" in os.environ else f"VLLM_{name}"
 
 
 def get(name: str) -> Any:
-    """A variable of the table in its kind, or its default.
+    """The value of a variable of the table, or its default.
 
     Raises:
-        KeyError: not in the table.
-        ValueError: its text is not of its kind.
+        KeyError: the variable is not in the table.
+        ValueError: the text cannot be converted to the variable's kind.
     """
     row = VARIABLES[name]
     text = raw(name)
@@ -144,20 +144,20 @@ def parse(row: Variable, text: str) -> Any:
 
 
 def outer(name: str) -> str | None:
-    """A variable that is not ours: HF_TOKEN, NO_COLOR, CUDA_VISIBLE_DEVICES, OTEL_..., PROMETHEUS_MULTIPROC_DIR."""
+    """A variable without Quire's prefixes: HF_TOKEN, NO_COLOR, CUDA_VISIBLE_DEVICES, PROMETHEUS_MULTIPROC_DIR."""
     return os.environ.get(name)
 
 
 def set_outer(name: str, value: str) -> None:
-    """For what libraries read at import, such as PROMETHEUS_MULTIPROC_DIR."""
+    """Set a variable that a library reads when it is imported, such as PROMETHEUS_MULTIPROC_DIR."""
     os.environ[name] = value
 
 
 def for_a_child(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, for a process that it starts.
+    """This process's environment with changes, for a child process.
 
-    Python reads an empty entry of PYTHONPATH, as in `$PYTHONPATH:/x`, as the working directory. Nobody asks for
-    that on purpose, so such entries are left out.
+    Python reads an empty entry of PYTHONPATH, as in `$PYTHONPATH:/x`, as the working directory. Such entries are
+    always accidents, so they are removed.
     """
     return {**_importable(dict(os.environ)), **changes}
 
@@ -175,7 +175,7 @@ def _importable(found: dict[str, str]) -> dict[str, str]:
 
 
 def fields() -> dict[str, Any]:
-    """Configuration fields that the environment fills: field -> value."""
+    """The configuration fields that the environment sets: field -> value."""
     found: dict[str, Any] = {}
     for row in VARIABLES.values():
         if row.field is not None and (value := get(row.name)) is not None:
@@ -186,7 +186,7 @@ def fields() -> dict[str, Any]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Variables with our prefixes that no table has: most likely a slip of the pen."""
+    """Variables with Quire's prefixes that no table has: most likely typing errors."""
     found = []
     for name in environ if environ is not None else os.environ:
         prefix, _, rest = name.partition("_")
@@ -198,7 +198,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def own_variables() -> dict[str, str]:
-    """All variables with our prefixes, for the bug report; keys are not shown."""
+    """All variables with Quire's prefixes, for the bug report; secret values are masked."""
     secret = ("KEY", "TOKEN", "PASSWORD")
     return {
         name: "***" if any(word in name for word in secret) else value

@@ -1,4 +1,4 @@
-"""The errors that cross a room's border. Each says what is wrong, where, and what to do about it."""
+"""Quire's exceptions. Each message says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class QuireError(Exception):
-    """Base of all of ours."""
+    """Base class of Quire's exceptions."""
 
 
 class ValidationError(QuireError, ValueError):
-    """A request, or one of its parameters, cannot be served as it is. HTTP 400."""
+    """A request, or one of its parameters, is invalid. HTTP 400."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None):
         super().__init__(message)
@@ -18,7 +18,7 @@ class ValidationError(QuireError, ValueError):
 
 
 class Unsupported(QuireError, NotImplementedError, ValueError):
-    """A feature that exists by name and is not here yet (or not on this platform). HTTP 501."""
+    """A known feature that is not implemented yet, or not on this platform. HTTP 501."""
 
     def __init__(self, feature: str, remedy: str = ""):
         super().__init__(f"{feature} is not supported yet{': ' + remedy if remedy else '.'}")
@@ -26,19 +26,19 @@ class Unsupported(QuireError, NotImplementedError, ValueError):
 
 
 class ConfigError(QuireError, ValueError):
-    """What was asked for at start does not fit together. The message names the flag to change."""
+    """The configuration is invalid or contradicts itself. The message names the flag to change."""
 
 
 class NotEnoughMemory(ConfigError):
-    """The memory plan does not work out; the message has the numbers and the one flag to change."""
+    """The memory plan does not fit; the message has the numbers and the one flag to change."""
 
 
 class ModelNotFound(ConfigError):
-    """No checkpoint where we looked; the message says where that was."""
+    """No checkpoint was found; the message says where Quire searched."""
 
 
 class StartupError(QuireError, RuntimeError):
-    """The engine did not come up; the message is its own. `detail` is its traceback, if there is one."""
+    """The engine did not start; the message gives its error. `detail` is the engine's traceback, if there is one."""
 
     def __init__(self, message: str, detail: str = ""):
         super().__init__(message)
@@ -46,15 +46,15 @@ class StartupError(QuireError, RuntimeError):
 
 
 class StepFailed(QuireError, RuntimeError):
-    """A step could not be run, but the device is sound: its requests end with an error, others go on."""
+    """A step failed, but the device still works: the step's requests end with an error, other requests go on."""
 
 
 class EngineDeadError(QuireError, RuntimeError):
-    """The engine cannot answer any more; the message says why."""
+    """The engine has died or was shut down; the message says why."""
 
 
 class EngineDelayed(QuireError, RuntimeError):
-    """The engine died too often; it is started again later. HTTP 503 with Retry-After. `incident` is in the log."""
+    """The engine died too often and restarts later. HTTP 503 with Retry-After. The log names the same `incident`."""
 
     def __init__(self, incident: str):
         super().__init__(
@@ -64,7 +64,7 @@ class EngineDelayed(QuireError, RuntimeError):
 
 
 class Conflict(QuireError, RuntimeError):
-    """Somebody else wanted otherwise meanwhile. HTTP 409."""
+    """Another call changed the state in the meantime. HTTP 409."""
 
 
 class QueueFull(QuireError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Batch: what one forward pass knows, and how layers reach it.
+"""ForwardBatch: the tensors of one forward pass, and how layers reach them.
 
-Models never see it: they get (token_ids, positions). Attention calls `current_batch()`.
+A model does not see the batch: it gets (token_ids, positions). Attention calls `current_batch()`.
 
-Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a row, S sampled places.
+Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a row, S sampled positions.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ def _none() -> np.ndarray:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step, as tensors. Row b owns tokens query_start_B1[b] : query_start_B1[b + 1]."""
+    """One step, as tensors. Row b has the tokens query_start_B1[b] : query_start_B1[b + 1]."""
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
     rows_B: Tensor  # int64: the worker's row of each request
     query_start_B1: Tensor  # int32
-    lengths_B: Tensor  # int32: context of each row, this step's tokens included
-    block_tables: list[Tensor]  # by cache group, int32 [B, M]
-    slots: list[Tensor]  # by cache group, int64 [T]: block * block_size + offset of each token
-    sample_at_S: Tensor  # int64: which of the T places want logits
-    max_query: int  # the most tokens a row has in this step (known to the host)
+    lengths_B: Tensor  # int32: context length of each row, this step's tokens included
+    block_tables: list[Tensor]  # by KV group, int32 [B, M]
+    slots: list[Tensor]  # by KV group, int64 [T]: block * block_size + offset of each token
+    sample_at_S: Tensor  # int64: which of the T positions need logits
+    max_query: int  # the most tokens that a row has in this step (known to the host)
     max_length: int  # the longest context (known to the host)
     num_tokens: int  # before padding
     num_rows: int  # before padding
-    query_lens: list[int] = field(default_factory=list)  # host copies of the above, by row
+    # host copies, by row: query lengths and context lengths
+    query_lens: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    drawing: list[int] = field(default_factory=list)  # which of the rows draw, as sample_at_S
+    # host copies for the rows that draw a token, in the order of sample_at_S: index in B, worker's row, context length
+    drawing: list[int] = field(default_factory=list)
     rows_S: np.ndarray = field(default_factory=_none)  # on the host: the worker's rows of these
     lengths_S: np.ndarray = field(default_factory=_none)  # and their contexts
-    meta: dict[int, Any] = field(
-        default_factory=dict
-    )  # the attention backend's plan, by cache group
+    # the attention backend's metadata, by KV group
+    meta: dict[int, Any] = field(default_factory=dict)
 
 
 class _Thread(threading.local):
-    """Two engines of one process may run at once, each in its thread."""
+    """Per thread, because two engines in one process may run at once."""
 
     batch: ForwardBatch | None = None
 
@@ -72,7 +73,7 @@ def forward_context(batch: ForwardBatch) -> Iterator[None]:
 
 @contextmanager
 def running_instead(batch: ForwardBatch) -> Iterator[None]:
-    """Inside a forward pass: layers see `batch`, whose tensors a recorded pass reads, in the place of the step's own."""
+    """Inside a forward pass: layers see `batch`, a captured graph's static tensors, instead of the step's batch."""
     outer, _running.batch = current_batch(), batch
     try:
         yield
@@ -81,7 +82,7 @@ def running_instead(batch: ForwardBatch) -> Iterator[None]:
 
 
 def current_batch() -> ForwardBatch:
-    """Of this thread's forward pass."""
+    """The batch of this thread's forward pass."""
     batch = _running.batch
     if batch is None:
         raise RuntimeError("no forward pass is running")

@@ -1,7 +1,7 @@
-"""One logger setup for every process, and warnings that do not flood.
+"""Logging setup for every process, and rate-limited warnings.
 
-A library does not touch the program's logging: `configure()` is called by our own commands and processes, and by
-LLM(...) only as far as nobody has set logging up. Knows Python's logging and the variables in `env.py`.
+A library must not change the program's logging. Quire's own commands and processes call `configure()`;
+LLM(...) calls it with force=False. Knows Python's logging and the variables in `env.py`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from quire.terminal import OutputHandler
 
 ROOT = "quire"
 CONTINUED = "| "
-"""Before each line of a text but its first: a text that a client wrote cannot look like a record of ours."""
+"""Starts each line of a message after the first, so that text from a client cannot look like a log record."""
 MOST_KEYS = 1024
-"""Keys of `warning_every` that a logger remembers; it forgets the oldest beyond them."""
+"""Keys of `warning_every` that a logger remembers. It forgets the oldest first."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that command a terminal, end a line, turn its direction, or cannot be encoded."""
+"""Characters that control a terminal, end a line, change text direction, or cannot be encoded."""
 _COLORS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that can also warn at most once in a while."""
+    """A logger with rate-limited warnings."""
 
     def __init__(self, logger: logging.Logger):
         super().__init__(logger)
         self._last: dict[str, float] = {}
-        """When each key warned last, of the MOST_KEYS latest ones."""
+        """When each key last warned; only the latest MOST_KEYS keys."""
 
     def warning_every(self, key: str, seconds: float, message: str, *args: Any) -> None:
         """Warn, unless `key` warned within `seconds`."""
@@ -49,7 +49,7 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
             self.warning(message, *args)
 
     def warning_once(self, message: str, *args: Any) -> None:
-        """Warn, unless this logger said the same words before."""
+        """Warn, unless this logger has already logged the same message."""
         self.warning_every(message, float("inf"), message, *args)
 
 
@@ -58,7 +58,7 @@ def get_logger(name: str) -> Logger:
 
 
 def printable(text: str) -> str:
-    """The text with control characters written as escapes, line feeds and tabs excepted."""
+    """The text with control characters escaped, except line feeds and tabs."""
     return _CONTROL.sub(_escaped, text.replace("\r\n", "\n"))
 
 
@@ -68,7 +68,10 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class Lines(logging.Formatter):
-    """`12:00:00.123 WARNING engine[4711] scheduler.py:88: text`, each further line of the text behind the same head and a bar."""
+    """Text format: `12-31 12:00:00.123 WARNING engine[4711] scheduler.py:88: text`.
+
+    Each further line of a message has the same prefix and a bar.
+    """
 
     def __init__(self, process: str, *, prefix: str = "", color: bool = False):
         super().__init__()
@@ -92,7 +95,7 @@ class Lines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, for collectors of logs: set QUIRE_LOGGING_FORMAT=json."""
+    """JSON format for log collectors, one object a line: QUIRE_LOGGING_FORMAT=json."""
 
     def __init__(self, process: str):
         super().__init__()
@@ -113,15 +116,15 @@ class JsonLines(logging.Formatter):
 
 
 def configure(process: str = "quire", level: str | None = None, *, force: bool = True) -> None:
-    """Set logging up for this process.
+    """Set up logging for this process.
 
     Args:
         process: short name in each line: server, engine, worker 0.
         level: DEBUG, INFO, ...; None: QUIRE_LOGGING_LEVEL.
-        force: False: do nothing if the program has given our logger, or the root, a handler.
+        force: False: do nothing if Quire's logger or the root logger already has a handler.
 
     Raises:
-        ConfigError: no such level; QUIRE_LOGGING_CONFIG_PATH is not such a file.
+        ConfigError: no such level; QUIRE_LOGGING_CONFIG_PATH is not a valid configuration file.
     """
     ours = logging.getLogger(ROOT)
     if not env.get("CONFIGURE_LOGGING"):

@@ -1,7 +1,7 @@
-"""Plugins: functions that installed packages offer by an entry point, and the registry of models they add to.
+"""Plugins (entry points of installed packages), and the model registry that they extend.
 
-A plugin is a function without arguments, named in the group `quire.general_plugins`; it runs once in every process
-of ours, before a model is chosen, and registers what it brings. Knows entry points. Does not know what a plugin does.
+A plugin is a function without arguments in the entry-point group `quire.general_plugins`. Each Quire process runs it
+once, before a model is chosen; it registers what it adds. Knows entry points. Does not know what a plugin does.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ logger = get_logger(__name__)
 
 GROUP = "quire.general_plugins"
 FOREIGN_GROUP = "vllm.general_plugins"
-"""Plugins of vLLM: run only when QUIRE_PLUGINS names them, since most reach into vLLM's insides."""
+"""vLLM's plugins. They run only when QUIRE_PLUGINS names them, since most use vLLM's internals."""
 
-_MODELS = "quire.models.registry"  # above this room: found by name, when a plugin asks for it
+# a higher layer, so it is imported by name, when a plugin needs it
+_MODELS = "quire.models.registry"
 
 
 class _Once:
-    """Whether this process ran its plugins."""
+    """Whether this process has run its plugins."""
 
     done = False
 
 
 def load_plugins(*, again: bool = False) -> list[str]:
-    """Run the plugins that are installed and allowed; their names. A second call does nothing.
+    """Run the installed and allowed plugins, and return their names. A second call does nothing.
 
-    QUIRE_PLUGINS (or VLLM_PLUGINS) is a list of allowed names with commas between; unset: all of our own
-    group; empty: none. A plugin that fails is logged and passed over, since the server may well do without it.
+    QUIRE_PLUGINS (or VLLM_PLUGINS) lists the allowed names, separated by commas. Unset: all of Quire's group; empty:
+    none. If a plugin fails, it is logged and skipped, since the server can often work without it.
     """
     if _Once.done and not again:
         return []
@@ -58,14 +59,14 @@ def load_plugins(*, again: bool = False) -> list[str]:
 
 
 def installed() -> set[str]:
-    """Names of all plugins that there are, of every kind (logits processors are not run here)."""
+    """Names of all installed plugins of every kind, logits processors too (which do not run here)."""
     points = importlib.metadata.entry_points()
     groups = [group for group in points.groups if group.startswith(("quire.", "vllm."))]
     return {point.name for group in groups for point in points.select(group=group)}
 
 
 def entry_points_to_run(allowed: set[str] | None) -> Iterable[importlib.metadata.EntryPoint]:
-    """Entry points to run: ours unless not allowed, vLLM's only if allowed by name."""
+    """The entry points to run: Quire's group unless `allowed` excludes them, vLLM's only if `allowed` names them."""
     for point in importlib.metadata.entry_points(group=GROUP):
         if allowed is None or point.name in allowed:
             yield point
@@ -79,14 +80,14 @@ class _ModelRegistry:
     """`ModelRegistry.register_model("MyForCausalLM", "my_package.module:MyModel")`."""
 
     def register_model(self, architecture: str, model: str | type | Callable[..., Any]) -> None:
-        """Serve checkpoints of this architecture with a class of yours.
+        """Serve checkpoints of this architecture with your own model class.
 
         Args:
             architecture: as in the `architectures` of config.json.
-            model: "module:Class", imported when it is needed, or the class.
+            model: the class, or "module:Class", which is imported when it is needed.
 
         Raises:
-            ConfigError: a class that another process could not import.
+            ConfigError: another process could not import the class.
         """
         if not isinstance(model, str):
             if model.__module__ == "__main__" or "<" in model.__qualname__:
@@ -98,7 +99,7 @@ class _ModelRegistry:
         importlib.import_module(_MODELS).register(architecture, model)
 
     def get_supported_archs(self) -> list[str]:
-        """Architectures with a model of ours or of a plugin; others run by the code of Transformers."""
+        """Architectures with a native or a plugin's model; all others use the Transformers backend."""
         return sorted(importlib.import_module(_MODELS).MODELS)
 
 

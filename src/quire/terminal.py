@@ -1,7 +1,7 @@
-"""Writing to standard output and error so that no reader can hold a process up, or end it.
+"""Writing to standard output and error such that a slow or closed reader can neither block nor end the process.
 
-A pipe that nobody reads, a terminal that is stopped (Ctrl-S), a closed pipe and a full disk cost the lines, and the next line
-that can be written says how many. Knows file descriptors. Does not know what the lines say.
+If a pipe is not read, a terminal is stopped (Ctrl-S), a pipe is closed or a disk is full, lines are dropped. The next
+line that can be written reports how many. Knows file descriptors. Does not know what the lines mean.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import stat
 import sys
 from typing import TextIO
 
-WAIT_S = 0.05  # what a reader that was not behind before is waited for
+WAIT_S = 0.05  # how long a write waits for a reader that has kept up so far
 
 
 class Output:
-    """A stream of this process, written without waiting."""
+    """An output stream of this process, written without blocking."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
-        self.dropped = 0  # lines since the last that could be written
+        self.dropped = 0  # lines dropped since the last successful write
         self._fd = -1
         self._socket: socket.socket | None = None
         try:
             fd = stream.fileno()
             kind = os.fstat(fd).st_mode
         except (OSError, ValueError, AttributeError):
-            return  # a program's own stream
+            return  # a program's own stream object, without a descriptor
         self._fd = fd
-        with contextlib.suppress(OSError):  # else the stream's own flags hold
+        with contextlib.suppress(OSError):  # on failure, write to the original descriptor
             if stat.S_ISSOCK(kind):
                 self._socket = socket.socket(fileno=os.dup(fd))
             elif stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
-                # A description of our own: O_NONBLOCK on the shared one would change other programs' writing.
+                # Open a separate file description: O_NONBLOCK on the shared one would also affect other programs.
                 flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
                 self._fd = os.open(f"/proc/self/fd/{fd}", flags)
 
@@ -72,10 +72,11 @@ class Output:
     def _send(self, data: bytes) -> int:
         if self._socket is not None:
             return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        return os.write(self._fd, data[: select.PIPE_BUF])  # ready for a pipe: room for that much
+        # poll() says that a pipe has room for this
+        return os.write(self._fd, data[: select.PIPE_BUF])
 
     def close(self) -> None:
-        """Give descriptors of our own back."""
+        """Close the descriptors that this object opened."""
         if self._socket is not None:
             self._socket.close()
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -85,7 +86,7 @@ class Output:
 
 
 class OutputHandler(logging.StreamHandler[TextIO]):
-    """Log lines through an Output."""
+    """A log handler that writes through an Output."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
@@ -97,7 +98,7 @@ class OutputHandler(logging.StreamHandler[TextIO]):
         except Exception:
             self.handleError(record)
             return
-        if self.stream is not self.output.stream:  # setStream, or a test's own
+        if self.stream is not self.output.stream:  # setStream, or a test replaced it
             self.output = Output(self.stream)
         self.output.write(f"{line}\n")
 
@@ -107,7 +108,7 @@ class OutputHandler(logging.StreamHandler[TextIO]):
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """As print, which a closed or full output makes fail."""
+    """Like print, but a closed or full output raises no error."""
     output = Output(stream or sys.stdout)
     output.write(f"{text}\n")
     output.close()
