@@ -1,1 +1,1 @@
-"""What crosses a process boundary: msgspec Structs, importing nothing of ours and no torch."""
+"""The messages that cross process boundaries, as msgspec Structs. No torch here."""

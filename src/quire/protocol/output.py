@@ -1,4 +1,4 @@
-"""Wire 1, up: what is new about a request, and what the engine says of itself.
+"""Engine protocol, engine to frontend: new tokens of requests, and the state of the engine.
 
 Knows token ids, log-probabilities and numbers. Does not know text or HTTP.
 """
@@ -15,11 +15,11 @@ ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
 
 class Logprobs(Struct, array_like=True, omit_defaults=True, gc=False):
-    """For each of P positions the chosen token first, then the most likely ones, best first.
+    """For each of P positions the chosen token first, then the most likely tokens, best first.
 
-    `token_ids[p][0]` is the token that stands at `start + p`; entries 1.. are the top-k (the chosen
-    one may occur there again). `ranks[p]` is the chosen token's rank, from 1. Positions count from
-    the first token of the prompt, so a consumer that sees one twice (after a preemption) can tell.
+    `token_ids[p][0]` is the token at position `start + p`; entries 1.. are the top-k (the chosen token
+    may occur there again). `ranks[p]` is the chosen token's rank, from 1. Positions count from the
+    first token of the prompt, so a receiver can detect a position that it gets twice (after a preemption).
     """
 
     start: int
@@ -34,12 +34,12 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     id: str
     tokens: list[int]
     finish: FinishReason | None = None
-    stopped_by: int | str | None = None  # the stop token (None: the model's own end of text)
-    error: str | None = None  # why, when finish is "error"
+    stopped_by: int | str | None = None  # the stop token; None: the model's end-of-text token
+    error: str | None = None  # the reason, when finish is "error"
     error_kind: ErrorKind = "internal"
-    logprobs: Logprobs | None = None  # one position a token of `tokens`
+    logprobs: Logprobs | None = None  # one position for each token of `tokens`
     prompt_logprobs: Logprobs | None = None
-    cached: int = 0  # prompt tokens whose KV was found: they cost nothing
+    cached: int = 0  # prompt tokens that the prefix cache already had
     preemptions: int = 0
     queued: float = 0.0  # seconds it waited before its first step
     client: int = 0
@@ -57,7 +57,7 @@ class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):
 
 
 class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="stats"):
-    """A snapshot of the middle room, for /metrics, the log line and `LLM.get_metrics()`. Counters never fall."""
+    """A snapshot of the engine, for /metrics, the log line and `LLM.get_metrics()`. Counters never decrease."""
 
     running: int = 0
     waiting: int = 0
@@ -71,14 +71,14 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     generation_tokens: int = 0
     finished: dict[str, int] = {}  # by FinishReason
     steps: int = 0
-    deferred: int = 0  # of those who wait: how many are not held up by want of room
-    residency: dict[str, list[float]] = {}  # lives of blocks: counts by bucket, then the sum
-    state: str = "awake"  # or what it has given back (engine/sleep.py)
-    counts: dict[str, float] = {}  # of what was asked to be counted besides
+    deferred: int = 0  # waiting requests that a gate blocks (scheduler/gate.py)
+    residency: dict[str, list[float]] = {}  # of blocks: counts by bucket, then the sum
+    state: str = "awake"  # or the level of sleep (engine/sleep.py)
+    counts: dict[str, float] = {}  # optional counters, if they are configured
 
 
 class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):
-    """The one message that ends an engine's start-up."""
+    """The message that ends a successful start of the engine."""
 
     max_model_len: int
     num_blocks: int
@@ -87,23 +87,23 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     dtype: str
     device: str
     architecture: str
-    model_impl: str  # "native", or "transformers (packed)", "transformers (per request)"
+    model_impl: str  # "native", or a sentence about the Transformers backend
     depth: int
     startup: list[tuple[str, float]] = []  # stage, seconds
     pid: int = 0
     version: str = ""
-    num_tokens: int = 0  # that the KV cache holds, if they are of requests of max_model_len
+    num_tokens: int = 0  # capacity of the KV cache, for requests of max_model_len tokens
 
 
 class EngineDied(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
-    """The engine could not start, or cannot go on: what happened, and what to do about it."""
+    """The engine could not start, or has failed: what happened, and what to do about it."""
 
     error: str
     traceback: str = ""
 
 
 class Heartbeat(Struct, array_like=True, gc=False, tag="beat"):
-    """A sign of life: how long the present step takes already, and how long it may (seconds)."""
+    """A sign of life: how long the current step has run, and how long it may run (seconds)."""
 
     steps: int
     busy: float
@@ -111,10 +111,10 @@ class Heartbeat(Struct, array_like=True, gc=False, tag="beat"):
 
 
 class EngineOpen(Struct, array_like=True, gc=False, tag="open"):
-    """A front room's process takes requests; `chats`: the model has a chat template."""
+    """An HTTP process accepts requests; `chats`: the model has a chat template."""
 
     chats: bool
 
 
-FromEngine = EngineOutput | Reply | EngineStats  # to a front room
-Lifeline = EngineReady | EngineDied | Heartbeat | EngineOpen  # to whoever keeps the process alive
+FromEngine = EngineOutput | Reply | EngineStats  # to a frontend
+Lifeline = EngineReady | EngineDied | Heartbeat | EngineOpen  # to the supervisor

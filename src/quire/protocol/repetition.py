@@ -1,6 +1,6 @@
-"""When an output goes round in circles: what a user says about that.
+"""RepetitionDetectionParams: when an output counts as endlessly repetitive.
 
-Knows the rules of its numbers. Does not know tokens; `frontend/repetition_detector.py` looks at those.
+Knows the valid ranges of the parameters. Does not know tokens; `frontend/repetition_detector.py` examines those.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from quire.errors import ValidationError
 from quire.protocol import validators
 
 NAME = "repetition_detection"
-LONGEST = 256  # tokens of a pattern: each token of an output is compared with that many before it
+# tokens of a pattern: each output token is compared with up to that many tokens before it
+LONGEST = 256
 
 
 class RepetitionDetectionParams(Struct, omit_defaults=True):
-    """An output ends when its last tokens are one pattern `min_count` times.
+    """An output ends when its last tokens are one pattern, `min_count` times in a row.
 
     Raises:
         ValidationError: a number is out of its range.
     """
 
     max_pattern_size: int = 0
-    """Tokens of the longest pattern that counts; 0: none does."""
+    """Length in tokens of the longest pattern that counts; 0 switches the detection off."""
     min_pattern_size: int = 0
-    """Tokens of the shortest; 0 is 1."""
+    """Length of the shortest pattern; 0 means 1."""
     min_count: int = 0
-    """How often a pattern must come, one time after the other; at least 2."""
+    """How often in a row a pattern must occur; at least 2."""
 
     def __post_init__(self) -> None:
         most = validators.whole_number(
@@ -44,10 +45,10 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
 
     @classmethod
     def read(cls, given: Any) -> RepetitionDetectionParams:
-        """From JSON's object.
+        """Parse a JSON object.
 
         Raises:
-            ValidationError: it is none, or has a name or a number that is none of ours.
+            ValidationError: it is not an object, has an unknown name, or has an invalid number.
         """
         if isinstance(given, cls):
             return given

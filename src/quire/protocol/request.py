@@ -1,4 +1,4 @@
-"""Wire 1, down: what the front room asks of the engine.
+"""Engine protocol, frontend to engine: requests, aborts and calls.
 
 Knows token ids, sampling parameters and names. Does not know text, templates, blocks or devices.
 """
@@ -14,7 +14,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 
 class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
-    """One picture, sound or video whose placeholder tokens stand in the prompt."""
+    """One image, sound or video, whose placeholder tokens are in the prompt."""
 
     hash: str
     kind: str
@@ -24,31 +24,32 @@ class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="request"):
-    """One generation. `params.n` is already 1: the front room fans out (`frontend/parallel_sampling.py`)."""
+    """One generation. `params.n` is already 1: `frontend/parallel_sampling.py` makes one request for each output."""
 
     id: str
     tokens: list[int]  # media placeholders already expanded
     params: SamplingParams
     arrived: float = 0.0  # seconds, time.time()
-    client: int = 0  # which API process is answered
-    priority: int = 0  # lower is more important
+    client: int = 0  # which frontend gets the outputs
+    priority: int = 0  # a lower number is more important
     adapter: str | None = None
     media: list[MediaItem] = []
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
-    tenant: str = ""  # who asks: requests of one tenant share its part of the engine
-    extras: dict[str, Any] = {}  # "transfer", "trace", ...: read by that feature and nobody else
-    inner: bool = False  # part of a larger one, whose end its front room counts (engine/rpc.py)
+    # the owner of the API key: requests of one tenant share its part of the engine
+    tenant: str = ""
+    extras: dict[str, Any] = {}  # data for features, by feature name; only that feature reads it
+    inner: bool = False  # part of a larger request, whose end its frontend counts (engine/rpc.py)
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):
-    """These end here and now. `why`: how their users were told that they ended."""
+    """End these requests now. `why`: the finish reason that their users got."""
 
     ids: list[str]
     why: FinishReason = "abort"
 
 
 class Call(Struct, array_like=True, omit_defaults=True, gc=False, tag="call"):
-    """A named function of the engine (`engine/rpc.py`), answered by one `Reply` of the same id."""
+    """Call a named function of the engine (`engine/rpc.py`). One `Reply` with the same id answers it."""
 
     id: int
     name: str
@@ -60,7 +61,7 @@ ToEngine = EngineRequest | Abort | Call
 
 
 class RequestHead(Struct, array_like=True, gc=False, tag="request"):
-    """What of an EngineRequest is needed to answer it. It can be decoded where the rest cannot."""
+    """The fields of an EngineRequest that a reply to it needs. They can be decoded even if the rest cannot."""
 
     id: str
     tokens: Raw = Raw()
@@ -70,7 +71,7 @@ class RequestHead(Struct, array_like=True, gc=False, tag="request"):
 
 
 class CallHead(Struct, array_like=True, gc=False, tag="call"):
-    """The same of a Call."""
+    """The same for a Call."""
 
     id: int
     name: str

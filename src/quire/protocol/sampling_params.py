@@ -1,8 +1,8 @@
-"""What a user asks of one generation: how tokens are chosen, when to stop, what to report.
+"""SamplingParams: how tokens are chosen, when to stop, what to report.
 
-Knows the rules that a value must keep by itself; each is checked when the object is made, and made again
-from bytes. Rules that need a model (vocabulary size, limits of a server) are checked where the model is
-known, in `frontend/input_processor.py`. Reading a value as what it should be is `values.py`'s.
+Knows the rules that a value must satisfy by itself. They are checked when the object is made, and again when it is
+decoded from bytes. `frontend/input_processor.py` checks the rules that depend on a model (vocabulary size) or on a
+server's limits. `validators.py` converts single values.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from quire.protocol.structured_outputs import StructuredOutputsParams as Structu
 log = get_logger(__name__)
 
 GREEDY_BELOW = 1e-5
-LOWEST_TEMPERATURE = 0.01  # below it, logits / temperature overflows to what greedy gives anyway
+# below it, logits / temperature may overflow, and the result is the greedy choice anyway
+LOWEST_TEMPERATURE = 0.01
 
 
 class RequestOutputKind(IntEnum):
-    """What each RequestOutput of a stream holds."""
+    """What each RequestOutput of a stream contains."""
 
     CUMULATIVE = 0
-    """All that was generated so far."""
+    """Everything generated so far."""
     DELTA = 1
-    """What is new since the last one."""
+    """What is new since the previous output."""
     FINAL_ONLY = 2
-    """Nothing until the end, then all."""
+    """Nothing until the end, then everything."""
 
 
 class ThinkingMarkers(Struct, array_like=True):
-    """How a model marks its thoughts, in tokens, and how many tokens they may have."""
+    """The token sequences that start and end a model's thinking, and the most tokens it may have."""
 
     budget: int
     starts: list[list[int]]
     ends: list[list[int]]
-    """The first is what ends thoughts that have become too long."""
+    """The first one is used to end thinking that exceeds the budget."""
     opened: bool
-    """The output begins within thoughts."""
+    """The output begins inside thinking."""
     again: bool
-    """There may be more of them after the first have ended."""
+    """The output may have more than one part of thinking."""
 
 
 class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
-    """One generation's wishes. Making one checks it.
+    """The parameters of one generation. The constructor validates them.
 
     Raises:
         ValidationError: a value is out of its range; `parameter` names the field.
-        Unsupported: a field that is known by name and not built yet.
+        Unsupported: a field that is known but not implemented yet.
     """
 
     n: int = 1
@@ -74,16 +75,16 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     min_p: float = 0.0
     seed: int | None = None
     stop: list[str] = []
-    """Text that ends the output; given as one string or a list."""
+    """Texts that end the output; given as one string or a list."""
     stop_token_ids: list[int] = []
     bad_words: list[str] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None: as many as fit."""
+    """None: as many as fit in the context."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Log-probabilities of that many of the likeliest tokens beside the chosen one; -1: all."""
+    """How many of the most likely tokens to report besides the chosen one, with log-probabilities; -1: all."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
@@ -92,26 +93,26 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    """Tokens between two outputs of a stream; unset: an output whenever there is something new."""
+    """Tokens between two outputs of a stream; None: one output whenever there is something new."""
     truncate_prompt_tokens: int | None = None
-    """Keep only that many of the prompt's last tokens; -1: as many as the context holds."""
+    """Keep only the last so many tokens of the prompt; -1: as many as fit in the context."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the output must have."""
+    """The format that the output must have."""
     guided_decoding: StructuredOutputsParams | None = None
     """The older name of structured_outputs."""
 
     thinking_token_budget: int | None = None
-    """Tokens of thoughts, after which the mark that ends them must come; -1: no limit."""
+    """The most tokens of thinking; then the end marker is forced. -1: no limit."""
 
     repetition_detection: RepetitionDetectionParams | None = None
-    """End an output that goes round in circles, with finish_reason "repetition"."""
+    """End a repetitive output with finish_reason "repetition"."""
 
-    # known by name, refused until built: `REFUSED`
+    # known names that are refused until they are implemented: `REFUSED`
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
     watermarking: Any = None
@@ -122,18 +123,18 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     skip_clone: bool = False
-    """Accepted; there is nothing to skip."""
+    """Accepted, and without effect."""
 
-    # filled by frontend/input_processor.py
+    # set by frontend/input_processor.py
     eos_token_ids: list[int] = []
-    """The model's own ends of text: they stop unless ignore_eos, and are masked before min_tokens."""
+    """The model's end-of-text tokens. They end the output unless ignore_eos, and are masked before min_tokens."""
     bad_word_ids: list[list[int]] = []
-    """Token sequences whose last token must not complete them."""
+    """Token sequences that must not occur: the last token of one is masked when the others precede it."""
     thoughts: ThinkingMarkers | None = None
-    """What thinking_token_budget means for this model and prompt."""
+    """thinking_token_budget, resolved for this model and prompt."""
     checked: bool = False
-    """The rules were checked, and the engine must not check them again: what `frontend/parallel_sampling.py` settles may
-    break a rule that only a user's own values must keep."""
+    """The values were validated, and the engine must not do it again: `frontend/parallel_sampling.py` sets values that
+    break rules for user input."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "prompt_logprob_token_ids": "use prompt_logprobs",
@@ -173,7 +174,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         asked: Any = self.structured_outputs
-        if isinstance(asked, dict):  # as JSON and old programs have it
+        if isinstance(asked, dict):  # the form that JSON and older programs use
             self.structured_outputs = StructuredOutputsParams.read(asked)
         elif asked is not None and not isinstance(asked, StructuredOutputsParams):
             raise read.wrong("structured_outputs", asked, "a StructuredOutputsParams")
@@ -187,7 +188,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
                 "best_of", self.best_of, self.n, most, f"at least n {limit}"
             )
         self.top_k = read.whole_number("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
-        # -1 is all; and so is more than any vocabulary has, which need not fit a machine word.
+        # -1 means all. So does any number above the vocabulary size, even one that does not fit a machine word.
         self.top_k = 0 if self.top_k < 0 else min(self.top_k, (1 << 31) - 1)
         if self.seed is not None:
             self.seed = read.whole_number("seed", self.seed, -(1 << 63), (1 << 63) - 1)
@@ -226,7 +227,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
             self.temperature = LOWEST_TEMPERATURE
 
     def _read_stops(self) -> None:
-        if self.repetition_detection is not None:  # a dict, as JSON and old programs have it
+        if self.repetition_detection is not None:  # may be a dict, from JSON or older programs
             self.repetition_detection = RepetitionDetectionParams.read(self.repetition_detection)
         self.stop = read.texts("stop", self.stop)
         self.bad_words = read.texts("bad_words", self.bad_words)
@@ -297,7 +298,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
         return self.temperature < GREEDY_BELOW
 
     def settled(self, **values: Any) -> SamplingParams:
-        """A copy with values that are known to keep the rules: nothing is read again, which costs time."""
+        """A copy with values that are known to be valid: it skips the validation, which costs time."""
         new = copy.copy(self)
         for name, value in values.items():
             setattr(new, name, value)
@@ -305,11 +306,11 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """As the constructor, with None for what was not given.
+        """Like the constructor, but None means "not given".
 
         Raises:
             ValidationError, Unsupported: as the constructor.
-            TypeError: a name that is no sampling parameter.
+            TypeError: an unknown sampling parameter.
         """
         keeps_none = ("max_tokens",)
         return cls(**{k: v for k, v in given.items() if v is not None or k in keeps_none})
@@ -334,7 +335,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
 
 
 class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
-    """What `LLM.beam_search` looks for.
+    """The parameters of `LLM.beam_search`.
 
     Raises:
         ValidationError: a value is out of its range.
@@ -342,7 +343,7 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
     """
 
     beam_width: int
-    """Sequences kept at each step, and returned."""
+    """The number of sequences kept at each step, and returned."""
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
@@ -362,7 +363,7 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
 
 
 def truncation(value: Any) -> int:
-    """truncate_prompt_tokens: at least 1 token, or -1 for as many as the context holds."""
+    """Validate truncate_prompt_tokens: at least 1 token, or -1 for as many as fit in the context."""
     number = read.whole_number("truncate_prompt_tokens", value, -1)
     if number == 0:
         raise ValidationError(

@@ -1,7 +1,7 @@
-"""What form an output is to have: exactly one of six.
+"""StructuredOutputsParams: the format that an output must have, exactly one of six kinds.
 
-Knows the fields and that one of them is given. Does not know what a schema or a grammar means: that is
-`features/structured`.
+Knows the fields and that exactly one kind is given. Does not know what a schema or a grammar means:
+`features/structured` does.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ OURS = ("said", "engine")
 
 
 class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
-    """How an output is constrained. Exactly one of the first six is given.
+    """How an output is constrained. Exactly one of the first six fields is given.
 
     Raises:
-        ValidationError: none is given, or several; or one is not of its type.
+        ValidationError: none or several of the six are given, or a value has the wrong type.
     """
 
     json: str | dict[str, Any] | bool | None = None
-    """A JSON schema, as text or as an object; a pydantic model's class gives its own."""
+    """A JSON schema, as text, an object, or the class of a pydantic model."""
     regex: str | None = None
-    """The whole output matches it."""
+    """The whole output matches this regular expression."""
     choice: list[str] | None = None
-    """The output is one of these."""
+    """The output is one of these texts."""
     grammar: str | None = None
     """EBNF (`root ::= ...`) or Lark (`start: ...`)."""
     json_object: bool | None = None
     """Any JSON object."""
     structural_tag: str | dict[str, Any] | None = None
-    """Free text in which tags open constrained parts; JSON, as text or as an object."""
+    """Free text in which tags start constrained parts; JSON, as text or as an object."""
     disable_any_whitespace: bool = False
     """JSON is written without spaces and line breaks."""
     disable_additional_properties: bool = False
-    """Objects of a schema that says nothing of further properties have none."""
+    """Treat a schema without `additionalProperties` as if it were false."""
     whitespace_pattern: str | None = None
-    """A regex for what may stand between the tokens of JSON."""
+    """A regular expression for the whitespace between JSON tokens."""
     said: str = FIELD
-    """The field that the user wrote: messages name it."""
+    """The name of the field that the user set, for error messages."""
     engine: str = "guidance"
-    """Who reads it: `features/structured/validate.py` settles that."""
+    """The grammar backend that compiles it; `features/structured/validate.py` sets it."""
 
     def __post_init__(self) -> None:
         self._read_schema()
@@ -98,10 +98,10 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> StructuredOutputsParams:
-        """From an object of HTTP or of an old program; what is None or False is as if not there.
+        """Parse an object from HTTP, or a dict of an older program. None, and json_object=False, count as not given.
 
         Raises:
-            ValidationError: a field that there is not, and as the constructor.
+            ValidationError: an unknown field, and as the constructor.
         """
         fields = {name: value for name, value in given.items() if value is not None}
         for name in OURS:
@@ -119,14 +119,14 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The one that is given."""
+        """Which of the six kinds is given."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     def plain(self) -> StructuredOutputsParams:
-        """The same with objects as text, which is what crosses to the engine: it is hashed there.
+        """A copy with objects converted to text, the form that the engine hashes.
 
         Raises:
-            ValidationError: an object that is no JSON, or text that is no UTF-8.
+            ValidationError: an object cannot be written as JSON, or a text not as UTF-8.
         """
         changed: dict[str, str] = {}
         try:
@@ -148,7 +148,7 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal constraints, if `plain`."""
+        """Equal for equal constraints; call it on the result of `plain`."""
         return (
             self.json, self.regex, self.grammar, self.json_object, self.structural_tag,
             None if self.choice is None else tuple(self.choice),

@@ -1,7 +1,7 @@
-"""Reading a value that a user gave as what a parameter needs: whole number, number, texts, token ids.
+"""Validation of values that a user gave: whole numbers, numbers, texts, token ids.
 
-Each function gives the value in its plain type (numpy scalars become Python's) or raises a ValidationError
-that names the parameter, the value and what it must be. Knows no parameter.
+Each function returns the value in its plain type (numpy scalars become Python's) or raises a ValidationError
+that names the parameter, the value and what it must be. Knows no single parameter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from quire.errors import ValidationError
 Kind = TypeVar("Kind", bound=IntEnum)
 
 MAX_BIAS = 100.0
-MOST_DATA_BYTES = (
-    1 << 16
-)  # encoded; a request's own data goes to each of its n children, and into the recording
-MOST_DATA_DEPTH = 64  # dicts and lists in each other; encoders recurse, and fail at Python's limit
+# encoded size; a request's own data is copied to each of its n children, and into the recording
+MOST_DATA_BYTES = 1 << 16
+MOST_DATA_DEPTH = 64  # nested dicts and lists; encoders recurse, and fail at Python's limit
 
 
 def wrong(name: str, value: Any, must: str, remedy: str = "") -> ValidationError:
@@ -38,7 +37,7 @@ def whole_number(
     name: str, value: Any, low: int | None, high: int | None = None, remedy: str = ""
 ) -> int:
     if type(value) is int and (low is None or value >= low) and (high is None or value <= high):
-        return value  # as nearly all are; below, what is wrong is put into words
+        return value  # the usual case is fast; the code below builds error messages
     must = f"a whole number{span(low, high)}"
     if isinstance(value, bool):
         raise wrong(name, value, must, remedy)
@@ -120,7 +119,7 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 
 def count_or_switch(name: str, value: Any) -> int | None:
-    """How many; True means 1, False and None mean not asked for, -1 means all."""
+    """A count. True means 1, False and None mean not requested, -1 means all."""
     if value is None or value is False:
         return None
     if value is True:
@@ -156,9 +155,9 @@ def member(name: str, value: Any, kind: type[Kind]) -> Kind:
 
 
 def small_data(name: str, value: Any) -> dict[str, Any]:
-    """A dict of plain data that the engine's wire takes, of at most MOST_DATA_BYTES.
+    """A dict of plain data that the engine protocol can encode, of at most MOST_DATA_BYTES.
 
-    Objects that no wire takes pass here: an engine in the caller's own process can use them.
+    Objects that cannot be encoded are accepted here: an engine in the caller's own process can use them.
     """
     result = mapping(name, value)
     try:
@@ -180,7 +179,7 @@ def small_data(name: str, value: Any) -> dict[str, Any]:
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Whether dicts and lists are nested deeper than `most` levels. It stops at the first one that is."""
+    """Whether dicts and lists are nested deeper than `most` levels. It does not search further than that."""
     level: list[Any] = [value]
     for _ in range(most):
         level = [
