@@ -1,12 +1,12 @@
-"""Rows and batches of a device that is apart from the host: what changed travels in one copy a step.
+"""Rows and batches of an accelerator, whose memory is separate from the host's: one copy per step carries all changes.
 
-Knows which integers a device keeps of its rows (tokens, blocks) and how a step's are packed. Does not know which
-device. The host's side of a row is that of `rows.py`, and what comes out is that of `batcher.py`.
+Knows which integers the device keeps of each row (tokens, blocks) and how a step's integers are packed. Does not know
+which device. The host's part of a row is in `request_rows.py`; the result is that of `input_batch.py`.
 
     host     new tokens and blocks of rows, as pieces (row, place, integers) | the step: rows, starts, places, lengths
     device   one copy -> pieces into the tables -> ids, positions, slots and block tables of the step
 
-Shape suffixes: T tokens, B rows of the step, R rows, L places for tokens, M places for blocks, X pieces.
+Shape suffixes: T tokens, B rows of the step, R rows, L token positions, M blocks, X pieces.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.worker.lazy_memory import lazy_zeros
 from quire.worker.request_rows import RequestRows
 from quire.worker.staging_buffer import LINE, StagingBuffer
 
-TOKENS = -1  # the table of token ids; block tables are numbered from 0
+TOKENS = -1  # names the table of token ids; block tables are numbered from 0
 
 
 class DeviceRows(RequestRows):
-    """Rows whose tables lie on the device; changes wait here until the next step is built."""
+    """Rows with tables on the device. Changes are staged on the host until the next step is built."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DeviceRows(RequestRows):
         super().__init__(max_rows, max_model_len, num_groups, block_size, device)
         self.tables = [lazy_zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
         self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
-        self.flush_at = 1 << 20  # integers that may wait
+        self.flush_at = 1 << 20  # integers that may be staged
         self.waiting = 0
         self.twin = StagingBuffer(0, self.device)
 
@@ -56,7 +56,7 @@ class DeviceRows(RequestRows):
         super().add_blocks(row, blocks)
 
     def _stage(self, table: int, row: int, start: int, values: Sequence[int]) -> None:
-        """Pieces of one flush are written side by side, in no order: none may lie where another does."""
+        """Add a piece. A flush writes all pieces at once, in no order, so no two may overlap."""
         end = start + len(values)
         staged = self.pieces.setdefault(table, [])
         if any(r == row and a < end and start < a + len(v) for r, a, v in staged):
@@ -66,7 +66,7 @@ class DeviceRows(RequestRows):
         self.waiting += len(values)
 
     def flush(self) -> None:
-        """Bring the tables up to date by themselves: where a step's own copy will not do."""
+        """Update the tables now, with a copy of their own, when the next step's copy is too late."""
         if self.pieces:
             self._room(0)
             self.twin.begin()
@@ -74,21 +74,21 @@ class DeviceRows(RequestRows):
             self.write(self.twin.upload(), places)
 
     def room(self) -> int:
-        """How many integers `lay` will lay down, at most."""
+        """How many integers `lay` will add to the staging buffer, at most."""
         pieces = sum(len(staged) for staged in self.pieces.values())
         return self.waiting + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
 
     def _room(self, more: int) -> StagingBuffer:
-        """The twin, with room for what waits and `more`: it grows by doubling."""
+        """The staging buffer, with room for the staged integers and `more`; it grows by doubling."""
         need = self.room() + more
         if need > self.twin.size:
             if self.twin.apart:
-                torch.accelerator.synchronize(self.device)  # its copies may be under way
+                torch.accelerator.synchronize(self.device)  # its copies may be in flight
             self.twin = StagingBuffer(max(2 * self.twin.size, need, 4096), self.device)
         return self.twin
 
     def lay(self, twin: StagingBuffer) -> list[tuple[int, int, list[slice]]]:
-        """Lay down all pieces; (table, longest piece, where its rows, places, starts and integers lie)."""
+        """Add all pieces to the staging buffer; (table, longest piece, slices of rows, places, starts and integers)."""
         found = []
         for table, staged in self.pieces.items():
             counts = [len(values) for _, _, values in staged]
@@ -105,7 +105,7 @@ class DeviceRows(RequestRows):
         return found
 
     def write(self, packed: Tensor, places: list[tuple[int, int, list[slice]]]) -> None:
-        """Put what was laid down into the tables."""
+        """Write the uploaded pieces into the tables."""
         for table, longest, parts in places:
             if longest:
                 into = self.token_ids_RL if table == TOKENS else self.tables[table]
@@ -114,7 +114,7 @@ class DeviceRows(RequestRows):
 
 
 class DeviceInputBatchBuilder(InputBatchBuilder):
-    """Builds on the device what `InputBatchBuilder` builds on the host."""
+    """Builds the batch on the device. `InputBatchBuilder` builds it on the host."""
 
     rows: DeviceRows
 

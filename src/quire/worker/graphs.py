@@ -1,15 +1,16 @@
-"""Graphs: a step of few tokens a row is recorded once and replayed, so that the host launches one thing, not hundreds.
+"""Graphs: a step with few tokens per row is captured once and replayed, so that the host launches one graph, not
+hundreds of kernels.
 
-Knows which steps can be replayed, padding, static tensors and when to record. Does not know the model, nor how a device
-records: that is a `GraphCapturer`, which the platform gives.
+Knows which steps can be replayed, padding, static tensors and when to capture. Does not know the model, nor how a
+device captures: that is a `GraphCapturer`, which the platform provides.
 
-Every row of a step that can be replayed has the same number of new tokens (1, or 1 + drafts). It is padded to the next
-recorded number of rows; a row of padding has one token at place 0 of the null block, so it is computed like any other
-and nobody reads what comes out. All other steps run as they are.
+Every row of such a step has the same number of new tokens (1, or 1 + draft tokens). The step is padded to the next
+captured number of rows. A padding row has one token in slot 0 of the null block; it is computed like any other row
+and its output is not read. All other steps run without a graph.
 
-Nothing is recorded before it is wanted, so a server answers from its first second on. A size is recorded in the middle
-of serving when a step first wants it, but recording takes at most a share of the time (`CaptureBudget`); until its turn comes,
-a step takes the next larger size that is there, or runs as it is. What cannot be recorded is not tried again.
+Nothing is captured before it is needed, so a server answers from the start. A size is captured while serving, when a
+step first needs it, but capture takes at most a share of the time (`CaptureBudget`). Until then a step uses the next
+larger captured size, or runs without a graph. A capture that failed is not tried again.
 
 Shape suffixes: T tokens, B rows, M blocks of a row, D hidden size.
 """
@@ -30,11 +31,11 @@ from quire.worker.model_input import ModelInput
 
 log = get_logger(__name__)
 
-SHARE = 0.2  # of the time, that recording may take
+SHARE = 0.2  # of the time, that capture may take
 
 
 class CapturedGraph(Protocol):
-    """A recorded step: `replay` writes the output that recording returned, from the same inputs' memory."""
+    """A captured step: `replay` reads the same input memory and writes the output that the capture returned."""
 
     output: Tensor
 
@@ -42,10 +43,10 @@ class CapturedGraph(Protocol):
 
 
 class GraphCapturer(Protocol):
-    """How a device records."""
+    """Captures graphs on a device."""
 
     def record(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Run a few times to warm up, then record. What `run` reads must stay where it is."""
+        """Run a few times to warm up, then capture. What `run` reads must keep its address."""
         ...
 
 
@@ -56,7 +57,7 @@ def default_sizes(max_rows: int) -> list[int]:
 
 
 class CaptureBudget:
-    """When recording may take its turn."""
+    """Limits the share of time that capture takes."""
 
     def __init__(self, share: float = SHARE, clock: Callable[[], float] = time.monotonic):
         self.share, self.clock, self.free_at = share, clock, 0.0
@@ -69,7 +70,7 @@ class CaptureBudget:
 
 
 class StaticInputs:
-    """Tensors that recorded steps read: their memory stays; a step copies what it has into them."""
+    """Tensors that captured steps read: they keep their address; each step copies its batch into them."""
 
     def __init__(self, batch: ForwardBatch):
         self.batch = batch
@@ -78,7 +79,7 @@ class StaticInputs:
     def room(
         size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int
     ) -> StaticInputs:
-        """For `size` rows of `tokens` new tokens; contexts as long as they can ever be."""
+        """Allocate for `size` rows of `tokens` new tokens and contexts of `max_length`."""
         device = like.token_ids_T.device
 
         def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -105,7 +106,7 @@ class StaticInputs:
         )
 
     def first(self, size: int) -> StaticInputs:
-        """The same memory, for fewer rows."""
+        """A view of the same memory, for fewer rows."""
         all_of, tokens = self.batch, size * self.batch.max_query
         return StaticInputs(
             replace(
@@ -124,14 +125,14 @@ class StaticInputs:
         )
 
     def rest(self) -> None:
-        """Nothing but padding."""
+        """Make all rows padding."""
         mine = self.batch
         for tensor in (mine.token_ids_T, mine.positions_T, *mine.slots, *mine.block_tables):
             tensor.zero_()
         mine.lengths_B.fill_(mine.max_query)
 
     def take(self, batch: ForwardBatch) -> None:
-        """What this step has; the rows beyond it become padding."""
+        """Copy a step's batch in; the rows beyond it become padding."""
         mine, rows, tokens = self.batch, batch.num_rows, batch.num_tokens
         mine.token_ids_T[:tokens] = batch.token_ids_T
         mine.positions_T[:tokens] = batch.positions_T
@@ -150,11 +151,11 @@ class StaticInputs:
 
 
 class GraphModelInput:
-    """A source that replays what it can.
+    """A model input that replays captured steps.
 
     Args:
-        inner: the source that is recorded, and runs the other steps.
-        sizes: numbers of rows to record; tokens: numbers of new tokens a row.
+        inner: the model input that is captured, and that runs the other steps.
+        sizes: numbers of rows to capture; tokens: numbers of new tokens per row.
         max_blocks: blocks of the longest row; max_length: its tokens.
     """
 
@@ -171,7 +172,7 @@ class GraphModelInput:
         self.inner, self.recorder, self.pace = inner, recorder, pace or CaptureBudget()
         self.sizes, self.tokens = sorted(sizes), frozenset(tokens)
         self.max_blocks, self.max_length = max_blocks, max_length
-        self.rooms: dict[int, StaticInputs] = {}  # by tokens a row: of the largest size
+        self.rooms: dict[int, StaticInputs] = {}  # by tokens per row: for the largest size
         self.recorded: dict[tuple[int, int], tuple[StaticInputs, CapturedGraph]] = {}
         self.failed: set[tuple[int, int]] = set()
         self.replays = self.eager = 0
@@ -182,7 +183,7 @@ class GraphModelInput:
 
     @model.setter
     def model(self, model: Any) -> None:
-        """Another model, or other memory: what was recorded is of no use any more."""
+        """Set another model, or one whose memory moved: drops the captured graphs."""
         self.inner.model = model
         self.recorded.clear()
         self.failed.clear()
@@ -200,7 +201,7 @@ class GraphModelInput:
         return graph.output[: batch.num_tokens]
 
     def _which(self, batch: ForwardBatch) -> tuple[int, int] | None:
-        """The recorded step to replay, recorded now if it is its turn; None: run this one as it is."""
+        """The captured step to replay; captures it now if the budget allows. None: run without a graph."""
         tokens = batch.max_query
         if tokens not in self.tokens or tokens * batch.num_rows != batch.num_tokens:
             return None
@@ -222,14 +223,14 @@ class GraphModelInput:
         static.rest()
 
         def run() -> Tensor:
-            static.batch.meta = {}  # planned anew, so that the plan is recorded too
+            static.batch.meta = {}  # attention plans again, so that its planning is captured too
             with running_instead(static.batch):
                 return self.inner.forward(static.batch)
 
         try:
             self.recorded[key] = static, self.recorder.record(run)
         except torch.AcceleratorError:
-            raise  # the device itself is lost
+            raise  # the device is lost
         except Exception as error:
             self.failed.add(key)
             log.warning(

@@ -1,6 +1,6 @@
-"""Hook: what happens around a forward pass on one device, by features that the worker cannot name.
+"""Hook: what a feature does around the forward pass of a worker, without the worker knowing the feature.
 
-Knows when it is called. A hook and the gate of the same name talk through `plan.extras` and
+Knows when it is called. A hook and the gate of the same name exchange data through `plan.extras` and
 `StepResult.extras`.
 """
 
@@ -18,18 +18,18 @@ class Hook:
     name = "hook"
 
     def before(self, plan: StepPlan) -> None:
-        """Rows are seated; the model has not run."""
+        """The requests are in their rows; the model has not run."""
 
     def after(self, plan: StepPlan) -> None:
-        """The model has run and tokens are being drawn."""
+        """The model's work is queued and so is the draw."""
 
     def certain(self, step: int) -> dict[int, list[int]]:
-        """Tokens that are sure to follow what that step drew, by row; asked once, when its result is read.
+        """By row, the forced tokens that follow this step's token; called once, when the step's result is read.
 
-        They are not drawn: a later step computes their KV at once, as if they were a prompt's.
+        They are not drawn: a later step computes their KV like that of prompt tokens.
         """
         return {}
 
     def report(self) -> bytes | None:
-        """What rides up in result.extras[name]; asked once a step, when its result is read."""
+        """What goes to the gate in result.extras[name]; called once per step, when its result is read."""
         return None

@@ -1,9 +1,9 @@
-"""StepPlan -> Batch: integers of a plan become the tensors of one forward pass.
+"""Builds a ForwardBatch from a StepPlan: the plan's integers become the tensors of one forward pass.
 
-Knows rows and plans. Does not know models, attention backends or sampling. Everything but the token ids is
-known to the host, so it is computed there with numpy; one tensor is made of each.
+Knows rows and plans. Does not know models, attention backends or sampling. The host knows everything but the
+token ids, so it computes with numpy and makes one tensor of each result.
 
-Shape suffixes: T tokens of this step, B rows of this step, B1 = B + 1, M blocks a row, S sampled places.
+Shape suffixes: T tokens of this step, B rows of this step, B1 = B + 1, M blocks of a row, S sampled positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepCounts:
     count_B: np.ndarray
     start_B: np.ndarray
     end_B: np.ndarray
-    drawing_S: np.ndarray  # which of the rows draw
+    drawing_S: np.ndarray  # indices of the rows that draw a token
     query_start_B1: np.ndarray
     query_lens: list[int]  # as count_B
     lengths: list[int]  # as end_B
@@ -46,7 +46,7 @@ class StepCounts:
         return found
 
     def batch(self, **tensors: Any) -> ForwardBatch:
-        """The batch that these and the tensors make."""
+        """The batch of these counts and the given tensors."""
         return ForwardBatch(
             max_query=max(self.query_lens),
             max_length=self.longest,
@@ -62,16 +62,16 @@ class StepCounts:
 
 
 class InputBatchBuilder:
-    """Builds a Batch from a plan whose rows are seated, and moves the rows' counts on."""
+    """Builds a batch from a plan whose requests are in their rows, and advances the rows' counts."""
 
     def __init__(self, rows: RequestRows):
         self.rows = rows
 
     def build(self, plan: StepPlan) -> ForwardBatch:
-        """The batch of `plan.work`, row b being work item b. `rows.computed` is advanced.
+        """The batch of `plan.work`; row b is work item b. Advances `rows.computed`.
 
         Raises:
-            RuntimeError: a row has not as many tokens as the plan wants to compute.
+            RuntimeError: a row has fewer tokens than the plan wants to compute.
         """
         counts = self.count(plan)
         rows_B, start_B, starts_B1 = counts.rows_B, counts.start_B, counts.query_start_B1
@@ -95,7 +95,7 @@ class InputBatchBuilder:
         )
 
     def count(self, plan: StepPlan) -> StepCounts:
-        """What the host knows of a step; moves the rows on. Raises: as `build`."""
+        """Compute what the host knows of a step, and advance the rows. Raises: as `build`."""
         rows, work = self.rows, plan.work
         rows.grow(work)
         rows_B = np.array([item.row for item in work], np.int64)
@@ -117,7 +117,7 @@ class InputBatchBuilder:
     def _places(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Block tables as wide as the longest row needs, and the slot of each token; by group."""
+        """By KV group: block tables as wide as the longest row needs, and the slot of each token."""
         size = self.rows.block_size
         index_T, offset_T = np.divmod(position_T, size)
         width = -(-longest // size)

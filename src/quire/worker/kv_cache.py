@@ -1,13 +1,13 @@
-"""The KV cache as tensors: one pool of blocks, shared by all groups of layers.
+"""The KV cache as tensors: one pool of blocks, which all KV groups share.
 
-Knows groups, shapes and bytes. Does not know requests or which block is whose. Storage i belongs to layer
-number i of *every* group, so a block id names the same bytes in whichever group it is used:
+Knows groups, shapes and bytes. Does not know requests or which block belongs to which. Storage i belongs to
+layer number i of *every* group, so a block id means the same bytes in all groups:
 
     group 0   layers 0 2 4        storage 0   layers 0 and 1
     group 1   layers 1 3 5        storage 1   layers 2 and 3 ...
 
-Groups whose heads have other sizes share storage among themselves only (`kvcache/layout.by_shape`); a block
-id then costs its bytes in each such class.
+Groups share storage only if their heads have equal sizes (`kvcache/layout.by_shape`). With several such
+classes, a block id takes its bytes in each class.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def allocate_cache(
     backend: AttentionBackend,
     platform: Platform | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate zeroed storage and hand it to the model's attention layers (`cache`, `group`, `backend`).
+    """Allocate zeroed storage and give it to the model's attention layers (`cache`, `group`, `backend`).
 
-    `groups[g].layers` index `model.attention_layers()`. `num_blocks` counts the null block.
-    Returns the storages: for each, the flat parts (keys, values ...) that layers see under their own shapes.
+    `groups[g].layers` index `model.attention_layers()`. `num_blocks` includes the null block.
+    Returns the storages: for each, the flat parts (keys, values ...), of which layers get reshaped views.
 
     Raises:
-        Unsupported: the backend lays out two groups of equal heads differently, or blocks not outermost.
+        Unsupported: two groups with equal heads have different layouts, or blocks are not the first dimension.
     """
     device = torch.device("cpu") if platform is None else torch.device(platform.device)
     layers = model.attention_layers()

@@ -1,7 +1,7 @@
-"""Zeros that cost nothing until they are used.
+"""Zeroed tensors whose memory is allocated on first use.
 
-Knows how memory comes from the operating system. torch.zeros writes to every page, which takes a second a
-gigabyte on some machines; pages of a fresh mapping are zeros already.
+Knows how the operating system maps memory. torch.zeros writes to every page, which takes a second per
+gigabyte on some machines; the pages of a new mapping are already zero.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ LINE = 64  # bytes of a cache line
 def lazy_zeros(
     shape: tuple[int, ...] | int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """A zeroed tensor. On the CPU its pages are there when they are first touched."""
+    """A zeroed tensor. On the CPU the system allocates its pages when they are first touched."""
     where = torch.device(device)
     if where.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=where)
     size = int(np.prod(shape)) * dtype.itemsize
     pages = torch.from_numpy(np.zeros(size + LINE, np.uint8))
-    start = -pages.data_ptr() % LINE  # the allocator's own note stands at the start of the mapping
+    start = -pages.data_ptr() % LINE  # the allocator's header is at the start of the mapping
     return pages[start : start + size].view(dtype).view(shape)
 
 
 def give_back(tensor: Tensor) -> int:
-    """Let the operating system have the pages of a tensor that `lazy_zeros` made: so many bytes.
+    """Return the pages of a tensor that `lazy_zeros` made to the operating system. Returns the number of bytes.
 
-    The tensor stays where it is. What it held is lost; it costs memory again where it is touched.
+    The tensor keeps its address. Its contents become zero; it uses memory again when it is touched.
     """
     if tensor.device.type != "cpu" or sys.platform != "linux":
         return 0
     page, start = mmap.PAGESIZE, tensor.data_ptr()
-    first = start + -start % page  # what shares a page with others stays
+    first = start + -start % page  # keep pages that are shared with other data
     end = (start + tensor.numel() * tensor.itemsize) // page * page
     if end <= first:
         return 0

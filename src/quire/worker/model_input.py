@@ -1,6 +1,6 @@
-"""TokenModelInput: what enters the model, when that is token ids.
+"""Model input: builds what the model computes on, and runs the model.
 
-Knows the two tensors that every model takes. Does not know rows, caches or what becomes of the output.
+Knows the two tensors that every model takes. Does not know rows, caches or how the output is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelInput(Protocol):
-    """Runs the model on a batch: hidden states of its tokens, [T, D]."""
+    """Runs the model on a batch and returns the hidden states of its tokens, [T, D]."""
 
     model: LanguageModel
 
@@ -24,7 +24,7 @@ class ModelInput(Protocol):
 
 
 class TokenModelInput:
-    """Token ids and positions in, hidden states out."""
+    """Gives the model token ids and positions."""
 
     def __init__(self, model: LanguageModel):
         self.model = model

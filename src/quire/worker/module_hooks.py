@@ -1,8 +1,8 @@
-"""Hooks that programs hang on a model's modules, and other functions that they put in the place of `forward`.
+"""User hooks on a model's modules, and user functions that replace a module's `forward`.
 
-Each is called, or refused: while there is one, steps run module by module, with no shorter way round them. Knows how modules
-keep their hooks. Looked for when a function that a program asked for has run, and never in a step, so one that is hung
-later by a model that was kept is not seen.
+Every hook is either called or refused. While there is one, steps run module by module, without fused layers or fast
+paths. Knows how PyTorch modules store their hooks. The search for hooks runs after a function that the user called
+through RPC, never in a step: a hook that the user adds later, through a model reference it kept, is not found.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TABLES = ("_forward_hooks", "_forward_pre_hooks")
 FORWARD = "forward"
 
 Found = dict[tuple[str, str], set[Any]]
-"""By a module's name and a table's: the keys in it."""
+"""By (module name, hook table): the keys in that table."""
 
 
 class ModuleHooks:
-    """Stands around what a program may have called in this worker."""
+    """Wraps the worker functions that can add or lose hooks."""
 
     def __init__(self, worker: Worker):
         self.worker, self.ways = worker, (worker.source, worker.at_once)
@@ -45,11 +45,11 @@ class ModuleHooks:
         )
 
     def _begin(self) -> None:
-        """With a model that the worker has now. It is not kept from going."""
+        """Start over with the worker's current model. Only a weak reference to it is kept."""
         worker = self.worker
         self.known = ref(worker.model)
         self.ours = registered_hooks(worker.model)
-        self.fused = 0  # layers that were, before the model was watched
+        self.fused = 0  # how many layers were fused before the model got hooks
         if self.watched:
             self.watched = False
             worker.source, worker.at_once = self.ways
@@ -58,10 +58,10 @@ class ModuleHooks:
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As the worker's `collective_rpc`.
+        """Replaces the worker's `collective_rpc`.
 
         Raises:
-            Unsupported: a hook on a module that is not called by itself; it is taken away.
+            Unsupported: a hook is on a module that the model does not call as a module; the hook is removed.
         """
         model = self.worker.model
         if model is not self.known():
@@ -73,10 +73,10 @@ class ModuleHooks:
             self._look(model, before)
 
     def apply(self, function: Any) -> Any:
-        """`function(model)`.
+        """Return `function(model)`.
 
         Raises:
-            ValidationError: it is no function; a request over HTTP, whose arguments are JSON, cannot give one.
+            ValidationError: it is not a function; an HTTP request, whose arguments are JSON, cannot pass one.
         """
         if not callable(function):
             raise ValidationError(
@@ -86,7 +86,7 @@ class ModuleHooks:
         return function(self.worker.model)
 
     def sleep(self, level: int) -> None:
-        """As the worker's `put_away`."""
+        """Replaces the worker's `put_away`."""
         if self.watched and level > 1 and self.worker.model is self.known():
             raise QuireError(
                 "hooks on the model's modules would be lost with its weights: remove them, or sleep at level 1"
@@ -112,7 +112,7 @@ class ModuleHooks:
             )
 
     def _run_modules(self, model: Any, watched: bool) -> None:
-        """Whether each step calls each module."""
+        """Switch between running each module by itself (True) and the fused layers and fast paths (False)."""
         if watched is self.watched:
             return
         self.watched, worker = watched, self.worker
@@ -127,14 +127,14 @@ class ModuleHooks:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it is called by itself, where no shorter way is taken: of some, other methods are."""
+    """Whether unfused code calls this module itself. Of some modules it calls other methods."""
     if isinstance(module, Linear):
         return not module.silu
     return not isinstance(module, RMSNorm | Attention)
 
 
 def registered_hooks(model: Any) -> Found:
-    """What hangs on any of its modules, or on all there are."""
+    """The hooks on any of the model's modules, and PyTorch's global hooks."""
     result: Found = {}
     if not isinstance(model, nn.Module):
         return result

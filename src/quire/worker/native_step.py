@@ -1,10 +1,10 @@
-"""A step in one call of the kernels: from the tokens that stand in rows to tokens drawn and written back.
+"""The fast path: one call of the CPU kernels runs a whole step, from the rows' tokens to drawn tokens written back.
 
-Knows rows, plans and what a sink keeps by row, as addresses. Does not know how a step is computed (kernels/step.cpp), and
-does nothing for rows that ask for more than a plain draw: those go in parts, by batch, source and sink. Both ways give
-the same tokens. Nothing follows a plain draw for certain, so what `RequestRows.told` counts is not kept up here.
+Knows rows, plans and the addresses of the sampler's arrays. Does not know how a step is computed (kernels/step.cpp).
+It rejects steps with a row that needs more than a plain draw; those run as batch, model input and model output. Both
+paths give the same tokens. The fast path never emits forced tokens, so it does not update `RequestRows.told`.
 
-Between its parts a step is Python, whose share of a small model's step is a third.
+The reason: between its parts a step runs Python code, which takes a third of a small model's step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Rows(ctypes.Structure):
-    """`RequestRows` of kernels/step.h."""
+    """Mirrors `RequestRows` of kernels/step.h."""
 
     _fields_: ClassVar[Sequence[Any]] = [
         *(
@@ -42,22 +42,22 @@ class _Rows(ctypes.Structure):
 
 
 def make_native_step(rows: RequestRows, sink: Sampler) -> NativeStep | None:
-    """None where no kernels run."""
+    """None if the CPU kernels are not available."""
     kernels = best()
     return None if kernels is None else NativeStep(kernels, rows, sink)
 
 
 class NativeStep:
-    """Steps of plain rows of a model that the kernels know whole.
+    """Runs steps of plain rows, for models that the kernels can run in one call.
 
     Args:
-        sink: whose parameters by row are drawn with; it says which rows are plain.
+        sink: its arrays give the sampling parameters by row; it says which rows are plain.
     """
 
     def __init__(self, kernels: Kernels, rows: RequestRows, sink: Sampler):
         self.kernels, self.rows, self.sink = kernels, rows, sink
         self.model: CModel | None = None
-        # None of these arrays ever moves.
+        # The kernels keep these addresses: none of these arrays may move.
         limits, tokens_RL = sink.limits, rows.token_ids_RL
         self._tables = (_P * len(rows.blocks))(*(blocks.ctypes.data for blocks in rows.blocks))
         self._rows = _Rows(
@@ -67,22 +67,22 @@ class NativeStep:
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
-        # By work item of a step: a token or -1, and the highest logit.
+        # By work item of a step: its token or -1, and its highest logit.
         self._drawn_B = np.zeros(rows.max_rows, np.int64)
         self._whole_B = np.zeros(rows.max_rows, np.float32)
         self._drawn, self._whole = self._drawn_B.ctypes.data, self._whole_B.ctypes.data
 
     def place(self, model: object) -> None:
-        """Steps are of this model from now on."""
+        """Run this model from now on."""
         self.model = native_model(model)
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
     def run(self, plan: StepPlan) -> FinishedStep | None:
-        """What the step drew. None, and nothing has happened: the model is not one that the kernels know, or some row is
-        not plain, or longer than they have angles for.
+        """The step's result. None, with nothing changed: the kernels do not support the model, some row is not plain,
+        or some row is longer than the rotary table.
 
         Raises:
-            PlanMismatch: a row has not as many tokens as the plan wants to compute.
+            PlanMismatch: a row has fewer tokens than the plan wants to compute.
         """
         work, rows = plan.work, self.rows
         if self.model is None or not self.sink.plain(work):

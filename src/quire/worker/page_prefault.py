@@ -1,9 +1,9 @@
-"""Pages of the KV cache, asked of the operating system a little before they are written to.
+"""Prefaulting of KV cache pages: a thread makes the operating system allocate pages before a step writes to them.
 
-Knows storages and block ids. A page that is touched for the first time is zeroed then, which takes one to four seconds a
-gigabyte on some machines: as long as the arithmetic of a prompt. At the start there is no time for it, and in a step
-neither; so a thread of low priority does it, as many blocks ahead of the highest one in use as a step may take. Blocks
-are taken in the order of their ids until each was used once; after that there is nothing left to do here.
+Knows storages and block ids. The system zeroes a page when it is first touched, which takes one to four seconds per
+gigabyte on some machines: as long as the computation of a prompt. At startup and in a step that is too slow, so a
+low-priority thread does it. It stays ahead of the highest block in use by as many blocks as one step may take. The
+block pool hands out blocks in the order of their ids until each was used once; after that this hook has nothing to do.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
-POPULATE_WRITE = 23  # of madvise, since Linux 5.14: as if each page had been written to
-SLICE = 4 << 20  # bytes at a time
-MOST = 256 << 20  # bytes ahead
+POPULATE_WRITE = 23  # madvise, since Linux 5.14: allocate pages as if written to
+SLICE = 4 << 20  # bytes per call of madvise
+MOST = 256 << 20  # bytes to stay ahead, at most
 NICENESS = 10
 
 
 class KVPagePrefaulter(Hook):
-    """A hook that only looks at which blocks a plan hands out. Of no cache, or one on a device, it does nothing.
+    """Watches which blocks plans hand out. Without a cache in host memory it does nothing.
 
     Args:
-        num_blocks: blocks of each storage, the null block counted.
+        num_blocks: blocks of each storage, the null block included.
         step: blocks that one step may take.
     """
 
@@ -41,12 +41,12 @@ class KVPagePrefaulter(Hook):
     def __init__(self, num_blocks: int, step: int):
         self.num_blocks, self.step = num_blocks, step
         self.parts: list[Tensor] = []
-        self.ahead = self.asked = 0  # blocks below `asked` have their pages, or will
+        self.ahead = self.asked = 0  # blocks below `asked` are prefaulted, or queued for it
         self._jobs: SimpleQueue[tuple[list[Tensor], int, int]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, storages: Sequence[tuple[Tensor, ...]]) -> None:
-        """From now on the cache is this, as `allocate_cache` returned it, and none of its pages is there yet."""
+        """Start over with this cache, as `allocate_cache` returned it; none of its pages is allocated yet."""
         parts = [part for storage in storages for part in storage]
         on_host = all(part.device.type == "cpu" for part in parts) and sys.platform == "linux"
         self.parts, self.asked = parts if on_host else [], 0
@@ -72,7 +72,7 @@ class KVPagePrefaulter(Hook):
         self._jobs.put((self.parts, start, self.asked))
 
     def _each(self, parts: Sequence[Tensor]) -> int:
-        """Bytes of a block."""
+        """Bytes of a block, over all parts."""
         return sum(part.nbytes for part in parts) // self.num_blocks
 
     def _work(self) -> None:
@@ -83,7 +83,7 @@ class KVPagePrefaulter(Hook):
         while True:
             parts, start, until = (
                 self._jobs.get()
-            )  # held as long as it takes: their memory stays theirs
+            )  # the reference keeps the memory alive while this job runs
             few = max(1, SLICE // self._each(parts))
             for block in range(start, until, few):
                 for part in parts:
@@ -95,5 +95,5 @@ class KVPagePrefaulter(Hook):
                         -(-last // mmap.PAGESIZE) * mmap.PAGESIZE,
                     )
                     if madvise(first, last - first, POPULATE_WRITE):
-                        return  # an older kernel, or no memory left: pages come when they are touched
+                        return  # an older kernel, or no memory left: pages are allocated when they are touched
             del parts

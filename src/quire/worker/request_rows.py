@@ -1,13 +1,13 @@
-"""Rows: what a device remembers of each request, so that plans need not say it again.
+"""Rows: the state that a worker keeps for each running request, so that plans need not repeat it.
 
-Knows tokens, counts, blocks and sampling parameters, by row. Does not know batches, models or the rules of
-sampling. Sampled tokens are written here by the sink, on the device, and are read here by the next step:
-that is why no plan carries them.
+Knows tokens, counts, blocks and sampling parameters, by row. Does not know batches, models or how to sample.
+The sampler writes drawn tokens here, on the device, and the next step reads them here: that is why no plan
+carries them.
 
     token_ids_RL   on the device: prompt, then output as it is drawn
-    the rest       on the host: it is known without asking the device
+    the rest       on the host, so that reading it needs no device synchronization
 
-Shape suffixes: R rows, L places for tokens, M places for blocks.
+Shape suffixes: R rows, L token positions, M blocks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MOST = 2**31 - 1
 
 @dataclass(slots=True, eq=False)
 class ReportedCount:
-    """How many tokens of a request were told to whoever makes the plans. One for each stay in a row."""
+    """How many tokens of a request the engine knows. A new object each time a request takes a row."""
 
     count: int
 
 
 class RequestRows:
-    """State of up to `max_rows` requests. A row is taken by `enter` and given back by `leave`."""
+    """State of up to `max_rows` requests. `enter` takes a row and `leave` frees it."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class RequestRows:
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.device = torch.device(device)
-        # A long limit is free until it is used.
+        # Lazy: a high max_model_len uses no memory until requests are that long.
         self.token_ids_RL = lazy_zeros((max_rows, max_model_len + 1), torch.int32, self.device)
-        # The same memory, where the host reaches it: numpy's indexing costs a fraction of torch's.
+        # The same memory as a numpy array, if it is on the host: numpy's indexing costs a fraction of torch's.
         self._host_RL = self.token_ids_RL.numpy() if self.device.type == "cpu" else None
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
-        self.length = np.zeros(max_rows, np.int64)  # tokens it has, those being drawn included
+        self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
         most = -(-(max_model_len + 1) // block_size)
         self.blocks = [np.zeros((max_rows, most), np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
@@ -61,10 +61,10 @@ class RequestRows:
         self.told = [ReportedCount(0)] * max_rows
 
     def enter(self, new: EnteredRow) -> None:
-        """Seat a request.
+        """Put a request into its row.
 
         Raises:
-            RuntimeError: the row is taken, or what it brings does not fit: the plan is wrong.
+            RuntimeError: the row is in use, or the request does not fit: the plan is wrong.
         """
         row, length = new.row, len(new.tokens)
         if self.ids[row] is not None:
@@ -76,7 +76,7 @@ class RequestRows:
             )
         self.ids[row], self.params[row] = new.id, new.params
         self.told[row] = ReportedCount(length)
-        if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sink refuses the request
+        if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sampler fails the request
             self.put(row, 0, new.tokens)
         self.num_prompt[row], self.computed[row], self.length[row] = (
             new.num_prompt, new.computed, length,
@@ -85,7 +85,7 @@ class RequestRows:
         self.add_blocks(row, new.blocks)
 
     def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
-        """Write tokens into a row, from a place on."""
+        """Write tokens into a row, from position `start` on."""
         end = start + len(tokens)
         if self._host_RL is not None:
             self._host_RL[row, start:end] = tokens
@@ -93,13 +93,13 @@ class RequestRows:
             self.token_ids_RL[row, start:end] = torch.tensor(tokens, dtype=torch.int32)
 
     def tokens(self, rows_T: np.ndarray, places_T: np.ndarray) -> Tensor:
-        """The tokens that stand there, int64, on the device."""
+        """The tokens at these rows and positions, int64, on the device."""
         if self._host_RL is not None:
             return torch.from_numpy(self._host_RL[rows_T, places_T].astype(np.int64))
         return self.token_ids_RL[self.tensor(rows_T), self.tensor(places_T)].long()
 
     def drawn(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
-        """Write what was drawn, on the device."""
+        """Write drawn tokens, on the device."""
         if self._host_RL is not None:
             self._host_RL[rows_S, places_S] = tokens_S.numpy()
         else:
@@ -107,12 +107,12 @@ class RequestRows:
             self.token_ids_RL[where] = tokens_S.to(torch.int32)
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """On the device; on the host it is the array's own memory."""
+        """A tensor on the device; on the CPU it shares the array's memory."""
         tensor = torch.from_numpy(array)
         return tensor if self._host_RL is not None else tensor.to(self.device, non_blocking=True)
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Append blocks to a row's tables, by cache group; nothing if no group grew."""
+        """Append blocks to a row's block tables, by KV group; an empty list if no group grew."""
         for group, new in enumerate(blocks):
             if new:
                 start = int(self.num_blocks[group, row])
@@ -120,26 +120,26 @@ class RequestRows:
                 self.num_blocks[group, row] = start + len(new)
 
     def leave(self, row: int) -> None:
-        """Raises RuntimeError: nobody sits there."""
+        """Free a row. Raises RuntimeError: it is not in use."""
         if self.ids[row] is None:
             raise RuntimeError(f"row {row} is left, but nobody sits there")
         self.ids[row] = self.params[row] = None
         self.length[row] = 0
 
     def foretell(self, row: int, told: ReportedCount, tokens: Sequence[int]) -> None:
-        """Tokens that follow what was told, and need no draw. A draw in flight at their places is the same."""
+        """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""
         start, told.count = told.count, told.count + len(tokens)
-        if self.told[row] is told:  # else another sits there by now
+        if self.told[row] is told:  # else another request has the row by now
             self.put(row, start, tokens)
             self.length[row] = max(self.length[row], told.count)
 
     def grow(self, work: Sequence[WorkItem]) -> None:
-        """Take in the blocks that this step's work brings."""
+        """Add the new blocks of this step's work to the block tables."""
         for item in work:
             if item.new_blocks:
                 self.add_blocks(item.row, item.new_blocks)
 
     def advance(self, rows_B: np.ndarray, ends_B: np.ndarray, samples_B: np.ndarray) -> None:
-        """These rows' tokens up to `ends_B` are now computed or in flight; some draw one more."""
+        """Record that tokens up to `ends_B` are computed or in flight, and that some rows draw one more."""
         self.computed[rows_B] = ends_B
         self.length[rows_B] = np.maximum(self.length[rows_B], ends_B + samples_B)

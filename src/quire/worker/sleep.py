@@ -1,13 +1,13 @@
-"""A worker that gives its memory back for a while.
+"""Sleep mode of a worker: it frees memory and restores it later.
 
-Knows its cache's storages, and how to make a model and its cache again. Three things may be away:
+Knows the storages of its cache, and how to load a model and allocate a cache again. It can free three things:
 
-    cache, on the host      its pages go back to the system; tensors stay where they are, and so does every address
-                            that somebody remembers (`quantization/fused.py` does)
-    cache, on a device      its tensors go, and are made anew; the source forgets what it recorded of them
-    weights                 at level 1 on the host: there they stay, which is why that costs nothing where they run;
-                            at level 2, or if they cannot be moved, nowhere: another model is loaded, in which nobody
-                            remembers anything
+    cache, on the host      returns its pages to the system. Tensors keep their addresses, because other code keeps
+                            these addresses (`quantization/fused.py`)
+    cache, on a device      drops its tensors and allocates new ones; the model input drops its captured graphs
+    weights                 level 1 moves them to host memory, so on a CPU they stay where they are.
+                            Level 2, or a model that cannot be moved, drops them; a new model is loaded later, and
+                            nothing keeps addresses of it
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Storages = list[tuple[Tensor, ...]]
 
 
 class WorkerSleep:
-    """`put_away` and `bring_back`, as functions of a worker.
+    """Provides `put_away` and `bring_back` as functions of a worker.
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
-        device: where weights and cache are while they are used.
-        load: makes the model anew.
-        equip: hands a model its cache.
-        begun: is told of the cache when it is empty again, and of none when it goes.
+        device: where weights and cache are while the worker is awake.
+        load: loads the model again.
+        equip: gives a model its cache.
+        begun: called with the cache when it is empty again, and with [] when it is freed.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class WorkerSleep:
         worker.functions.update(put_away=self.put_away, bring_back=self.bring_back)
 
     def put_away(self, level: int) -> None:
-        """Give back what the cache holds; at level 2 the weights too. No step is under way.
+        """Free the cache; at level 2 the weights too. No step may be in flight.
 
-        At level 0 weights are left where they are.
+        Level 0 leaves the weights where they are.
         """
         worker = self.worker
         if worker.forget is not None:
@@ -85,7 +85,7 @@ class WorkerSleep:
         log.info("asleep: the KV cache is given back%s", ", and the weights" if dropped else "")
 
     def bring_back(self, parts: Sequence[str]) -> None:
-        """Make what is asked for and not there. On the host the cache's pages come when they are written to."""
+        """Restore those of `parts` that are away. On the host the cache's pages are allocated on first write."""
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):
@@ -116,7 +116,7 @@ class WorkerSleep:
 
 
 class UnloadedModel:
-    """Stands for a model whose weights were dropped."""
+    """Takes the place of a model whose weights were dropped."""
 
     per_request = False
 
@@ -128,9 +128,9 @@ ABSENT: Any = UnloadedModel()
 
 
 def collect() -> None:
-    """Free what nobody holds: cycles of long-lived objects too, and what malloc keeps for later.
+    """Free unreferenced memory: reference cycles among long-lived objects too, and memory that malloc caches.
 
-    Where what was built is set aside from collections (`engine/engine_process.py`), so is what is there now.
+    If the process froze its objects for the garbage collector (`engine/engine_process.py`), they are frozen again.
     """
     frozen = gc.get_freeze_count()
     gc.unfreeze()

@@ -1,7 +1,7 @@
-"""Twin: integers on the host and the same integers on the device, one copy apart.
+"""Staging buffer: collects integers on the host and sends them to the device in one copy.
 
-Knows memory and when it may be written again. Does not know what the integers mean. On a CPU both are one memory and
-nothing is copied.
+Knows when host memory may be written again. Does not know what the integers mean. On a CPU both sides are the same
+memory and nothing is copied.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LINE = 4  # integers: what starts at multiples of 16 bytes is read in one piece
+LINE = 4  # integers: parts start at multiples of 16 bytes, so that the device can use wide loads
 
 
 class StagingBuffer:
-    """Room for `size` int32. Parts that are laid down one after the other travel in one copy.
+    """Space for `size` int32. Parts that are added one after the other go to the device in one copy.
 
     Args:
-        copies: host sides that are used in turn. A copy may still be under way when the next step is laid down, so
-            as many as there are steps in flight, and one more; a host side whose copy is not done is waited for.
-        pin: host memory that the device reads by itself; only where there is a device.
+        copies: host buffers, used in turn. A copy may still be in flight when the next step is staged, so there must
+            be one more than there are steps in flight; `begin` waits for a host buffer whose copy is not done.
+        pin: whether to use pinned host memory; only for an accelerator.
     """
 
     def __init__(self, size: int, device: torch.device | str, copies: int = 3, pin: bool = True):
@@ -35,17 +35,17 @@ class StagingBuffer:
         self.array = self.hosts[0].numpy()
 
     def begin(self) -> None:
-        """Start laying down; waits if the device has not read this host side yet."""
+        """Start a new upload; waits if the device has not read this host buffer yet."""
         self.turn, self.used = (self.turn + 1) % len(self.hosts), 0
         if (event := self.events[self.turn]) is not None:
             event.synchronize()
         self.array = self.hosts[self.turn].numpy()
 
     def lay(self, part: np.ndarray) -> slice:
-        """Add a part; where it lies.
+        """Add a part; returns its slice of the upload.
 
         Raises:
-            ValueError: there is no room.
+            ValueError: there is no space left.
         """
         start, end = self.used, self.used + len(part)
         if end > self.size:
@@ -55,7 +55,7 @@ class StagingBuffer:
         return slice(start, end)
 
     def upload(self) -> Tensor:
-        """All that was laid down, on the device: valid until the upload after this one has been queued."""
+        """All parts, on the device. The tensor is valid until the next upload is queued."""
         host = self.hosts[self.turn]
         used = min(self.used, self.size)
         if self.here is None:

@@ -1,11 +1,11 @@
-"""Worker: one device. What goes in, what comes out and what happens around it are chosen at assembly.
+"""Worker: runs the steps of one device. Assembly chooses its model input, model output and hooks.
 
 Knows the order of a step. Does not know which features are on, nor any by name. Keep it so: a feature
-that must act here is a hook, a source or a sink.
+that must act here is a hook, a model input or a model output.
 
-    rows that left -> rows that enter -> hooks before -> batch -> source -> sink -> hooks after
+    rows that left -> rows that enter -> hooks before -> batch -> model input -> model output -> hooks after
 
-Where there is a way to do the three between the hooks at once, it is asked first.
+If a fast path can run batch, model input and model output in one call, the worker tries it first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QueuedStep(Protocol):
 
 
 class ModelOutput(Protocol):
-    """What is made of the model's output."""
+    """Turns the model's hidden states into tokens; the sampler is one."""
 
     model: LanguageModel
 
@@ -50,27 +50,27 @@ class ModelOutput(Protocol):
 
 
 class FastStep(Protocol):
-    """Batch, source and sink in one: the same tokens."""
+    """Runs batch, model input and model output in one call, and gives the same tokens."""
 
     def place(self, model: LanguageModel) -> None: ...
     def run(self, plan: StepPlan) -> QueuedStep | None:
-        """None: not this plan; nothing has happened."""
+        """None: this plan does not fit the fast path, and nothing was changed."""
         ...
 
 
 class PlanMismatch(RuntimeError):
-    """The plan contradicts the rows: nothing can be trusted any more, so no step alone can fail for it."""
+    """The plan contradicts the rows. The worker's state cannot be trusted, so the error is not limited to one step."""
 
 
 def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """What goes wrong in it fails a step, and no more."""
+    """Turn the function's exceptions into `StepFailed`, which fails only this step."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return function(*args, **kwargs)
         except (torch.AcceleratorError, PlanMismatch):
-            raise  # the device itself is lost, or the rows are wrong
+            raise  # the device is lost, or the rows are wrong
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
@@ -78,13 +78,13 @@ def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Worker:
-    """Runs plans in the order in which they come.
+    """Runs plans in the order in which they arrive.
 
     Args:
-        platform: the device's facts; None: the CPU, as tests use it.
+        platform: describes the device; None: the CPU, as tests use it.
         rows: state by row; `batcher` defaults to one over it.
-        functions: what `call` may name, besides the worker's own.
-        at_once: a shorter way for some plans, if there is one.
+        functions: further functions that `call` can name, besides the worker's own.
+        at_once: the fast path for some plans, if there is one.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Worker:
         self.place(model)
 
     def place(self, model: LanguageModel) -> None:
-        """Run this model from now on. Nobody may be seated."""
+        """Run this model from now on. No row may be in use."""
         self.model = self.source.model = self.sink.model = model
-        # Some models keep a cache of their own for each row, and must be told when one changes hands.
+        # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None
         )
@@ -124,8 +124,8 @@ class Worker:
         """Queue one step.
 
         Raises:
-            StepFailed: the forward pass failed; its rows must leave, and others may go on.
-            RuntimeError: the plan contradicts what came before; nothing can be trusted any more.
+            StepFailed: the forward pass failed; its rows must leave, and other rows can continue.
+            RuntimeError: the plan contradicts earlier plans; the worker's state cannot be trusted.
         """
         if plan.left or plan.entered:
             self._seat(plan)
@@ -170,10 +170,10 @@ class Worker:
             hook.after(plan)
 
     def call(self, name: str, *args: Any) -> Any:
-        """A named function of this worker.
+        """Call a function of this worker by name.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no function of that name.
         """
         if (function := self.functions.get(name)) is None:
             known = ", ".join(sorted(self.functions))
@@ -183,10 +183,10 @@ class Worker:
     def _rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A function by name, with keywords; else a public method of the worker (or of its subclass).
+        """Call a function by name, with keyword arguments; else a public method of the worker (or of its subclass).
 
         Raises:
-            ValidationError: there is none of that name.
+            ValidationError: there is no function or method of that name.
         """
         function = self.functions.get(method)
         if function is None and not method.startswith("_"):
@@ -214,11 +214,11 @@ class Worker:
 
 _Drew = tuple[
     int, int, ReportedCount, int
-]  # a work item that draws: its number, row, Told and position
+]  # a work item that draws: its index, row, ReportedCount and position
 
 
 class _Step:
-    """A sink's pending result, with what hooks have to say."""
+    """A queued step, with what hooks add to its result."""
 
     def __init__(
         self, pending: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, drew: list[_Drew]
@@ -229,7 +229,7 @@ class _Step:
         result = self.pending.result()
         for number, _, told, position in self.drew:
             if position < told.count:
-                result.tokens[number] = []  # an earlier result foretold it
+                result.tokens[number] = []  # an earlier result reported it as a forced token
             else:
                 told.count = position + len(result.tokens[number])
         for hook in self.hooks:
@@ -244,7 +244,7 @@ class _Step:
 
 
 class FinishedStep:
-    """The pending result of a step that has run: nothing is left to wait for."""
+    """A queued step that has already run, so its result is available at once."""
 
     def __init__(self, result: StepResult):
         self._result = result

@@ -1,1 +1,1 @@
-"""From logits to a token: rules on logits, the draw, log-probabilities."""
+"""From logits to a token: logits processors, the draw, log-probabilities."""

@@ -1,11 +1,11 @@
-"""The rules that SamplingParams has on logits, each a small Processor. `RULES` is their order.
+"""The logits processors for the fields of SamplingParams. `rules()` gives their order.
 
 Knows what each field means. Does not know how a token is drawn.
 
-    allowed tokens, bad words, min tokens, logit bias, penalties         (top-k, top-p, min-p: limits.py)
+    allowed tokens, bad words, min tokens, logit bias, penalties    (top-k, top-p, min-p: top_k_top_p.py)
 
-Shape suffixes: S rows that draw, P of them that use a rule, V vocabulary, E entries (row, token), L tokens of
-a row, W tokens of a bad word but its last.
+Shape suffixes: S rows that draw, P of them that use a processor, V vocabulary, E entries (row, token), L tokens
+of a row, W tokens of a bad word except its last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEVER = -torch.inf
 
 
 def only(logits_V: Tensor, tokens: list[int]) -> None:
-    """Nothing but these may come, whatever min_tokens, allowed tokens or bad words say: one of them must."""
+    """Allow these tokens only, even those that min_tokens, allowed tokens or bad words excluded."""
     ids_E = _put(np.array(tokens, np.int64), logits_V)
     kept_E = logits_V[ids_E]
     kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
@@ -36,7 +36,7 @@ def _put(array: np.ndarray, like: Tensor) -> Tensor:
 
 
 class TokenTable(Processor):
-    """Base of rules that have a list of tokens for a row: keeps them, joins those of a step."""
+    """Base class for processors with a list of tokens for each row; joins the lists of a step."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, np.ndarray] = {}
@@ -51,7 +51,7 @@ class TokenTable(Processor):
 
 
 class AllowedTokens(TokenTable):
-    """Nothing but these."""
+    """`allowed_token_ids`: excludes all other tokens."""
 
     bars = True
 
@@ -74,7 +74,7 @@ class AllowedTokens(TokenTable):
 
 
 class BadWords(Processor):
-    """The last token of a bad word is out when the output ends with all its others."""
+    """`bad_words`: excludes the last token of a bad word when the output ends with the tokens before it."""
 
     def __init__(self) -> None:
         self.words: dict[int, list[list[int]]] = {}
@@ -119,12 +119,12 @@ class BadWords(Processor):
             _put(np.array(at_E), logits_SV),
             _put(np.array([word[-1] for word in words]), logits_SV),
         )
-        # Added, not assigned: two words may end in the same token and only one of them match.
+        # Added, not assigned: two words may end in the same token, and only one of them may match.
         return logits_SV.index_put_(where, penalty_E, accumulate=True)
 
 
 class MinTokens(TokenTable):
-    """Tokens that would end the request are out until it has min_tokens."""
+    """`min_tokens`: excludes tokens that end the request until the output is that long."""
 
     bars = True
 
@@ -150,7 +150,7 @@ class MinTokens(TokenTable):
 
     @staticmethod
     def _early(picked: ProcessorRows) -> ProcessorRows | None:
-        """Those that must go on."""
+        """The rows that have too few tokens to end; None: there are none."""
         least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
         early = picked.outputs < least
         if not early.any():
@@ -161,7 +161,7 @@ class MinTokens(TokenTable):
 
 
 class LogitBias(TokenTable):
-    """Something added to the logits of some tokens."""
+    """`logit_bias`: adds a value to the logits of some tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,11 +185,11 @@ class LogitBias(TokenTable):
 
 
 class Penalties(Processor):
-    """Tokens that were there before become less likely.
+    """Make tokens that occurred before less likely.
 
-    repetition    of prompt and output: a positive logit is divided by it, a negative one multiplied
-    frequency     of output: subtracted for each time the token occurs
-    presence      of output: subtracted once
+    repetition    in prompt or output: divides a positive logit, multiplies a negative one
+    frequency     in output: subtracted once for each time the token occurs
+    presence      in output: subtracted once
     """
 
     def enter(self, new: EnteredRow) -> bool:
@@ -205,8 +205,8 @@ class Penalties(Processor):
         prompts_P1 = _put(state.num_prompt[picked.rows], logits_SV)[:, None]
         place_L = torch.arange(longest, device=device)
         ids_PL = state.token_ids_RL[rows_P, :longest].long()
-        # What lies beyond a row's end repeats its first token, which changes nothing: a token's new
-        # logit depends on how often it occurs as output, and is written as often as it stands here.
+        # Positions beyond a row's end repeat its first token, which is harmless: a token's new logit
+        # depends only on its count in the output, so every write of it writes the same value.
         ids_PL = torch.where(place_L < lengths_P1, ids_PL, ids_PL[:, :1])
         is_output_PL = ((place_L >= prompts_P1) & (place_L < lengths_P1)).float()
         counts_PV = torch.zeros((len(params), vocab), device=device)
@@ -228,5 +228,5 @@ class Penalties(Processor):
 def rules(
     penalties: Callable[[], Processor] = Penalties,
 ) -> tuple[list[Processor], list[Processor]]:
-    """The rules that come before users' processors, and those that come after them."""
+    """The processors that run before users' processors, and those that run after them."""
     return [AllowedTokens(), BadWords(), MinTokens(), LogitBias()], [penalties()]

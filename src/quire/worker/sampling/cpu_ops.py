@@ -1,6 +1,6 @@
-"""Sampling by the CPU's kernels: draws and cuts in one pass each, where torch takes a dozen over every logit.
+"""Sampling with the CPU kernels: one pass over the logits for a draw or a cutoff, where torch makes a dozen.
 
-Knows which kernel serves which function. Does not know how they work (`ops/cpu/kernels/draw.cpp`).
+Knows which kernel implements which function. Does not know how the kernels work (`ops/cpu/kernels`).
 
 Shape suffixes: S rows, V vocabulary.
 """
@@ -17,7 +17,7 @@ from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits
 
 
 class CpuSamplerOps:
-    """`draw`, `draw_top_k_top_p` and `cutoff` give what the plain functions give; `sample` gives the same in one pass."""
+    """`draw`, `draw_top_k_top_p` and `cutoff` equal the torch functions; `sample` does all of a draw in one pass."""
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
@@ -80,12 +80,12 @@ def _log(min_p: np.ndarray) -> np.ndarray:
 
 
 def _rows(logits_SV: Tensor) -> Tensor:
-    """float32, each row in one piece."""
+    """float32, with contiguous rows."""
     logits_SV = logits_SV.float()
     return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
 
 
 def native(kernels: Kernels) -> SamplerOps:
-    """The set for a sink on a CPU."""
+    """The functions of a sampler on a CPU."""
     how = CpuSamplerOps(kernels)
     return SamplerOps(how.draw, how.draw_top_k_top_p, how.cutoff, sample=how.sample)

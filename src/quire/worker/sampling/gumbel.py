@@ -1,11 +1,11 @@
 """The draw: a token from logits, as a pure function of (seed, position, token id).
 
-Knows logits, seeds and positions. Does not know requests. There is no generator and so no state: the same
-request draws the same token at any place in any batch, whatever was drawn before or beside it.
+Knows logits, seeds and positions. Does not know requests. There is no random generator and so no state: a
+request draws the same token at any index of any batch, whatever else is drawn.
 
     token = argmax over survivors of  logit / temperature + gumbel(seed, position, token id)
 
-which is a draw from softmax(logit / temperature) over the survivors. `position` is that of the token being
+This is a draw from softmax(logit / temperature) over the survivors. `position` is that of the token being
 drawn, counted from the start of the prompt. All arithmetic is on 32-bit words that wrap:
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16     (C. Wellons)
@@ -13,8 +13,8 @@ drawn, counted from the start of the prompt. All arithmetic is on 32-bit words t
     word:     mix(mix(token * 0x9E3779B9 + a) ^ b)
     gumbel:   -log(-log1p(-v)),  v = ((word & 0x7FFFFFFF) + 0.5) / 2^31 rounded to float32, at most 1 - 2^-24
 
-`key` is computed once a row (numpy), `word` once a row and token (torch int32, whose product wraps; a
-kernel does the same on uint32). v is finest near 0, where the large values of gumbel come from.
+`key` is computed once per row (numpy), `word` once per row and token (torch int32, whose product wraps; the
+kernels use uint32). v is finest near 0, where the large values of gumbel come from.
 
 Shape suffixes: S rows, V vocabulary, K candidates of a row.
 """
@@ -32,11 +32,11 @@ from quire.ops import masked_argmax
 GOLDEN, OTHER = 0x9E3779B9, 0x85EBCA6B
 WORD = 0xFFFFFFFF
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B
-MOST_AT_ONCE = 1 << 18  # words that are in the making at a time: what a core's own cache holds
+MOST_AT_ONCE = 1 << 18  # words computed at a time: they fit a core's own cache
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The mixer on uint32 words."""
+    """The mixing function on uint32 words."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(MULTIPLIER_1)
     x = x ^ (x >> np.uint32(15))
@@ -45,9 +45,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def seed_word(seed: int) -> int:
-    """What of a key does not depend on the position: mix(mix(low) ^ high), of the seed modulo 2^64.
+    """The part of a key that does not depend on the position: mix(mix(low) ^ high), of the seed modulo 2^64.
 
-    In Python's numbers: numpy takes ten times as long for one of them.
+    Uses Python integers: for a single word numpy takes ten times as long.
     """
 
     def mixed(x: int) -> int:
@@ -59,7 +59,7 @@ def seed_word(seed: int) -> int:
 
 
 def seed_words(seeds: list[int]) -> np.ndarray:
-    """Of each seed, uint32."""
+    """`seed_word` of each seed, uint32."""
     return np.array([seed_word(seed) for seed in seeds], np.uint32)
 
 
@@ -68,7 +68,7 @@ def keys(seed_words_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
     a = mix(seed_words_S ^ positions_S.astype(np.uint32))
     b = mix(
         mix(a) + np.uint32(OTHER)
-    )  # no simple function of a, or one token's word would always be 0
+    )  # not a simple function of a, or one token's word would always be 0
     return np.stack([a, b]).view(np.int32)
 
 
@@ -77,7 +77,7 @@ def _signed(word: int) -> int:
 
 
 def _mix_(x: Tensor, spare: Tensor) -> None:
-    """The mixer on int32 in place; `>>` keeps the sign there, so what it brings in is masked off."""
+    """The mixing function on int32, in place; `>>` copies the sign bit there, so the copies are masked off."""
     for shift, multiplier in ((16, MULTIPLIER_1), (15, MULTIPLIER_2), (16, None)):
         torch.bitwise_right_shift(x, shift, out=spare)
         spare &= (1 << (32 - shift)) - 1
@@ -104,7 +104,7 @@ def _all_ids(vocab: int, device: torch.device) -> Tensor:
 
 
 def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
-    """Token ids, int64 [S], from logits that are divided by the temperature (float32) already."""
+    """Draw token ids, int64 [S], from float32 logits that are already divided by the temperature."""
     count, vocab = scaled_SV.shape
     ids = _all_ids(vocab, scaled_SV.device)
     rows = max(1, MOST_AT_ONCE // vocab)
@@ -116,7 +116,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
 
 
 def draw_among(values_SK: Tensor, ids_SK: Tensor, keys_2S: Tensor) -> Tensor:
-    """As `draw`, from candidates in any order; those of value -inf are out. Equal sums: the lower id."""
+    """As `draw`, from candidates in any order; value -inf excludes a candidate. Ties go to the lower id."""
     score = gumbel(keys_2S, ids_SK.to(torch.int32)).add_(values_SK)
     best = score.amax(dim=-1, keepdim=True)
     return ids_SK.masked_fill(score < best, torch.iinfo(ids_SK.dtype).max).amin(dim=-1)

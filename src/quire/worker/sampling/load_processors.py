@@ -1,8 +1,8 @@
-"""Users' logits processors: from names and classes to processors.
+"""Loads users' logits processors from names and classes.
 
-Knows how a class is found: given, named as `module:Class` (or `module.Class`), or offered by an installed package
-under an entry point. Does not know what it does. Two shapes are taken: `processors.Processor`, and the one that
-vLLM users know (`foreign.py`).
+Knows how to find a class: it is given, named as `module:Class` (or `module.Class`), or provided by an installed package
+under an entry point. Does not know what the class does. It accepts two kinds: `logits_processors.Processor`, and
+classes that are written for vLLM (`vllm_processors.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 GROUP = "quire.logits_processors"
 FOREIGN_GROUP = "vllm.logits_processors"
-"""Used only when QUIRE_PLUGINS names them, as with all plugins of vLLM (`plugins.py`)."""
+"""Used only if QUIRE_PLUGINS names them, as with all vLLM plugins (`plugins.py`)."""
 
 
 def load_processors(
@@ -35,10 +35,10 @@ def load_processors(
 
     Args:
         wanted: classes, or their names.
-        config: a Resolved; processors of vLLM's shape are shown a few facts of it.
+        config: a Resolved; processors for vLLM get a small part of it.
 
     Raises:
-        ConfigError: a name cannot be imported, a class has neither shape, or it cannot be made.
+        ConfigError: a name cannot be imported, a class is of neither kind, or its constructor fails.
     """
     return [_made(kind, config, device) for kind in [*_installed(), *map(_found, wanted)]]
 

@@ -1,10 +1,10 @@
-"""Processor: one rule on logits, and the pipeline that applies those which some row asked for.
+"""Processor: the base class of logits processors, and the pipeline that applies those that a step needs.
 
-Knows rows, logits and the order of rules. Does not know the draw. A processor that no row of the step uses
-costs one comparison. To write one of your own, see `Processor`; classes in the shape that vLLM users know
-are in `foreign.py`, and both are found by `load.py`.
+Knows rows, logits and the order of processors. Does not know the draw. A processor that no row of the step uses
+costs one comparison. To write your own, see `Processor`; `vllm_processors.py` adapts classes that are written for
+vLLM, and `load_processors.py` finds both kinds.
 
-Shape suffixes: S rows that draw a token in this step, P of them that use a processor, V vocabulary.
+Shape suffixes: S rows that draw a token in this step, P of them that use a processor, V vocabulary, W words of a mask.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class ProcessorRows:
-    """The rows of a step that a processor works on."""
+    """The rows of a step that use a processor."""
 
-    at: np.ndarray  # int64 [P]: which of the S rows
-    rows: np.ndarray  # int64 [P]: the worker's rows
+    at: np.ndarray  # int64 [P]: indices in S
+    rows: np.ndarray  # int64 [P]: row numbers of the worker
     lengths: np.ndarray  # int64 [P]: tokens before the one being drawn
     state: RequestRows
-    errors: dict[int, str] = field(default_factory=dict)  # by index in S: this row alone fails
+    errors: dict[int, str] = field(default_factory=dict)  # by index in S: fails this row alone
 
     @property
     def outputs(self) -> np.ndarray:
@@ -42,17 +42,17 @@ class ProcessorRows:
 
 
 class Processor:
-    """Override `enter` and `apply`, and the rest as needed.
+    """Override `enter` and `apply`, and other methods as needed.
 
-    An instance serves all rows of a worker. What it must remember of a row it keeps by row number.
+    One instance serves all rows of a worker. State of a request must be kept by row number.
     """
 
     changes_argmax = True
-    """False: it never changes which token is likeliest. Then it sees logits divided by the temperature,
+    """False: the processor never changes which token is likeliest. Then it gets logits divided by the temperature,
     and runs only in steps where some row is not greedy."""
     bars = False
-    """True: all that it does is to take tokens out, and `bar` says which. Steps of greedy rows then need no logits in
-    float32: the best token is looked for among those that are left."""
+    """True: the processor only excludes tokens, and `bar` says which. Steps of greedy rows then need no float32
+    logits: the argmax runs over the tokens that are left."""
     watches = False
     """True: `drawn` is called with each step's tokens (which makes the host wait for the device)."""
 
@@ -64,11 +64,11 @@ class Processor:
         """Raise ValueError if these parameters cannot be served."""
 
     def enter(self, new: EnteredRow) -> bool:
-        """A request takes a row (again, after a preemption). Does it use this processor?"""
+        """A request takes a row (again, after a preemption). Return whether it uses this processor."""
         raise NotImplementedError
 
     def leave(self, row: int) -> None:
-        """A row that uses this processor is given back."""
+        """A row that uses this processor is freed."""
 
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         """Change float32 logits of the picked rows, in place or in a new tensor, and return all S rows.
@@ -78,18 +78,18 @@ class Processor:
         raise NotImplementedError
 
     def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        """Of the picked rows, clear the bits of the tokens that may not come; token t is bit t % 32 of word t // 32.
+        """Clear the bits of excluded tokens in the picked rows' masks; token t is bit t % 32 of word t // 32.
 
-        If `bars`; it takes the place of `apply`, with the same errors.
+        Called instead of `apply` if `bars`, with the same handling of errors.
         """
         raise NotImplementedError
 
     def drawn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """What the step drew, if `watches`."""
+        """Receives the tokens that the step drew, if `watches`."""
 
 
 class LogitsPipeline:
-    """Processors in order, and which rows use which."""
+    """The processors in order, and which rows use which."""
 
     def __init__(self, rows: RequestRows, processors: Sequence[Processor]):
         self.rows, self.processors = rows, list(processors)
@@ -98,7 +98,7 @@ class LogitsPipeline:
         self.watched = any(processor.watches for processor in self.processors)
 
     def enter(self, new: EnteredRow) -> str | None:
-        """Why this request must fail, if a processor says so."""
+        """The error with which this request must fail, if a processor rejects it."""
         for index, processor in enumerate(self.processors):
             try:
                 processor.validate(new.params)
@@ -116,7 +116,7 @@ class LogitsPipeline:
             self.processors[index].leave(row)
 
     def stage(self, rows_S: np.ndarray, changes_argmax: bool) -> list[tuple[Processor, np.ndarray]]:
-        """The processors of this stage that rows of this step use, with the indices of those rows."""
+        """The processors of this stage that rows of this step use, with the indices of those rows in S."""
         found: list[tuple[Processor, np.ndarray]] = []
         if not any(self.counts):
             return found
@@ -135,7 +135,7 @@ class LogitsPipeline:
         lengths_S: np.ndarray,
         errors: dict[int, str],
     ) -> Tensor:
-        """Run a stage. What goes wrong for a row is put in `errors`, by index in S."""
+        """Run a stage. Puts the errors of rows in `errors`, by index in S."""
         for processor, at in stage:
             picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
@@ -152,7 +152,7 @@ class LogitsPipeline:
         lengths_S: np.ndarray,
         errors: dict[int, str],
     ) -> Tensor | None:
-        """Run a stage that only takes tokens out: which are left, int32 [S, words]; None: all."""
+        """Run a stage that only excludes tokens: masks of those left, int32 [S, W]; None: all are left."""
         if not stage:
             return None
         words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
@@ -165,7 +165,7 @@ class LogitsPipeline:
         return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
 
     def drawn(self, rows_S: np.ndarray, tokens: list[int]) -> None:
-        """Tell those that watch."""
+        """Pass drawn tokens to the processors with `watches`."""
         for index, processor in enumerate(self.processors):
             if processor.watches and self.counts[index]:
                 at = self.uses[index, rows_S].nonzero()[0]
@@ -173,19 +173,19 @@ class LogitsPipeline:
 
 
 def keep_only(words_W: np.ndarray, tokens: Sequence[int]) -> None:
-    """A mask that allows these and nothing else."""
+    """Make the mask allow these tokens only."""
     words_W[:] = mask_of(np.array(tokens, np.int64), len(words_W))
 
 
 def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
-    """int32 words in which the bits of these tokens are set."""
+    """A mask, int32 [W], with the bits of these tokens set."""
     words_W = np.zeros(num_words, np.uint32)
     np.bitwise_or.at(words_W, tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
     return words_W.view(np.int32)
 
 
 def _blame(processor: Processor, picked: ProcessorRows, error: Exception) -> None:
-    """All rows that it was to work on fail."""
+    """Fail all picked rows."""
     log.exception("logits processor %s failed", processor.name)
     message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"
     for index in picked.at.tolist():

@@ -1,7 +1,7 @@
 """Log-probabilities of drawn tokens and of prompts.
 
-Knows logits and token ids. Does not know what was drawn from or why. "Scores" are log-probabilities or
-logits, as `logprobs_mode` says; they are float32, and each row's are computed from that row alone.
+Knows logits and token ids. Does not know how tokens were drawn. "Scores" are log-probabilities or logits, as
+`logprobs_mode` says; they are float32, and each row's scores are computed from that row alone.
 
 Shape suffixes: N positions, V vocabulary, K tokens reported of each (the chosen one first).
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from quire.protocol.output import Logprobs
 
-MOST_AT_ONCE = 1 << 20  # scores
+MOST_AT_ONCE = 1 << 20  # scores computed at a time
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(slots=True)
 class ScoredTokens:
-    """Tokens of N positions with their scores, on the device until asked for."""
+    """Tokens of N positions with their scores, on the device until `to_host`."""
 
     ids_NK: Tensor
     values_NK: Tensor
@@ -33,7 +33,7 @@ class ScoredTokens:
         self.ranks_N = self.ranks_N.to("cpu", non_blocking=True)
 
     def report(self, start: int, first: int = 0, last: int | None = None) -> Logprobs:
-        """Positions first : last of these, as positions from `start` on."""
+        """Entries first : last, as positions from `start` on."""
         part = slice(first, last)
         return Logprobs(
             start,
@@ -46,10 +46,10 @@ class ScoredTokens:
 def score(
     logits_NV: Tensor, chosen_N: Tensor, top: int, also_NK: Tensor | None, normalise: bool
 ) -> ScoredTokens:
-    """The chosen token, then the `top` best (-1: all), or the tokens `also_NK` instead of the best.
+    """Score the chosen token, then the `top` best (-1: all), or the tokens `also_NK` instead of the best.
 
-    A rank counts the tokens that score higher, plus one. Scores are made a few positions at a time, so that
-    they stay in the cache.
+    A rank is one plus the number of tokens that score higher. A few positions are scored at a time, so that
+    the scores fit the CPU's cache.
     """
     piece = max(1, MOST_AT_ONCE // logits_NV.shape[1])
     if len(logits_NV) > piece:
@@ -83,7 +83,7 @@ def score(
 
 
 def joined(parts: list[ScoredTokens]) -> ScoredTokens:
-    """Consecutive positions that were scored in pieces."""
+    """Join consecutive positions that were scored in pieces."""
     if len(parts) == 1:
         return parts[0]
     return ScoredTokens(

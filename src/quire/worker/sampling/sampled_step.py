@@ -1,7 +1,7 @@
-"""Outcome: what a step drew, on its way from the device to the host.
+"""SampledStep: what a step drew, while it is copied from the device to the host.
 
-Knows tensors of a step and where in its result they belong. Does not know how they came about. On a device
-that works beside the host, copies are queued when the step is, and `result` waits for these alone.
+Knows tensors of a step and where they belong in its result. Does not know how they were computed. On an
+accelerator the copies are queued with the step, and `result` waits for these alone.
 
 Shape suffixes: S rows that draw.
 """
@@ -25,11 +25,11 @@ NO_NUMBER = (
 EXCLUDE = (
     "structured_outputs", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "thinking_token_budget",
 )  # fmt: skip
-"""Fields of SamplingParams that leave out tokens."""
+"""Fields of SamplingParams that exclude tokens."""
 
 
 def none_left(params: SamplingParams | None) -> str:
-    """Why a request can go nowhere, by the fields that it sets."""
+    """The error of a request with no token left to choose; names the fields that exclude tokens."""
     asked = [name for name in EXCLUDE if getattr(params, name, None)]
     match asked:
         case []:
@@ -42,31 +42,31 @@ def none_left(params: SamplingParams | None) -> str:
 
 
 class RequestFault(str):
-    """An error of one row that its request asked for: a wrong request, not a failure of ours."""
+    """An error of one row that its request caused: an invalid request, not a server error."""
 
     __slots__ = ()
 
 
 class SampledStep:
-    """A pending StepResult. `items[s]` is the work item that row s of S belongs to."""
+    """A queued step. `items[s]` is the work item of row s of S."""
 
     def __init__(self, step: int, num_items: int):
         self.step, self.num_items = step, num_items
         self.items: list[int] = []
         self.tokens_S: Tensor | None = None
-        self.whole_S: Tensor | None = None  # the highest logit of all; not finite: the model failed
-        self.kept_S: Tensor | None = None  # of those left to choose from; None: rules left all
-        self.params: list[SamplingParams | None] = []  # by row of S, where `kept_S` is
+        self.whole_S: Tensor | None = None  # the highest logit; not finite: the model failed
+        self.kept_S: Tensor | None = None  # the highest logit that is allowed; None: all are
+        self.params: list[SamplingParams | None] = []  # of the rows of S, if `kept_S` is set
         self.scored: list[
             tuple[ScoredTokens, list[tuple[int, int]]]
-        ] = []  # with (item, position) of each
+        ] = []  # each with its (item, position)
         self.prompts: dict[int, tuple[int, ScoredTokens]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item
-        self.invalid: list[int] = []  # items that failed by what was asked for
+        self.invalid: list[int] = []  # items that failed because the request is invalid
         self.event: torch.Event | None = None
 
     def leave_device(self) -> None:
-        """Queue the copies to the host."""
+        """Queue the copies to the host. On the CPU there is nothing to copy."""
         if self.tokens_S is not None and self.tokens_S.device.type != "cpu":
             device = self.tokens_S.device
             self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
@@ -82,7 +82,7 @@ class SampledStep:
             self.event.record()
 
     def result(self) -> StepResult:
-        """Wait for the device, then say what it drew."""
+        """Wait for the copies and build the StepResult."""
         if self.event is not None:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
@@ -107,7 +107,7 @@ class SampledStep:
 
 
 def _not_finite(highest_S: Tensor | None) -> list[int]:
-    """Rows of S that have no such logit."""
+    """Rows of S whose highest logit is not finite."""
     if highest_S is None:
         return []
     return [at for at, value in enumerate(highest_S.tolist()) if not math.isfinite(value)]

@@ -1,14 +1,14 @@
-"""Sampler: hidden states become tokens, one for each row whose known tokens are all computed.
+"""Sampler: turns hidden states into tokens, one for each row whose known tokens are all computed.
 
-Knows the order of sampling. Does not know how any rule works.
+Knows the order of sampling. Does not know how any logits processor works.
 
-    logits -> [raw scores] -> rules (rules.py) -> greedy rows: argmax
-                                               -> others: / temperature -> top-k, top-p, min-p -> draw
+    logits -> [raw scores] -> processors -> greedy rows: argmax
+                                         -> others: / temperature -> top-k, top-p, min-p -> draw
            -> [processed scores] -> token into the rows -> host
 
-What no row of the step asks for is not computed: a step of greedy rows is one argmax, a step of plain
-sampling one pass of noise and an argmax. Every computation is by row, so that a row's token is the same
-whoever it shares the step with.
+The sampler computes only what some row of the step needs: a step of greedy rows is one argmax, a step of plain
+sampling is one pass of noise and an argmax. Every computation is by row, so a row's token does not depend on
+the other rows of the step.
 
 Shape suffixes: T tokens of this step, D hidden size, S rows that draw, V vocabulary.
 """
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from quire.models.base import LanguageModel
 
 MOST = (1 << 31) - 1
-PROMPT_PIECE = 128  # prompt positions whose logits exist at a time
+PROMPT_PIECE = 128  # prompt positions whose logits are computed at a time
 
 
 class Sampler:
-    """Draws tokens, by the parameters that each row entered with.
+    """Draws tokens, with the sampling parameters of each row.
 
     Args:
         logprobs_mode: one of `logprobs.MODES`.
-        processors: users' processors (`load.py` makes them), after the rules and before the penalties.
+        processors: users' processors (from `load_processors.py`); they run before the penalties, after other built-ins.
         vocab_size: token ids are checked against it when a request enters; None: model.vocab_size, if any.
         drawing: the functions that draw and score.
     """
@@ -78,17 +78,17 @@ class Sampler:
         )
         self.scored: dict[
             int, tuple[int, Tensor | None]
-        ] = {}  # rows that want scores: best, or these
-        self.prompts: dict[
-            int, int
-        ] = {}  # rows that want their prompt's scores: how many of the best
-        self.broken: dict[int, str] = {}  # rows that fail as soon as they run, by their parameters
-        # Rows that want more than a draw by temperature, top-k and top-p.
+        ] = {}  # rows with logprobs: number of the best tokens, or given tokens
+        self.prompts: dict[int, int] = {}  # rows with prompt logprobs: number of the best tokens
+        self.broken: dict[
+            int, str
+        ] = {}  # rows with unusable parameters: they fail at the first step
+        # Rows that need more than a draw by temperature, top-k and top-p.
         self.particular: set[int] = set()
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> None:
-        """Take in a request's parameters; what is wrong with them fails its first step, and nobody else."""
+        """Read a request's parameters. If they cannot be used, the request fails in its first step."""
         try:
             self._take_in(new)
         except Exception as error:
@@ -103,19 +103,19 @@ class Sampler:
             self.particular.add(row)
 
     def plain(self, work: Sequence[WorkItem]) -> bool:
-        """Whether none of these rows is particular."""
+        """Whether all these rows need only a plain draw."""
         return not self.particular or self.particular.isdisjoint([item.row for item in work])
 
     def _take_in(self, new: EnteredRow) -> None:
         row, params = new.row, new.params
         if (wrong := self._out_of_vocabulary(new)) is not None:
             self.broken[row] = wrong
-            self.rows.put(row, 0, [0] * len(new.tokens))  # what it has would not be found
+            self.rows.put(row, 0, [0] * len(new.tokens))  # its ids would overrun the embedding
             return
         self.greedy[row] = params.greedy
         self.temperature[row] = 1.0 if params.greedy else params.temperature
         limits = self.limits
-        limits.top_k[row] = min(max(params.top_k, 0), MOST)  # more than any vocabulary is all of it
+        limits.top_k[row] = min(max(params.top_k, 0), MOST)  # exceeds any vocabulary: no limit
         limits.top_p[row], limits.min_p[row] = params.top_p, params.min_p
         self.limited[row] = not params.greedy and (
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0
@@ -154,7 +154,7 @@ class Sampler:
 
     # -- a step ---------------------------------------------------------------------------------
     def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> SampledStep:
-        """Draw for the rows of `batch.sample_at_S`; score prompts that asked for it."""
+        """Draw for the rows of `batch.sample_at_S`; score prompts whose requests want it."""
         outcome = SampledStep(plan.step, len(plan.work))
         if self.prompts:
             self._score_prompts(plan, batch, hidden_TD, outcome)
@@ -217,7 +217,7 @@ class Sampler:
     def _draw(
         self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, errors: dict[int, str]
     ) -> tuple[Tensor, Tensor, bool]:
-        """(tokens_S, logits by temperature, whether processors changed these)."""
+        """(tokens_S, logits divided by the temperature, whether processors changed these)."""
         greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
         if greedy_S.all():
             return masked_argmax.best(logits_SV)[0], logits_SV, False
@@ -244,9 +244,9 @@ class Sampler:
 
     # -- scores ---------------------------------------------------------------------------------
     def _asked(self, rows_S: np.ndarray) -> dict[tuple[int, int], list[int]]:
-        """Indices in S by what they ask for: (best, how many given tokens).
+        """Indices in S, by (number of best tokens, number of given tokens or -1).
 
-        Rows are scored with those that ask for as much, since how ties are broken may depend on how much.
+        Rows are scored with others of equal numbers only, since how topk breaks ties may depend on its k.
         """
         asked: dict[tuple[int, int], list[int]] = {}
         for at, row in enumerate(rows_S.tolist()):
@@ -275,7 +275,7 @@ class Sampler:
             outcome.scored.append((scored, places))
 
     def _processed(self, scaled_SV: Tensor, rows_S: np.ndarray) -> Tensor:
-        """What was drawn from: the logits of tokens that did not survive are -inf."""
+        """The logits that the draw used: tokens that did not survive have -inf."""
         limited_S = self.limited[rows_S]
         if not limited_S.any():
             return scaled_SV
@@ -289,7 +289,7 @@ class Sampler:
     def _score_prompts(
         self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, outcome: SampledStep
     ) -> None:
-        """The score of prompt token p stands in the hidden state of token p - 1."""
+        """Score prompt token p with the hidden state of token p - 1."""
         offset = 0
         for index, (item, count) in enumerate(zip(plan.work, batch.query_lens, strict=True)):
             first, offset = offset, offset + count

@@ -1,6 +1,6 @@
-"""Drawing: which functions a sink draws and scores with, as one object that assembly chooses.
+"""SamplerOps: the functions with which a sampler draws and scores, as one object that assembly chooses.
 
-Knows their signatures. Does not know how either set works: plain torch (here), or kernels (`compiled.py`).
+Knows their signatures. Does not know the implementations: torch (here), or kernels (`triton_ops.py`, `cpu_ops.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits, cutoff, dr
 
 
 class SamplerOps(NamedTuple):
-    """See the plain functions for what each must give."""
+    """The defaults are the torch functions, which define the results."""
 
     draw: Callable[[Tensor, Tensor], Tensor] = draw
     draw_top_k_top_p: Callable[[Tensor, SamplingLimits, Tensor], Tensor] = draw_top_k_top_p
@@ -26,8 +26,8 @@ class SamplerOps(NamedTuple):
     score: Callable[[Tensor, Tensor, int, Tensor | None, bool], ScoredTokens] = score
     penalties: Callable[[], Processor] = Penalties
     sample: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """(logits_SV as the model gives them, temperature_S (0: the best), limits, seeds_S, lengths_S) -> (tokens_S, the
-    highest logit of each row): what the others would give for rows without rules and scores, if there is such a way."""
+    """(the model's logits_SV, temperature_S (0: greedy), limits, seeds_S, lengths_S) -> (tokens_S, the highest logit
+    of each row): the same draw in one call, for rows without processors and log-probabilities; None: not available."""
 
 
 PLAIN = SamplerOps()

@@ -1,7 +1,7 @@
-"""A budget of thinking: after so many tokens of thoughts, the mark that ends them is all that may come.
+"""Thinking budget: after so many tokens of thinking, only the marker that ends thinking is allowed.
 
-Knows the marks as tokens (`ThinkingMarkers`). Does not know text. What a row has said is read from the rows, so nothing has
-to be kept over a preemption, and a row that cannot have spent its budget costs one comparison.
+Knows the markers as tokens (`ThinkingMarkers`). Does not know text. It reads a row's output from the rows, so a
+preemption loses no state, and a row that cannot have spent its budget yet costs one comparison.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from quire.worker.sampling.logits_processors import Processor, ProcessorRows, ke
 
 
 class ThinkingState:
-    """What one row has thought."""
+    """How much of its budget one row has used."""
 
     def __init__(self, marks: ThinkingMarkers, start: int):
         self.marks, self.start = marks, start
-        self.read = start  # tokens before this place have been read
+        self.read = start  # tokens before this position have been read
         self.within = marks.opened
         self.over = False
         self.spent = 0
-        self.lately: list[int] = []  # of this part: as many tokens as a mark has, at most
+        self.lately: list[int] = []  # the last tokens of this part: at most the length of a marker
         self.most = max(map(len, (*marks.starts, *marks.ends)))
 
     def take(self, tokens: Sequence[int]) -> None:
-        """More of the output."""
+        """Read more of the output."""
         for token in tokens:
             self.lately = [*self.lately[1 - self.most :], token] if self.most > 1 else [token]
             if self.over:
@@ -43,7 +43,7 @@ class ThinkingState:
         self.read += len(tokens)
 
     def forced(self) -> int | None:
-        """The token that must come now, if one must: the mark's next after what of it stands there."""
+        """The token that must come now, if any: the next token of the end marker."""
         if not self.within or self.spent < self.marks.budget:
             return None
         mark = self.marks.ends[0]
@@ -80,7 +80,7 @@ class ThinkingBudget(Processor):
             keep_only(words_SW[at], [token])
 
     def _forced(self, picked: ProcessorRows) -> Iterator[tuple[int, int]]:
-        """(index in S, token) of rows whose next token is settled."""
+        """(index in S, token) of rows whose next token is forced."""
         for at, row, length in zip(
             picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(), strict=True
         ):

@@ -1,15 +1,15 @@
-"""Which tokens survive top-k, top-p and min-p: a prefix of the tokens in one order, as one cutoff a row.
+"""Top-k, top-p and min-p: one cutoff per row says which tokens survive.
 
-Knows scaled logits and three numbers a row. Does not know seeds or requests. The order of tokens is (logit descending,
+Knows scaled logits and three numbers per row. Does not know seeds or requests. Tokens are ordered by (logit descending,
 id ascending). In this order:
 
     min-p    keeps the tokens at least min_p times as likely as the likeliest
     top-k    of these, keeps the first k
     top-p    of these, keeps the fewest first tokens whose share (among them) reaches p
 
-All three together keep a prefix of the order, so two numbers describe it: the logit and the id of its last token. Shares
-are counted in integers (weight = floor(2^40 * exp(logit - max))), so that sums do not depend on their order, nor on how
-many rows are summed at once.
+Together they keep a prefix of the order, so two numbers describe it: the logit and the id of its last token. Shares
+are sums of integers (weight = floor(2^40 * exp(logit - max))), so they depend neither on the order of summation nor
+on the number of rows in the batch.
 
 Shape suffixes: S rows, V vocabulary, K candidates of a row.
 """
@@ -25,13 +25,13 @@ from torch import Tensor
 from quire.worker.sampling.gumbel import MOST_AT_ONCE, draw, draw_among
 
 SPARE = 64  # candidates beyond top-k, for tokens that tie with the last one
-USUAL = 1024  # candidates that hold the survivors of most distributions
+USUAL = 1024  # candidates that include all survivors of most distributions
 SCALE = 2.0**40
 
 
 @dataclass(slots=True)
 class SamplingLimits:
-    """Of S rows. top_k 0, top_p 1 and min_p 0 limit nothing."""
+    """The limits of S rows. top_k 0, top_p 1 and min_p 0 mean no limit."""
 
     top_k: np.ndarray  # int64
     top_p: np.ndarray  # float64
@@ -41,7 +41,7 @@ class SamplingLimits:
         return SamplingLimits(self.top_k[at], self.top_p[at], self.min_p[at])
 
     def candidates(self, vocab: int) -> int:
-        """How many of the likeliest tokens to look at first."""
+        """How many of the likeliest tokens to try first."""
         most = int(self.top_k.max()) + SPARE
         if not self.top_k.all():
             most = max(most, min(USUAL, vocab // 16))
@@ -66,7 +66,7 @@ class Cutoff:
     ids_S: Tensor  # int64
 
     def masked_(self, scaled_SV: Tensor) -> Tensor:
-        """Logits, in place: -inf for tokens that do not survive."""
+        """Set the logits of tokens that do not survive to -inf, in place."""
         logits_S1, ids_S1 = self.logits_S[:, None], self.ids_S[:, None]
         ids_V = torch.arange(scaled_SV.shape[1], device=scaled_SV.device)
         lost_SV = (scaled_SV < logits_S1) | ((scaled_SV == logits_S1) & (ids_V > ids_S1))
@@ -74,9 +74,9 @@ class Cutoff:
 
 
 def ordered(scaled_SV: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(values_SK, ids_SK) of the first `most` tokens of each row; at the last value, any of the tokens that have it.
+    """(values_SK, ids_SK) of the first `most` tokens of each row, in order.
 
-    With `most` = V, all of them in the order.
+    Of tokens that tie at the last value, any may be among them, except with `most` = V, which gives all tokens.
     """
     if most == scaled_SV.shape[1]:
         return scaled_SV.sort(dim=-1, descending=True, stable=True)
@@ -91,9 +91,9 @@ def ordered(scaled_SV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 def surviving(
     scaled_SV: Tensor, values_SK: Tensor, limits: SamplingLimits
 ) -> tuple[Tensor, Tensor]:
-    """(count_S1, complete_S): how many of the K first tokens survive, and whether no other token does.
+    """(count_S1, complete_S): how many of the first K tokens survive, and whether no token beyond them does.
 
-    Where a row is not complete, its count is not right: ask again with K = V.
+    The count of a row that is not complete is wrong: call again with K = V.
     """
     count, most = values_SK.shape
     all_here = most == scaled_SV.shape[1]
@@ -113,14 +113,14 @@ def surviving(
         weights_SK = _weights(values_SK, top_S1, floor_S1).masked_fill_(place_K >= count_S1, 0)
         sums_SK = weights_SK.cumsum(dim=1)
         total_S1 = sums_SK[:, -1:]
-        if not all_here and not ranked.all():  # a row without top-k has mass outside
+        if not all_here and not ranked.all():  # without top-k, other tokens have a share too
             whole_S1 = _weights(scaled_SV, top_S1, floor_S1).sum(dim=1, keepdim=True)
             total_S1 = torch.where(_of(ranked, values_SK), total_S1, whole_S1)
         wanted_S1 = (total_S1.double() * _of(limits.top_p, values_SK)).ceil_().to(torch.int64)
         enough_S1 = (sums_SK < wanted_S1).sum(dim=1, keepdim=True) + 1
         enough_S1 = enough_S1.masked_fill_(_of(limits.top_p >= 1, values_SK), most)
         count_S1 = torch.minimum(count_S1, enough_S1)
-    count_S1 = count_S1.clamp_(min=1, max=most)  # of a row of NaN, too
+    count_S1 = count_S1.clamp_(min=1, max=most)  # also for rows of NaN
     if all_here:
         return count_S1, torch.ones(count, dtype=torch.bool, device=values_SK.device)
     # Tokens that tie with the last candidate may not be candidates.
@@ -128,16 +128,16 @@ def surviving(
 
 
 def cutoff(scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
-    """Of whole rows, however many tokens survive."""
+    """The cutoffs of rows, computed over the whole vocabulary."""
     values_SV, ids_SV = ordered(scaled_SV, scaled_SV.shape[1])
     last_S1 = surviving(scaled_SV, values_SV, limits)[0] - 1
     return Cutoff(values_SV.gather(1, last_S1)[:, 0], ids_SV.gather(1, last_S1)[:, 0])
 
 
 def draw_top_k_top_p(scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor) -> Tensor:
-    """Token ids, int64 [S], of rows with limits: the noise is made for candidates only, if they suffice."""
+    """Draw token ids, int64 [S], for rows with limits. Computes noise for the candidates only, if they suffice."""
     vocab = scaled_SV.shape[1]
-    # Asking a device whether the candidates were enough would stop the host, so there we sort.
+    # On a device, checking whether the candidates suffice would make the host wait, so sort there.
     most = limits.candidates(vocab) if scaled_SV.device.type == "cpu" else vocab
     values_SK, ids_SK = ordered(scaled_SV, most)
     count_S1, complete_S = surviving(scaled_SV, values_SK, limits)

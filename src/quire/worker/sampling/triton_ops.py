@@ -1,6 +1,6 @@
-"""Sampling by kernels: the same draws as the plain functions beside this, without a question to the device.
+"""Sampling with Triton kernels: the same draws as the torch functions, without synchronizing with the device.
 
-Knows which kernel serves which function. Does not know how they work (`ops/triton/sampling.py`).
+Knows which kernel implements which function. Does not know how the kernels work (`ops/triton/sampling.py`).
 
 Shape suffixes: S rows, V vocabulary, N positions, K tokens reported of each, P rows with penalties.
 """
@@ -53,7 +53,7 @@ def score(
 
 
 class TritonPenalties(Penalties):
-    """Counts and changes logits in two launches."""
+    """Counts tokens and changes logits in two kernel launches."""
 
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         state = picked.state

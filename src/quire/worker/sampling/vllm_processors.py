@@ -1,15 +1,15 @@
-"""Logits processors in the shape that vLLM users know, and what makes one of ours of them.
+"""Adapter for logits processors that are written for vLLM.
 
-Knows both shapes. Does not know how a class is found: that is `load.py`'s. A class of that shape sees a batch
-of its own, where request i sits at index i until it is told otherwise:
+Knows vLLM's interface and Quire's. Does not know how a class is found (`load_processors.py`). A vLLM processor has a
+batch of its own, in which request i keeps index i until an update moves it:
 
-    update_state(BatchUpdate or None)    who went, who came, who moved; in this order: removed, added, moved
-    apply(logits [B, V])                 one row of logits a member of that batch
+    update_state(BatchUpdate or None)    requests that left, joined, moved; in this order: removed, added, moved
+    apply(logits [B, V])                 one row of logits for each member of that batch
 
-Here a batch changes with every step, so `VllmProcessorAdapter` keeps one for the processor: a request joins it when it draws
-its first token, and leaves with its row. Members that do not draw in a step are shown zeros.
+Quire's batch changes with every step, so `VllmProcessorAdapter` keeps a batch for the processor: a request joins it
+when it draws its first token, and leaves with its row. Members that do not draw in a step get logits of zero.
 
-Shape suffixes: S rows that draw, B members of a processor's batch, V vocabulary.
+Shape suffixes: S rows that draw, P of them that use the processor, B members of its batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from quire.worker.sampling.logits_processors import Processor, ProcessorRows
 
 
 class MoveDirectionality(Enum):
-    """What a move does to the place that was moved to."""
+    """What a move does to the index that the request moves to."""
 
     UNIDIRECTIONAL = auto()
-    """From here to there, where nobody was."""
+    """The target index was free."""
     SWAP = auto()
-    """The two change places."""
+    """The two requests exchange indices."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What changed in a batch since the last step. `output_ids` of an addition is a list that grows."""
+    """Changes of a batch since the last step. `output_ids` of an added request is a list that grows."""
 
     batch_size: int
-    """After the change."""
+    """Size after the change."""
     removed: Sequence[int]
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """(index, params, prompt ids, output ids); whoever sat at the index is gone."""
+    """(index, params, prompt ids, output ids); replaces the request at the index, if any."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
     """(from, to, how)"""
 
 
 class LogitsProcessor(ABC):
-    """The shape. A subclass serves all requests of a worker."""
+    """vLLM's interface. One instance serves all requests of a worker."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         return
@@ -80,15 +80,15 @@ RowFunction = Callable[..., Tensor]
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Of functions that serve one request: (output ids, logits [V]) or (prompt ids, output ids, logits [V])."""
+    """For functions that serve one request: (output ids, logits [V]) or (prompt ids, output ids, logits [V])."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.functions: dict[int, Callable[[Tensor], Tensor]] = {}
-        self.failed: dict[int, str] = {}  # by index in the batch, of the last `apply`
+        self.failed: dict[int, str] = {}  # errors of the last `apply`, by index in the batch
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RowFunction | None:
-        """The function for a request with these parameters; None: leave it alone."""
+        """The function for a request with these parameters; None: the request needs none."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -115,7 +115,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         for index, function in self.functions.items():
             try:
                 logits[index] = function(logits[index])
-            except Exception as error:  # of one request: the others shall not notice
+            except Exception as error:  # fails this request only
                 self.failed[index] = f"{type(error).__name__}: {error}"
         return logits
 
@@ -128,7 +128,7 @@ def _bound(
 
 
 class VllmProcessorAdapter(Processor):
-    """One of ours, made of an object of that shape (it need not be a subclass: only have its methods)."""
+    """Makes a Processor of an object with vLLM's methods (it need not be a subclass of `LogitsProcessor`)."""
 
     watches = True
 
@@ -139,7 +139,7 @@ class VllmProcessorAdapter(Processor):
         self.index: dict[int, int] = {}
         self.waiting: dict[int, EnteredRow] = {}  # rows that have not drawn yet
         self.outputs: dict[int, list[int]] = {}
-        self.removed: list[int] = []  # indices that are free since the last update
+        self.removed: list[int] = []  # indices freed since the last update
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ class VllmProcessorAdapter(Processor):
         return logits_SV
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:
-        """Seat who draws for the first time; close the gaps with the last ones. None: nothing changed."""
+        """Add rows that draw for the first time; fill gaps with the last members. None: nothing changed."""
         free, self.removed = sorted(self.removed, reverse=True), []
         added = []
         for row in rows:
@@ -225,7 +225,7 @@ def _checked(changed: Any, given: Tensor) -> Tensor:
 
 
 def is_vllm_processor(kind: type) -> bool:
-    """Whether a class has that shape."""
+    """Whether a class has the methods of vLLM's interface."""
     return all(
         callable(getattr(kind, name, None))
         for name in ("apply", "update_state", "is_argmax_invariant")
@@ -235,7 +235,7 @@ def is_vllm_processor(kind: type) -> bool:
 def adapt_processor(
     kind: type, config: Any = None, device: torch.device | str = "cpu"
 ) -> VllmProcessorAdapter:
-    """Make one of a class of that shape, with the little of a vLLM configuration that such a class reads."""
+    """Make a processor of a class for vLLM; its constructor gets the parts of vLLM's config that such classes read."""
     return VllmProcessorAdapter(kind(_config_of(config), torch.device(device), False))
 
 
