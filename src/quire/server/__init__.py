@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI routes and their friends. No torch."""
+"""HTTP: the OpenAI, Anthropic and management routes. No torch."""

@@ -1,6 +1,6 @@
-"""The content blocks of Anthropic's protocol: earlier ones -> chat messages, and deltas -> new ones.
+"""Content blocks of Anthropic's protocol: input blocks -> chat messages, deltas -> output blocks.
 
-Knows text, thinking, tool_use and tool_result blocks. Does not know requests or answers as a whole.
+Knows text, thinking, tool_use and tool_result blocks. Does not know whole requests or answers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ JSON = dict[str, Any]
 
 # -- in -------------------------------------------------------------------------------------------
 def text_of(content: Any, where: str) -> str:
-    """A text, or blocks of it, as one text.
+    """The text of a string, or of a list of text blocks.
 
     Raises:
-        ApiError: 400 for blocks of another kind.
+        ApiError: 400 for other kinds of block.
     """
     if isinstance(content, str):
         return content
@@ -33,7 +33,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
-    """Raises ApiError 400: no list of blocks of these kinds."""
+    """The content as a list of blocks. Raises ApiError 400: a block of another kind than `kinds`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -50,7 +50,7 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
 
 
 def messages_of(role: str, content: Any, where: str) -> list[JSON]:
-    """A message as one of chat's, or several: results of tools come before what the user says."""
+    """A message as one or several chat messages; tool results come before the user's text."""
     if role == "assistant":
         return [_of_assistant(content, where)]
     if role != "user":
@@ -93,7 +93,7 @@ def _of_assistant(content: Any, where: str) -> JSON:
 
 
 def tools_of(tools: list[JSON]) -> list[JSON]:
-    """Tools as chat has them."""
+    """Tools in chat's form."""
     found = []
     for at, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
@@ -109,7 +109,7 @@ def tools_of(tools: list[JSON]) -> list[JSON]:
 
 
 def choice_of(asked: JSON | None) -> Any:
-    """`tool_choice` as chat has it."""
+    """`tool_choice` in chat's form."""
     kind = (asked or {}).get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": (asked or {}).get("name")}}
@@ -128,7 +128,7 @@ STARTS: dict[str, JSON] = {
 
 @dataclass(slots=True)
 class ContentBlocks:
-    """The blocks of one answer as they grow."""
+    """The content blocks of one answer, built from its deltas."""
 
     done: list[JSON] = field(default_factory=list)
     _kind: str = ""
@@ -137,7 +137,7 @@ class ContentBlocks:
     _head: JSON = field(default_factory=dict)
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        """Events of what is new."""
+        """The events of a delta."""
         for new in news(delta):
             if (new.kind, new.index) != (self._kind, self._call):
                 yield from self.close()
@@ -147,7 +147,7 @@ class ContentBlocks:
                 yield self._event("content_block_delta", delta=_delta(new.kind, new.text))
 
     def end(self) -> Iterator[bytes]:
-        """An answer has one block at least."""
+        """Close the last block. An answer has at least one block."""
         if not self._kind and not self.done:
             yield self._open(OutputPiece("text", ""))
         yield from self.close()
@@ -183,7 +183,7 @@ def _delta(kind: str, text: str) -> JSON:
 
 
 def as_object(text: str) -> Any:
-    """Arguments; those that were cut are given as far as they are an object: not at all."""
+    """A call's arguments; {} if they are truncated."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

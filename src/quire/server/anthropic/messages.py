@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
 
-Knows that protocol's shapes. A request becomes a chat request; here its deltas become content blocks.
+Knows that protocol's shapes. Turns a request into a chat request, and its deltas into content blocks.
 
     message_start, content_block_start, content_block_delta ..., content_block_stop, message_delta, message_stop
 """
@@ -69,7 +69,7 @@ def failed(error: BaseException) -> bytes:
 
 
 def with_its_errors(endpoint: Endpoint) -> Endpoint:
-    """Errors in this protocol's own envelope."""
+    """Make an endpoint report its errors in this protocol's envelope."""
 
     @wraps(endpoint)
     async def answered(request: Request) -> Response | EventStream:
@@ -89,7 +89,7 @@ def with_its_errors(endpoint: Endpoint) -> Endpoint:
 
 # -- in -------------------------------------------------------------------------------------------
 def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
-    """The same wish in OpenAI's words. `counted`: only the prompt matters.
+    """The equivalent chat request. `counted`: only its prompt is used.
 
     Raises:
         ApiError: 400 that names the field.
@@ -110,7 +110,9 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         if role not in ("user", "assistant", "system"):
             raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
         messages += messages_of(role, message.get("content"), f"messages[{at}].content")
-    goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # the answer is begun
+    goes_on = (
+        bool(body.messages) and messages[-1]["role"] == "assistant"
+    )  # the last message begins the answer
     wishes = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
     one = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     return ChatRequest(
@@ -127,7 +129,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
 
 # -- out ------------------------------------------------------------------------------------------
 def usage(generation: Generation, details: bool) -> dict[str, Any]:
-    """Cached tokens are told only where the server tells them; input_tokens are then the others."""
+    """Includes cached tokens if the server reports them; input_tokens then excludes them."""
     count = generation.counts[0]
     found = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
     if details:
@@ -137,7 +139,7 @@ def usage(generation: Generation, details: bool) -> dict[str, Any]:
 
 
 def stop_reason_of(delta: OutputDelta, blocks: ContentBlocks) -> dict[str, Any]:
-    """Why it ended."""
+    """The stop reason in this protocol's terms."""
     by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     reason = "stop_sequence" if by is not None else STOPS.get(delta.finish_reason or "", "end_turn")
     if reason == "end_turn" and any(block["type"] == "tool_use" for block in blocks.done):
@@ -160,7 +162,7 @@ def message(generation: Generation, model: str, content: list[Any], details: boo
 
 @dataclass(slots=True)
 class MessageEventEncoder:
-    """Deltas -> events."""
+    """Encodes deltas as events."""
 
     generation: Generation
     model: str
@@ -223,7 +225,7 @@ async def messages(request: Request) -> Response | EventStream:
 
 @with_its_errors
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has."""
+    """Count the tokens of a conversation."""
     state = state_of(request)
     engine = state.serving()
     body = await read(request, MessagesRequest)

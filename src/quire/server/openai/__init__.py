@@ -1,1 +1,1 @@
-"""The endpoints of OpenAI's HTTP interface, and what vLLM adds to them."""
+"""OpenAI's HTTP endpoints, with vLLM's extensions."""

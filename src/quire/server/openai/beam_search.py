@@ -1,6 +1,6 @@
-"""Beam search for a request over HTTP: a stream like any other, whose one output is all that was found.
+"""Beam search over HTTP, as a stream with a single output at its end.
 
-Knows the fields that go with it, and how its steps are asked for; what a step means is `frontend/beam_search.py`'s.
+Knows which request fields it accepts and how to request its steps. `frontend/beam_search.py` does the search itself.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ NOT_WITH_IT = (
     "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "guided_json_object", "echo", "best_of", "tools",
 )  # fmt: skip
-"""They would change what is searched. Fields of drawing (top_p, seed) do not: nothing is drawn."""
+"""Fields that would change the search. Sampling fields (top_p, seed) are accepted and ignored: nothing is sampled."""
 
 
 def beams_of(
     request: Sampling, params: SamplingParams, defaults: Mapping[str, Any]
 ) -> BeamSearchParams | None:
-    """None: tokens are drawn, as usual.
+    """None: the request uses no beam search.
 
     Raises:
-        ApiError: 400 that names the field which does not go with it.
+        ApiError: 400 that names a field that beam search does not support.
     """
     if not request.use_beam_search:
         return None
@@ -57,7 +57,7 @@ def beams_of(
 
 
 class BeamStream:
-    """One prompt's search."""
+    """The beam search of one prompt."""
 
     def __init__(
         self, engine: TextEngine, prompt: TokenizedPrompt, params: BeamSearchParams, name: str,
@@ -70,24 +70,24 @@ class BeamStream:
         self._task.add_done_callback(lambda _: heard())
 
     def take(self) -> RequestOutput | None:
-        """All of it, once it is there. Raises why it failed."""
+        """The whole output once the search is done; None before. Raises the error if the search failed."""
         if self.ended or not self._task.done():
             return None
         self.ended = True
         return self._task.result()
 
     def stop(self) -> None:
-        """End it with what was found so far, as "abort"."""
+        """End the search with the beams found so far; their finish reason is "abort"."""
         self.stopped = True
         self._news.set()
 
     def close(self) -> None:
         self._task.cancel()
         if self._task.done() and not self._task.cancelled():
-            self._task.exception()  # nobody may have taken it
+            self._task.exception()  # the error may not have been taken
 
     async def _counted(self) -> RequestOutput:
-        """What was found; its outputs are counted as ended, however that came."""
+        """The search's output. Reports its finish reasons to the engine's counters, also after an error."""
         ends: Mapping[Any, int] = {"error": self.params.beam_width}
         try:
             found = await self._found()
@@ -97,7 +97,7 @@ class BeamStream:
             ends = {"abort": self.params.beam_width}
             raise
         finally:
-            with suppress(QuireError):  # an engine that is gone counts nothing
+            with suppress(QuireError):  # a dead engine counts nothing
                 await self.engine.call("count_ended", ends)
 
     async def _found(self) -> RequestOutput:
@@ -134,7 +134,7 @@ class BeamStream:
     async def _step(
         self, search: BeamSearch, step: SamplingParams, name: str
     ) -> list[Position] | None:
-        """The next token of each beam and its rivals; None: it was aborted."""
+        """Each beam's next token with its alternatives; None: a step was aborted."""
         news = self._news
         streams: list[StreamLike] = []
         try:
@@ -146,7 +146,9 @@ class BeamStream:
                         prompt, params, own, news.set, inner=True, **self.options
                     )
                 )
-                await asyncio.sleep(0)  # others' turn: a wide beam over a long prompt takes long
+                await asyncio.sleep(
+                    0
+                )  # let other tasks run: a wide beam over a long prompt takes long
             return await self._answers(streams)
         finally:
             for stream in streams:

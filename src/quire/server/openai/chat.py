@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions: a message is answered.
+"""POST /v1/chat/completions: answers a conversation.
 
-Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become messages.
+Knows this endpoint's request and answer shapes. Turns a request into a `Generation`, and its deltas into messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def effort_of(asked: Any, said: str) -> str | None:
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> RenderOptions:
-    """Raises ApiError 400: a template of the client's own, where the server does not trust clients."""
+    """Raises ApiError 400: the request has a chat template, and the server does not trust those of clients."""
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:
         raise invalid(
@@ -85,7 +85,7 @@ async def chat_text(
     body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: TextEngine,
     state: ServerState,
 ) -> str:  # fmt: skip
-    """The one way from messages to a text, for every protocol."""
+    """Render messages to text; every protocol uses this function."""
     check_messages(messages)
     return await engine.render(with_calls_read(messages), chat_options(body, state))
 
@@ -93,7 +93,7 @@ async def chat_text(
 async def chat_prompt(
     body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
 ) -> TokenizedPrompt:
-    """The conversation as the model reads it. `check`: that it fits."""
+    """The conversation as tokens. `check`: refuse it if it is too long for the model."""
     text = await chat_text(body, body.messages, engine, state)
     fits = check and body.truncate_prompt_tokens is None
     tokens = await encode(engine, text, special=body.add_special_tokens, fits=fits)
@@ -113,7 +113,7 @@ class ChatChoiceBuilder:
 
     @property
     def echo(self) -> str:
-        """The last message, which the answer repeats when asked to and when it is of the same role."""
+        """The last message's text, which the answer repeats if `echo` is set and the message has the answer's role."""
         last = self.body.messages[-1]
         content = last.get("content")
         if not self.body.echo or last["role"] != self.role or not content:
@@ -133,7 +133,7 @@ class ChatChoiceBuilder:
         return delta.tokens if self.body.return_token_ids else None
 
     def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:
-        """`large`: its lists are made while they are sent."""
+        """`large`: its lists are encoded while they are sent."""
         text = self.echo + delta.text
         message: dict[str, Any] = {
             "role": self.role,
@@ -156,12 +156,12 @@ class ChatChoiceBuilder:
         }
 
     def thoughts(self, text: str | None) -> dict[str, Any]:
-        """Under the names that they have."""
+        """The reasoning, under one field name or both."""
         both = self.generation.state.config.server.enable_reasoning_content
         return {"reasoning": text, "reasoning_content": text} if both else {"reasoning": text}
 
     def opening(self, delta: OutputDelta) -> list[dict[str, Any]]:
-        """The chunks before a choice's first words: its role, and the echo."""
+        """The first chunks of a choice: its role, and the echo."""
         if delta.index in self.started:
             return []
         self.started.add(delta.index)
@@ -171,7 +171,7 @@ class ChatChoiceBuilder:
         return chunks
 
     def chunks(self, delta: OutputDelta) -> list[dict[str, Any]]:
-        """What is new, thoughts before content before calls; nothing where nothing can be shown."""
+        """The chunks of a delta: reasoning, then content, then calls; none if nothing is visible."""
         logprobs, ids = self.logprobs(delta), self.ids(delta)
         news: list[dict[str, Any]] = []
         if delta.reasoning:
@@ -191,7 +191,7 @@ class ChatChoiceBuilder:
 
 
 class ChatChunkEncoder(ChunkEncoder):
-    """Deltas -> frames."""
+    """Encodes deltas as frames."""
 
     def __init__(self, shaper: ChatChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
@@ -223,13 +223,13 @@ class ChatChunkEncoder(ChunkEncoder):
 
 
 def call_of(call: CallDelta) -> dict[str, Any]:
-    """A call that is all there."""
+    """A tool call with its id and name."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def call_delta(call: CallDelta) -> dict[str, Any]:
-    """Id and name come with the first delta of a call."""
+    """The first delta of a call has its id and name."""
     if call.id is not None:
         return {"index": call.index, **call_of(call)}
     return {"index": call.index, "function": {"arguments": call.arguments}}
@@ -246,10 +246,10 @@ def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 async def generation_of(
     request: Request, body: ChatRequest, engine: TextEngine, kind: str
 ) -> Generation:
-    """A conversation, checked and rendered, ready to be generated. `kind`: what its id begins with.
+    """Check and render a chat request. `kind`: the prefix of the generation's id.
 
     Raises:
-        ApiError, ValidationError: it cannot be served as it is.
+        ApiError, ValidationError: the request is invalid.
     """
     state: ServerState = request.app.state.quire
     params = chat_params(body, engine.defaults())

@@ -1,7 +1,7 @@
-"""A chat request's outputs, read: thoughts, content and tool calls told apart in each delta.
+"""Parses the outputs of a chat request: splits each delta into reasoning, content and tool calls.
 
-Knows a model's formats, the request's wishes, and deltas. Does not know the shape of an answer. What the request
-demands of its calls goes into its sampling parameters here.
+Knows model formats, the request's options and deltas. Does not know answer shapes. Also adds the constraint that the
+request's tools put on the output to its sampling parameters.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = get_logger(__name__)
 
 
 def formats_of(config: ServerConfig, engine: TextEngine | None) -> ModelFormats:
-    """How the model writes; without an engine, only whether what was asked for exists.
+    """The model's output formats; without an engine, this only checks that the configured parsers exist.
 
     Raises:
-        ConfigError: a name that is not known, or a plugin that fails.
+        ConfigError: an unknown parser, or a plugin that fails.
     """
     plugins = [config.tool_parser_plugin, config.reasoning_parser_plugin]
     return ModelFormats(
@@ -58,7 +58,7 @@ def formats_of(config: ServerConfig, engine: TextEngine | None) -> ModelFormats:
 
 
 def model_formats(state: ServerState, engine: TextEngine) -> ModelFormats:
-    """Chosen once, and said."""
+    """The model's output formats; detected once and logged."""
     if state.formats is None:
         found = state.formats = formats_of(state.config.server, engine)
         for what, choice in (("tool calls", found.tool_choice), ("thoughts", found.reasoning_choice)):  # fmt: skip
@@ -70,10 +70,10 @@ def make_output_reader(
     body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: TokenizedPrompt,
     state: ServerState, engine: TextEngine,
 ) -> ChatOutputReader | None:  # fmt: skip
-    """None: outputs are content as they are. `params` gets what the request demands of its calls.
+    """None: outputs are plain content. Adds the constraint of the request's tool calls to `params`.
 
     Raises:
-        ApiError: 400: calls in a format that nobody knows; or two demands on one output.
+        ApiError: 400: the model's call format is unknown, or the request has two constraints on its output.
     """
     formats = model_formats(state, engine)
     last = body.messages[-1].get("content") if body.continue_final_message else None
@@ -117,7 +117,7 @@ def make_output_reader(
 def demanded(
     body: ChatRequest, choice: ToolChoice, formats: ModelFormats, opened: bool | None, level: str
 ) -> StructuredOutputsParams | None:
-    """The form that calls must have."""
+    """The constraint that the request's tools put on the output."""
     tag: dict[str, Any] | None = None
     parallel, tools = body.parallel_tool_calls, choice.tools
     asked_for = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
@@ -135,36 +135,36 @@ def demanded(
         return StructuredOutputsParams(structural_tag=tag, said="tools")
     except ValidationError as error:
         if not asked_for:
-            return None  # nobody asked for more than that calls be read
+            return None  # the request needs its calls parsed only
         raise invalid(f"`tools`: {error}", "tools") from error
 
 
 @dataclass(slots=True)
 class ChatOutput:
-    """One completion as it is read."""
+    """One completion, while it is parsed."""
 
     parser: StreamParser
     tokens: list[int] = field(default_factory=list)
-    """Tokens of which it is not known yet whether they are thoughts."""
+    """Tokens not yet classified as reasoning or content."""
     size: int = 0
-    """Characters of their text."""
+    """Number of characters of their text."""
 
 
 @dataclass(slots=True)
 class ChatOutputReader:
-    """Of one request's completions; each has a parser of its own."""
+    """Parses the completions of one request, each with its own parser."""
 
     reading: OutputFormat
     decode: Callable[[list[int]], str]
     told: bool = True
-    """Thoughts are shown."""
+    """Whether the answer includes the reasoning."""
     parallel: bool = True
     named: bool = False
     reasoning_tokens: int = 0
     outputs: dict[int, ChatOutput] = field(default_factory=dict)
 
     def read(self, delta: OutputDelta) -> None:
-        """Tell the delta's text apart."""
+        """Split the delta's text into reasoning, content and calls, in place."""
         output = self.outputs.get(delta.index)
         if output is None:
             output = self.outputs[delta.index] = ChatOutput(self.reading.parser())
@@ -186,7 +186,7 @@ class ChatOutputReader:
             self._ended(delta, parser)
 
     def _thoughts(self, output: ChatOutput, thought: int) -> int:
-        """How many of the tokens that waited turned out to be thoughts: those with the first characters."""
+        """How many of the unclassified tokens are reasoning: those of the first `thought` characters."""
         tokens, known = output.tokens, output.size - output.parser.waiting
         if thought <= 0:
             count = 0
@@ -219,7 +219,7 @@ class ChatOutputReader:
 
 
 def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
-    """Calls with what came later of them."""
+    """Merge later deltas into `calls`."""
     known = {call.index: call for call in calls}
     for call in later:
         if (before := known.get(call.index)) is None:
@@ -232,18 +232,18 @@ def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
 
 @dataclass(slots=True)
 class OutputPiece:
-    """A piece of one kind that is new: thinking, text, or a call's arguments."""
+    """New output of one kind: thinking, text, or a call's arguments."""
 
     kind: str
     text: str
     index: int = -1
-    """Of the call."""
+    """Index of the call."""
     id: str | None = None
     name: str | None = None
 
 
 def news(delta: OutputDelta) -> list[OutputPiece]:
-    """What a delta brings, in the order in which answers have it."""
+    """The pieces of a delta, in the order of the answer."""
     found = []
     if delta.reasoning:
         found.append(OutputPiece("thinking", delta.reasoning))

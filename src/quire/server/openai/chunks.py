@@ -1,4 +1,4 @@
-"""What completions and chat answers have in common: ids, the head of a frame, usage, fingerprint.
+"""Common to completions and chat: ids, the head of a frame, usage, fingerprint.
 
 Knows OpenAI's outer shapes. Does not know choices.
 """
@@ -20,11 +20,13 @@ from quire.server.middleware import NEW_ID, VALID_ID
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 
-MARK = secrets.token_hex(16)  # a text that is in no frame by chance
+MARK = secrets.token_hex(16)  # random: occurs in no frame by chance
 
 
 def new_id(kind: str, request: Request, body: Sampling) -> str:
-    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else what the answer's header says."""
+    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else the id of the answer's header, else
+    random.
+    """
     header = request.headers.get("x-request-id")
     if header is not None and not VALID_ID.fullmatch(header):
         raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
@@ -34,18 +36,18 @@ def new_id(kind: str, request: Request, body: Sampling) -> str:
 
 
 def priority(request: Request, body: Sampling) -> int:
-    """The header X-Vllm-Priority, else the body's; lower goes first."""
+    """The header X-Vllm-Priority, else the body's priority; lower runs first."""
     header = request.headers.get("x-vllm-priority", "")
     return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
 
 
 def interval(body: Sampling, state: ServerState) -> int:
-    """Tokens between two events of a stream: as the server says, or more if the request asks for that."""
+    """Tokens between two events of a stream: the server's setting, or the request's if that is larger."""
     return max(state.config.server.stream_interval, body.stream_interval or 1)
 
 
 def load_report(request: Request, state: ServerState) -> dict[str, str]:
-    """The header that routers ask for with `endpoint-load-metrics-format: TEXT` (or JSON)."""
+    """The load header, which routers request with `endpoint-load-metrics-format: TEXT` (or JSON)."""
     form = request.headers.get("endpoint-load-metrics-format", "").upper()
     if form not in ("TEXT", "JSON") or state.engine is None:
         return {}
@@ -59,7 +61,7 @@ def load_report(request: Request, state: ServerState) -> dict[str, str]:
 
 
 class ChunkFrames:
-    """Frames of one stream: their head is rendered once."""
+    """Frames of one stream; their head is encoded once."""
 
     def __init__(self, kind: str, id: str, model: str, fingerprint: str, body: Sampling, state: ServerState):  # fmt: skip
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
@@ -73,14 +75,14 @@ class ChunkFrames:
         )
 
     def around(self, choice: Callable[[str], dict[str, Any]]) -> tuple[bytes, bytes]:
-        """What stands before and behind the text in the frame of a choice in which only that changes."""
+        """The bytes before and after the text, in the frame of a choice in which only the text changes."""
         before, _, behind = self.frame([choice(MARK)]).partition(self.encode(MARK))
         return before, behind
 
     def frame(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, last: bool = False
     ) -> bytes:
-        """`last`: the frame that carries the fingerprint."""
+        """`last`: add the fingerprint."""
         parts = [self._head, b',"choices":', self.encode(choices)]
         if last:
             parts.append(self._print)
@@ -92,12 +94,12 @@ class ChunkFrames:
 
 
 class ChunkEncoder:
-    """Deltas -> frames. Once a choice has begun, most of its frames differ in their text alone."""
+    """Encodes deltas as frames. Once a choice has begun, most of its frames differ only in their text."""
 
     def __init__(self, frames: ChunkFrames, details: bool):
         self.frames, self.details = frames, details
         self.around: dict[int, tuple[bytes, bytes]] = {}
-        """Of choices that have begun: a frame without its text."""
+        """Choice -> the bytes around its text, for choices that have begun."""
 
     def add(self, delta: OutputDelta) -> Iterable[bytes]:
         around = self.around.get(delta.index)
@@ -107,5 +109,5 @@ class ChunkEncoder:
         return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
 
     def whole(self, delta: OutputDelta) -> Iterable[bytes]:
-        """Frames that are not spliced. Who can, leaves in `around` what the next ones have in common."""
+        """Frames encoded in full. Sets `around` if the choice's next frames differ only in their text."""
         raise NotImplementedError

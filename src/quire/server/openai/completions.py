@@ -1,6 +1,6 @@
-"""POST /v1/completions: text goes on.
+"""POST /v1/completions: continues a text.
 
-Knows this endpoint's shapes. A request becomes a `Generation`; here its deltas become choices.
+Knows this endpoint's request and answer shapes. Turns a request into a `Generation`, and its deltas into choices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from quire.server.state import ServerState
 
 @dataclass(slots=True)
 class CompletionChoiceBuilder:
-    """Deltas -> choices; remembers how far the text of each completion has come."""
+    """Builds choices from deltas; tracks the text offset of each completion."""
 
     body: CompletionRequest
     engine: TextEngine
@@ -56,29 +56,29 @@ class CompletionChoiceBuilder:
         return self.generation.prompts[delta.prompt]
 
     def text_of(self, prompt: TokenizedPrompt) -> str:
-        """The prompt's own, or what its ids stand for."""
+        """The prompt's text; decoded if the client sent token ids."""
         if prompt.text is None:
             prompt.text = self.engine.decode(prompt.tokens)
         return prompt.text
 
     @property
     def is_text(self) -> bool:
-        """After a choice has begun, nothing but text is new until it ends."""
+        """Whether the chunks of a choice have nothing but new text between its first and its last."""
         body = self.body
         return body.logprobs is None and not body.return_token_ids and body.max_tokens != 0
 
     def later(self, index: int, text: str) -> dict[str, Any]:
-        """A choice that has begun, as it goes on."""
+        """The choice of a chunk with nothing but new text."""
         return self.choice(OutputDelta(0, index, text, [], None, None, None), whole=False)
 
     def choice(self, delta: OutputDelta, whole: bool, large: bool = False) -> dict[str, Any]:
-        """`whole`: an answer of its own, not a part of a stream. `large`: its lists are made while they are sent."""
+        """`whole`: a complete answer, not a chunk. `large`: its lists are encoded while they are sent."""
         first = delta.index not in self.echoed
         self.echoed.add(delta.index)
         text, tokens = delta.text, delta.tokens
         positions: Iterable[shapes.Position] = delta.logprobs or []
         finish, stop = delta.finish_reason, delta.stop_reason
-        if self.body.max_tokens == 0:  # one token was drawn, since the engine draws at least one
+        if self.body.max_tokens == 0:  # drop the token: the engine draws at least one
             text, tokens, positions, finish, stop = "", [], [], "length", None
         shown = tokens
         prompt = self.prompt_of(delta)
@@ -119,7 +119,7 @@ class CompletionChoiceBuilder:
 
 
 class CompletionChunkEncoder(ChunkEncoder):
-    """Deltas -> frames."""
+    """Encodes deltas as frames."""
 
     def __init__(self, shaper: CompletionChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
@@ -130,7 +130,7 @@ class CompletionChunkEncoder(ChunkEncoder):
         choice = shaper.choice(delta, whole=False)
         ended = delta.finish_reason is not None
         if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
-            return  # half a character, or what may become a stop string
+            return  # an incomplete character, or a possible stop string
         if shaper.is_text and not frames.running_usage:
             self.around[delta.index] = frames.around(partial(shaper.later, delta.index))
         usage = shaper.usage(self.details) if frames.running_usage else None
@@ -145,7 +145,7 @@ class CompletionChunkEncoder(ChunkEncoder):
 async def asked_of(
     request: Request, body: CompletionRequest, engine: TextEngine, state: ServerState
 ) -> tuple[SamplingParams, list[TokenizedPrompt]]:
-    """Raises ApiError, ValidationError: it cannot be served as it is."""
+    """Check and tokenize a request. Raises ApiError, ValidationError: it is invalid."""
     params = completion_params(body, engine.defaults())
     given = given_prompts(body)
     total = completions_of(len(given), params, state)
@@ -154,12 +154,12 @@ async def asked_of(
     for prompt in given:
         prompts.append(await one_prompt(prompt, body, engine))
         if not engine.texts.inside:
-            await asyncio.sleep(0)  # other callbacks of the loop have their turn
+            await asyncio.sleep(0)  # let other tasks of the loop run
     return params, prompts
 
 
 async def completions(request: Request) -> Response | EventStream:
-    """Go on with a text, or with several."""
+    """Continue one text or several."""
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, CompletionRequest)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two endpoints.
+"""Log-probabilities in the JSON shapes of the endpoints.
 
 Knows dicts {id: object with logprob, rank, decoded_token}, the chosen token first. Does not know requests.
 """
@@ -25,7 +25,7 @@ def floored(value: float) -> float:
 
 
 def naming(as_ids: bool, token_text: Callable[[int], str]) -> Name:
-    """How a token is written: `token_id:N` when asked to, so that none is unprintable."""
+    """Names tokens; with `as_ids` as `token_id:N`, so that every name is printable."""
 
     def name(token: int, entry: LogprobLike) -> str:
         if as_ids:
@@ -42,7 +42,9 @@ def chosen(position: Mapping[int, LogprobLike], token: int) -> LogprobLike:
 def ranked(
     position: Mapping[int, LogprobLike], top: int, token: int, keep_chosen: bool
 ) -> list[int]:
-    """The `top` best ids (-1: all), best first; with `keep_chosen` the chosen one too, wherever it ranks."""
+    """The ids of the `top` best tokens (-1: all), best first; with `keep_chosen` also the chosen one, whatever its
+    rank.
+    """
     order = sorted(position, key=lambda one: position[one].logprob, reverse=True)
     best = order if top < 0 else order[:top]
     return [*best, token] if keep_chosen and token not in best else best
@@ -50,7 +52,7 @@ def ranked(
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Positions one after another, of a prompt and its output, without a copy."""
+    """The positions of a prompt and its output, chained without a copy."""
 
     parts: tuple[Iterable[Position], ...]
 
@@ -59,7 +61,7 @@ class Joined:
 
 
 def listed(items: Callable[[], Iterable[Any]], long: bool) -> Any:
-    """A list, or for a long answer one whose items are made while they are sent."""
+    """A list; for a long answer, one that is encoded while it is sent."""
     return LongList(items) if long else list(items())
 
 
@@ -104,7 +106,7 @@ def legacy(
 def long_legacy(
     tokens: Sequence[int], positions: Iterable[Position], top: int, name: Name
 ) -> dict[str, Any]:
-    """The same for a long answer: each list is made while it is sent."""
+    """The same for a long answer: each list is encoded while it is sent."""
 
     def column(at: int) -> Iterator[Any]:
         best = top if at == 3 else None
@@ -116,9 +118,9 @@ def long_legacy(
 def legacy_rows(
     tokens: Iterable[int], positions: Iterable[Position], top: int | None, name: Name, offset: int
 ) -> Iterator[tuple[int, float | None, str, dict[str, float] | None]]:
-    """A value of each of LEGACY for each token. `top` None: without the last."""
+    """For each token, a value of each of LEGACY. `top` None: no top_logprobs."""
     for token, position in zip(tokens, positions, strict=False):
-        if position is None:  # the first token of a prompt: nothing comes before it
+        if position is None:  # the first token of a prompt has no log-probability
             text, value, best = name(token, _Nothing()), None, None
         else:
             entry = chosen(position, token)

@@ -1,6 +1,6 @@
 """GET /v1/models: the names under which the model is served.
 
-Knows model cards. Does not know what a model is.
+Knows model cards. Does not know the model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from quire.server.health import state_of
 from quire.server.request_body import json_response
 from quire.server.state import ServerState
 
-OWNER = "vllm"  # clients in the field look for it
+OWNER = "vllm"  # some clients check it
 
 
 def card(name: str, state: ServerState, engine: TextEngine) -> dict[str, Any]:
-    """One entry of the list."""
+    """The card of one name."""
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
@@ -56,7 +56,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """One card. A name may have slashes."""
+    """The card of one name, which may contain slashes."""
     state = state_of(request)
     engine = state.serving()
     name = request.path_params["name"]

@@ -1,10 +1,10 @@
-"""The form that an answer must have, from whichever field says so.
+"""The output constraint of a request, from any of the fields that can set one.
 
     response_format          OpenAI's
-    structured_outputs       ours and vLLM's
-    guided_json, ...         the older names of its parts
+    structured_outputs       Quire's and vLLM's
+    guided_json, ...         older names for the parts of structured_outputs
 
-Knows these fields' names and shapes. Whether a schema or grammar can be enforced is checked below, in `frontend`.
+Knows these fields' names and shapes. `frontend` checks whether a schema or grammar can be enforced.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def constraint(request: Sampling) -> StructuredOutputsParams | None:
-    """None: any text will do.
+    """None: no constraint.
 
     Raises:
-        ApiError: 400: several constraints, or one that has not its shape.
+        ApiError: 400: several constraints, or a malformed one.
     """
     form = of_format(request.response_format)
     ours = from_ours(request.structured_outputs)
@@ -54,7 +54,7 @@ def constraint(request: Sampling) -> StructuredOutputsParams | None:
 
 
 def of_format(asked: Any, said: str = "response_format") -> StructuredOutputsParams | None:
-    """From `response_format`, or from another protocol's field of the same kind, named `said`.
+    """The constraint in `response_format`, or in another protocol's equivalent field, named `said`.
 
     Chat requests have the schema in `json_schema.schema`, the other protocols in `schema`.
     """

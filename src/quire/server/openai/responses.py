@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses protocol, for text.
 
-Knows that protocol's shapes. A request becomes a chat request; here its deltas become output items. Nothing is
-stored: each request brings its whole conversation.
+Knows that protocol's shapes. Turns a request into a chat request, and its deltas into output items. The server stores
+nothing: each request contains its whole conversation.
 
     response.created, .in_progress, .output_item.added, .content_part.added, .output_text.delta ...,
     .output_text.done, .content_part.done, .output_item.done, response.completed (or .incomplete, .failed)
@@ -44,10 +44,10 @@ LATER = {
 }
 
 LOGPROBS = "message.output_text.logprobs"
-"""Of `include`; its other values name what only stored answers and tools of a server have."""
+"""The supported value of `include`; the others concern stored responses and tools that run on a server."""
 
 INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
-"""How it ended -> why it is not all that there would have been."""
+"""Finish reason -> why the response is incomplete."""
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def refuse_later(body: ResponsesRequest) -> None:
 
 
 def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Instructions and input as messages.
+    """Instructions and input as chat messages.
 
     Raises:
         ApiError: 400 that names the place.
@@ -81,7 +81,7 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same wish as a chat request."""
+    """The equivalent chat request."""
     refuse_later(body)
     return ChatRequest(
         messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
@@ -111,13 +111,13 @@ class ResponseBuilder:
     generation: Generation
     model: str
     name: shapes.Name
-    """How logprobs write a token."""
+    """Names a token in logprobs."""
     created: int = field(default_factory=lambda: int(time.time()))
     number: int = 0
-    """Events so far."""
+    """Number of events so far."""
 
     def response(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
-        """The whole object; `why` it is incomplete."""
+        """The response object; `why`: the reason if it is incomplete."""
         body, params = self.body, self.generation.params
         return {
             "id": self.generation.id,
@@ -194,7 +194,7 @@ class ResponseBuilder:
 
 @dataclass(slots=True)
 class ResponseEventEncoder:
-    """Deltas -> events."""
+    """Encodes deltas as events."""
 
     shaper: ResponseBuilder
     items: ResponseItems
@@ -246,6 +246,6 @@ def status_of(delta: OutputDelta) -> str:
 
 
 async def stored_response(request: Request) -> Response:
-    """Nothing is stored, so no response is found."""
+    """Always 404: the server stores no responses."""
     name = str(request.path_params["name"])
     raise ApiError(404, f"there is no response `{name[:200]}`: responses are not stored", param="response_id")  # fmt: skip

@@ -1,6 +1,6 @@
-"""The items of the Responses protocol: earlier ones -> chat messages, and deltas -> new ones.
+"""Items of the Responses protocol: input items -> chat messages, deltas -> output items.
 
-Knows messages, reasoning, function calls and their outputs. Does not know requests or answers as a whole.
+Knows messages, reasoning, function calls and their outputs. Does not know whole requests or answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_te
 
 # -- in -------------------------------------------------------------------------------------------
 def text_of(content: Any, where: str) -> str:
-    """Raises ApiError 400: parts that are no text."""
+    """Raises ApiError 400: a part is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -37,7 +37,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def messages_of(items: list[JSON]) -> list[JSON]:
-    """Items as messages; thoughts, text and calls that follow one another are one message of the assistant.
+    """Input items as chat messages; consecutive reasoning, text and calls become one assistant message.
 
     Raises:
         ApiError: 400 that names the place.
@@ -70,7 +70,7 @@ def messages_of(items: list[JSON]) -> list[JSON]:
 
 
 def _open(found: list[JSON]) -> JSON | None:
-    """The assistant's message that is not complete yet."""
+    """The last message, if it is the assistant's and can take further items."""
     last = found[-1] if found else None
     return last if last is not None and last["role"] == "assistant" else None
 
@@ -90,7 +90,7 @@ def _add_call(found: list[JSON], item: JSON, where: str) -> None:
 
 
 def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
-    """Tools as chat has them."""
+    """Tools in chat's form."""
     if tools is None:
         return None
     found = []
@@ -106,7 +106,7 @@ def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
 
 
 def choice_of(asked: Any) -> Any:
-    """`tool_choice` as chat has it."""
+    """`tool_choice` in chat's form."""
     if isinstance(asked, dict) and asked.get("type") == "function":
         return {"type": "function", "function": {"name": asked.get("name")}}
     return asked
@@ -123,24 +123,24 @@ def thought_of(text: str) -> JSON:
 
 @dataclass(slots=True)
 class ResponseItems:
-    """The output of one answer as it grows."""
+    """The output items of one answer, built from its deltas."""
 
     id: str
-    """What the ids of its items end with."""
+    """Suffix of the items' ids."""
     event: Callable[..., bytes]
     logprobs: Callable[[OutputDelta], list[JSON]]
-    """Of a delta's tokens."""
+    """Log-probabilities of a delta's tokens."""
     done: list[JSON] = field(default_factory=list)
     _new: OutputPiece | None = None
     _parts: list[str] = field(default_factory=list)
     _id: str = ""
     _told: list[JSON] = field(default_factory=list)
-    """Log-probabilities of the text's tokens."""
+    """Log-probabilities of the current item's text."""
     _held: list[JSON] = field(default_factory=list)
-    """Of those whose text is still to come."""
+    """Log-probabilities of tokens whose text has not come yet."""
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        """Events of what is new."""
+        """The events of a delta."""
         self._held += self.logprobs(delta)
         for new in news(delta):
             if self._new is None or (new.kind, new.index) != (self._new.kind, self._new.index):
@@ -150,10 +150,10 @@ class ResponseItems:
                 self._parts.append(new.text)
                 yield self._delta(new)
         if delta.reasoning and not delta.text:
-            self._held = []  # they were of thoughts
+            self._held = []  # they belong to the reasoning
 
     def end(self, status: str) -> Iterator[bytes]:
-        """An answer has one item at least."""
+        """Close the last item. An answer has at least one item."""
         if self._new is None and not self.done:
             yield from self._open(OutputPiece("text", ""))
         yield from self.close(status)

@@ -1,6 +1,6 @@
-"""From the fields of a request to SamplingParams, with the server's own limits.
+"""Request fields -> SamplingParams, within the server's limits.
 
-Knows what is refused and why. What needs the model (lengths, vocabulary) is checked below, in `frontend`.
+Knows which values are refused, and why. `frontend` checks what depends on the model (lengths, vocabulary).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 log = get_logger(__name__)
 
 MAX_SALT = 128  # characters
-MAX_STOP = 1024  # characters of a stop string: its table is built for each, and output is held back for its length
-MAX_BAD_WORD = 256  # characters: it is tokenized twice
+MAX_STOP = 1024  # characters: a stop string costs a table of its length, and delays the output by its length
+MAX_BAD_WORD = 256  # characters: each is tokenized twice
 LISTS = {
     "stop_token_ids": "MAX_LIST_ENTRIES",
     "bad_words": "MAX_LIST_ENTRIES",
     "logprob_token_ids": "MAX_LIST_ENTRIES",
     "logit_bias": "MAX_LOGIT_BIASES",
 }
-"""Field -> the variable that says how long it may be. allowed_token_ids have the vocabulary's."""
+"""Field -> environment variable with its greatest length. allowed_token_ids may be as long as the vocabulary."""
 DELTA, FINAL_ONLY = 1, 2
 DRAWING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -50,14 +50,14 @@ LATER: dict[str, str] = {
 
 
 def refuse_later(request: Sampling) -> None:
-    """Raises ApiError 400 for a field whose feature is not here: never ignored, for the answer would lie."""
+    """Raises ApiError 400 for a field whose feature is missing: an answer that ignores it would be wrong."""
     for name, feature in LATER.items():
         if (given := getattr(request, name, None)) is not None and given is not False:
             raise invalid(f"`{name}`: {feature} is not supported yet; leave the field out", name)
 
 
 def check(request: Sampling) -> None:
-    """Limits on everything that a client can make long.
+    """Check the limits of everything that a client can make long.
 
     Raises:
         ApiError: 400 that names the field.
@@ -67,7 +67,7 @@ def check(request: Sampling) -> None:
         raise invalid("`stream_options` needs `stream: true`", "stream_options")
     most = (
         1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
-    )  # the variables cost as much as all the rest
+    )  # reading the environment costs as much as all other checks
     if not 1 <= request.n <= most:
         raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
@@ -99,7 +99,7 @@ def check(request: Sampling) -> None:
 
 
 def check_texts(name: str, texts: Sequence[str] | None, most: int) -> None:
-    """Raises ApiError 400: one of them is too long."""
+    """Raises ApiError 400: a text is too long."""
     for text in texts or ():
         if len(text) > most:
             raise invalid(
@@ -118,7 +118,7 @@ def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams' keywords: what the request says, else the model's defaults, else left out."""
+    """Keywords of SamplingParams: from the request, else from the model's defaults, else left out."""
     found: dict[str, Any] = {}
     for name in () if request.use_beam_search else DRAWING:
         value = getattr(request, name)
@@ -155,7 +155,7 @@ def without_repeats(ids: list[int] | None) -> list[int] | None:
 
 
 def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:
-    """max_tokens: a generation config's max_new_tokens caps every request of this server. The log says so once."""
+    """max_tokens, at most the generation config's max_new_tokens. Logs the first time that the cap applies."""
     cap = defaults.get("max_tokens")
     if cap is None or (asked is not None and asked <= cap):
         return asked

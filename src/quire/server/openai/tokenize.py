@@ -21,7 +21,7 @@ from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 from quire.server.state import ServerState
 
 MOST_TOKENS = 1 << 19
-"""Of /detokenize: the tokenizer keeps the interpreter's lock while it decodes them."""
+"""Limit of /detokenize: the tokenizer keeps the GIL while it decodes."""
 
 
 async def tokenize(request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""The tools of a chat request: checked, chosen among, and the calls of earlier messages.
+"""A chat request's tools: validation, `tool_choice`, and the tool calls of earlier messages.
 
-Knows OpenAI's shapes of tools, `tool_choice` and histories. Does not know how any model writes a call.
+Knows OpenAI's shapes of tools, `tool_choice` and messages. Does not know how a model writes a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 
 @dataclass(slots=True)
 class ToolChoice:
-    """Which tools may be called, and whether one must be."""
+    """The tools that the model may call, and whether it must call one."""
 
     kind: Literal["none", "auto", "required", "named"]
     tools: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class ToolChoice:
 
 
 def tool_choice_of(body: ChatRequest) -> ToolChoice:
-    """What `tools` and `tool_choice` say.
+    """Parse `tools` and `tool_choice`.
 
     Raises:
         ApiError: 400 that names the field.
@@ -67,7 +67,7 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
 
 
 def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The tools, if each has its shape."""
+    """The tools, validated. Raises ApiError 400."""
     if tools is None:
         return []
     if not tools:
@@ -97,7 +97,7 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def with_calls_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as objects, as chat templates expect them.
+    """Messages with the arguments of their tool calls as objects, as chat templates expect them.
 
     Raises:
         ApiError: 400 that names the place.
