@@ -1,9 +1,10 @@
-"""Beam search by steps, each of one token for every beam, with its rivals.
+"""Beam search, in steps of one token per beam.
 
     beams (width) --one token each, 2 x width log-probabilities--> candidates --the best--> beams
                                                                       `-- an end of text --> done
 
-Knows sequences and their scores. Does not know who computes a step, or how: `api/beam.py` and `server/openai/beam_search.py` do.
+Knows sequences and their scores. Does not know how a step is computed: `api/beam.py` and
+`server/openai/beam_search.py` do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, 
 
 
 def step_params(params: BeamSearchParams) -> SamplingParams:
-    """What is asked for each beam at each step."""
+    """Sampling parameters of one step of one beam."""
     return SamplingParams(
         max_tokens=1,
         temperature=params.temperature,
@@ -33,10 +34,10 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """One prompt's beams. `ends`: tokens that end a text. `keep_logprobs`: beams have those of their tokens.
+    """The beams of one prompt. `ends`: end-of-text tokens. `keep_logprobs`: beams keep their log-probabilities.
 
-    A step has `width` x 2 x `width` candidates, so a candidate is its beam's place and a token. Lists are made for the
-    `width` that go on and for those that end among the `width` best so far.
+    A step has `width` x 2 x `width` candidates, so a candidate is only a score, a beam index and a token. Token lists
+    are built only for the `width` beams that continue and for ended ones among the `width` best so far.
     """
 
     params: BeamSearchParams
@@ -46,13 +47,13 @@ class BeamSearch:
     keep_logprobs: bool = True
     beams: list[BeamSearchSequence] = field(init=False)
     done: list[BeamSearchSequence] = field(default_factory=list)
-    """The best that ended, best first."""
+    """The best ended sequences, best first."""
 
     def __post_init__(self) -> None:
         self.beams = [BeamSearchSequence(self.prompt)]
 
     def advance(self, answers: Sequence[Position]) -> None:
-        """A step: for each beam the log-probabilities of its next token."""
+        """Advance one step. `answers`: for each beam the log-probabilities of its next token."""
         params = self.params
         ends = () if params.ignore_eos else self.ends
         grown: list[tuple[float, int, int]] = []
@@ -63,7 +64,7 @@ class BeamSearch:
                     self._end(beam, entries, token, total)
                 else:
                     grown.append((total, at, token))
-        best = heapq.nlargest(params.beam_width, grown, key=itemgetter(0))  # the first of equals
+        best = heapq.nlargest(params.beam_width, grown, key=itemgetter(0))  # ties: the first
         self.beams = [
             BeamSearchSequence(
                 [*self.beams[at].tokens, token], self._history(self.beams[at], answers[at]), total
@@ -77,7 +78,7 @@ class BeamSearch:
         return [*beam.logprobs, entries] if self.keep_logprobs else []
 
     def _end(self, beam: BeamSearchSequence, entries: Position, token: int, total: float) -> None:
-        """A text ended with `token`, which does not count in its score."""
+        """End a sequence with `token`, which does not count in its length for the score."""
         params = self.params
         score = self._score(total, len(beam.tokens))
         if len(self.done) == params.beam_width and score <= self.done[-1].score:
@@ -96,13 +97,13 @@ class BeamSearch:
     def _score(self, total: float, length: int) -> float:
         try:
             return total / math.pow(length, self.params.length_penalty)
-        except OverflowError:  # divided by more than a float holds
+        except OverflowError:  # the divisor overflows a float
             return -0.0
-        except ZeroDivisionError:  # by less
+        except ZeroDivisionError:  # the divisor underflows to 0
             return -math.inf
 
     def stop(self, reason: str = "length") -> None:
-        """The beams that are left are done."""
+        """End the remaining beams."""
         for beam in self.beams:
             beam.finish_reason = reason
             beam.score = self._score(beam.cum_logprob, len(beam.tokens))
@@ -116,15 +117,15 @@ class BeamSearch:
 
 
 def candidates(entries: Position, count: int) -> list[tuple[int, float]]:
-    """The `count` likeliest next tokens: id, log-probability."""
+    """The `count` most likely next tokens: id, log-probability."""
     return [
         (token, entry.logprob)
         for token, entry in entries.items()
-        if entry.rank is None or entry.rank <= count  # a drawn token may be none of the likeliest
+        if entry.rank is None or entry.rank <= count  # the sampled token may rank lower
     ]
 
 
 def entries_of(output: Any) -> Position:
-    """What a step's answer says of its token and the token's rivals."""
+    """The log-probabilities in a step's output: the sampled token and the most likely ones."""
     found: Position = (output.outputs[0].logprobs or [{}])[0]
     return found

@@ -1,4 +1,4 @@
-"""How vocabularies spell bytes: the alphabet of byte-level ones, and the tokens of byte fallback.
+"""How vocabularies spell bytes: the byte-level alphabet and the byte-fallback tokens.
 
 Knows two conventions. Does not know tokenizers.
 """
@@ -10,9 +10,9 @@ import functools
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (published with GPT-2).
+    """Character -> byte, for byte-level vocabularies (the GPT-2 table).
 
-    Bytes that print stand for themselves; the others take the characters from U+0100 on, in order.
+    A printable byte is its own character; the other bytes use the characters from U+0100 on, in order.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -1,4 +1,4 @@
-"""A conversation, as programs write it -> the prompt's text.
+"""Chat rendering: a conversation in the chat API's form -> the prompt text.
 
 Knows messages, content parts and templates. Does not know tokens, requests or HTTP.
 """
@@ -17,37 +17,38 @@ if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-MEDIA_PARTS = ("image", "video", "audio", "file")  # image_url, input_audio ... contain these
+MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
 
 @dataclass(slots=True)
 class ChatOptions:
-    """How messages become a prompt."""
+    """Options for rendering messages as a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str | None = None
     """A path or the template itself; None: the checkpoint's."""
     template_may_be_path: bool = True
-    """False for templates of strangers, who may not read this machine's files."""
+    """False for a client's template, which must not read files of this machine."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
     content_format: str = "auto"
-    """string: parts are joined into one text; openai: they reach the template; auto: as it reads them."""
+    """string: join the parts into one text; openai: pass the parts on; auto: what the template reads."""
     seconds: float = SECONDS
-    """How long the template may take."""
+    """Time limit of the template."""
 
 
 def render(
     tokenizer: Tokenizer | None, messages: Sequence[Any], options: ChatOptions | None = None
 ) -> str:
-    """The prompt's text.
+    """Render the prompt text.
 
     Raises:
-        ValidationError: no tokenizer, no template, messages that the template does not take; or the template given does not parse, or is not there.
-        TooSlow: the template takes longer than `options.seconds`.
-        Unsupported: pictures, sound, video.
+        ValidationError: no tokenizer, no template, or messages that the template rejects; the given template does not
+            parse or does not exist.
+        TemplateTooSlow: the template takes longer than `options.seconds`.
+        Unsupported: images, audio, video.
         ConfigError: the checkpoint's own template does not parse.
     """
     options = options or ChatOptions()
@@ -65,7 +66,7 @@ def render(
 
 
 def having_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Raises ValidationError: there is none."""
+    """Raises ValidationError: there is no tokenizer."""
     if tokenizer is None:
         raise ValidationError(
             "chat needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids to generate",
@@ -77,7 +78,7 @@ def having_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 def rendered(
     template: ChatTemplate, messages: Sequence[Any], options: ChatOptions, specials: Mapping[str, Any]
 ) -> str:  # fmt: skip
-    """By this template, whatever `options.template` says. `specials`: special tokens by name."""
+    """Render with this template; ignores `options.template`. `specials`: special tokens by name."""
     form = options.content_format
     wrap = form == "openai"
     if form == "auto":
@@ -104,10 +105,9 @@ def _own(given: str, may_be_path: bool) -> ChatTemplate:
 
 
 def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, Any]:
-    """One message in JSON's types.
+    """Convert one message to JSON types.
 
-    A list of parts becomes one text with `form` string, and stays a list with openai; a text becomes a list with
-    `wrap`.
+    A list of parts becomes one text with `form` string and stays a list with openai; `wrap` makes a text a list.
     """
     found = plain(message)
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
@@ -149,7 +149,7 @@ def _text(part: Any, where: str) -> str:
 
 
 def conversations(messages: Any) -> list[list[Any]]:
-    """One conversation, or several: always several.
+    """Normalize one conversation or several to a list of conversations.
 
     Raises:
         ValidationError: neither a list of messages nor a list of such lists.

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation -> the text that the model was trained on.
+"""Chat templates: a conversation -> the prompt format that the model was trained on.
 
-Renders what transformers' apply_chat_template renders (a test compares). Knows the shape of a message and where
-checkpoints keep their templates. Does not know Jinja (`sandbox` does), nor tokens.
+Renders the same text as transformers' apply_chat_template (a test compares them). Knows the shape of a message and
+where checkpoints keep their templates. Does not know Jinja (`jinja_sandbox` does) or tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quire.frontend.jinja_sandbox import SECONDS, render_template
 
 ContentFormat = Literal["string", "openai"]
 
-# Stands at the end of a message that is to be continued. Its last space shows whether the template trims.
+# Appended to the message to continue. Its last space shows whether the template trims.
 MARK = "⁂continue⁂ "
 PROBE = "⁂probe⁂"
 PROBE_SECONDS = 1.0
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, newest last
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, newest last
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 SETTINGS = (
     "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -31,7 +31,7 @@ SETTINGS = (
 
 
 def plain(value: Any) -> Any:
-    """The same in JSON's types, copied: nothing that a template sees has methods of its own."""
+    """A copy in JSON types, so that a template never sees an object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -61,11 +61,11 @@ class ChatTemplate:
     def __init__(self, source: str, named: dict[str, str] | None = None):
         self.source = source
         self.named = named or {}
-        """Other templates of the checkpoint, by name: "tool_use" is taken when there are tools."""
+        """Other templates of the checkpoint, by name; `render` uses "tool_use" when there are tools."""
 
     @classmethod
     def given(cls, given: str, may_be_path: bool = True) -> ChatTemplate:
-        """From a path, or from the text itself; equal ones are one object, for what is known of it costs time.
+        """From a path, or from the text itself. Cached by text, because its properties are costly to compute.
 
         Raises:
             ConfigError: neither a file nor a template.
@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: Path, config: dict[str, Any], given: str | None) -> ChatTemplate | None:
-        """The one given (a path, or the text itself), else the checkpoint's; None when it has none.
+        """The given template (a path, or the text itself), else the checkpoint's; None if it has none.
 
         Raises:
             ConfigError: `given` is neither a file nor a template.
@@ -106,11 +106,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         seconds: float = SECONDS,
     ) -> str:
-        """The prompt's text. `variables`: special tokens by name, and the request's own.
+        """Render the prompt. `variables`: special tokens by name, and the request's own variables.
 
         Raises:
-            ValidationError: the conversation does not suit the template (its own words), or is empty.
-            TooSlow: it takes longer than `seconds`.
+            ValidationError: the conversation is empty, or the template rejects it (the message quotes the template).
+            TemplateTooSlow: it takes longer than `seconds`.
             ConfigError: the template does not parse.
         """
         if not messages:
@@ -148,7 +148,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_strings(self) -> bool:
-        """Whether content may be a string; a template that reads parts often takes both."""
+        """Whether content may be a string; a template that reads parts often accepts both."""
         return PROBE in self._probe("user", PROBE)
 
     def _probe(self, role: str, content: Any) -> str:
@@ -158,7 +158,7 @@ class ChatTemplate:
         }  # fmt: skip
         try:
             return render_template(self.source, variables, PROBE_SECONDS)
-        except Exception:  # whatever it is, the template does not take this
+        except Exception:  # any error means that the template does not accept this form
             return ""
 
 
@@ -168,10 +168,10 @@ def _of_source(source: str) -> ChatTemplate:
 
 
 def read_given(given: str) -> str:
-    """`given` as a template: the file of that name, or the text itself.
+    """The template text: the content of the file of that name, or `given` itself.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: `given` looks like a path, and there is no such file.
     """
     if "{" not in given and "\n" not in given:
         path = Path(given).expanduser()

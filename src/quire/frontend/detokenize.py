@@ -1,9 +1,9 @@
-"""Token deltas -> text deltas: never half a character, never text that a stop string may still take back.
+"""Incremental detokenizer: emits no incomplete character, and no text that may be the start of a stop string.
 
-    token ids -> pieces of text (`TokenPieces`) -> text that may be shown (`StopStrings` holds back the rest)
+    token ids -> pieces of text (`TokenPieces`) -> text to emit (withheld while `StopStrings` may match it)
 
-The result does not depend on how the tokens were cut into deltas. Knows a tokenizer and stop strings. Does not
-know requests.
+The result does not depend on how the tokens are split into deltas. Knows a tokenizer and stop strings. Does not know
+requests.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Protocol
 from quire.frontend.bytes_in_tokens import byte_token
 from quire.frontend.tokenizer import Tokenizer
 
-CONTEXT = 6  # tokens of the prompt that the first output tokens are decoded after
-MOST_TABLES = 128  # of stop strings, kept for the next output that has the same
+CONTEXT = 6  # prompt tokens decoded before the first output tokens
+MOST_TABLES = 128  # cached failure tables of stop strings
 MOST_HELD = 8  # tokens that may wait for the rest of a character (of at most four bytes)
 UNKNOWN = "\ufffd"
 
 
 class TokenPieces(Protocol):
     def add(self, token_id: int) -> str:
-        """The text that is certain after this token and was not before."""
+        """Add a token; returns the text that it completes."""
 
     def end(self) -> str:
-        """Text that was waiting for more and is whole characters all the same."""
+        """The withheld text, as far as it is complete characters."""
 
 
 class BytePieces:
-    """For byte-level vocabularies: exact, one table look-up a token that is whole characters."""
+    """For byte-level vocabularies: exact; one table lookup for a token of complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special: bool):
         self.tokenizer, self.skip = (
@@ -41,7 +41,7 @@ class BytePieces:
         )
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.cut = False
-        """Inside a character."""
+        """The bytes so far end inside a character."""
         self._decode(*context[-CONTEXT:])
 
     def add(self, token_id: int) -> str:
@@ -58,17 +58,16 @@ class BytePieces:
         return text
 
     def end(self) -> str:
-        return ""  # what is left is the beginning of a character
+        return ""  # the rest is an incomplete character
 
 
 class WindowPieces:
-    """For any other vocabulary: decodes a short window twice, without and with what is new.
+    """For any other vocabulary: decodes a short window twice, without and with the new tokens.
 
         ids     ... a b c | d e
-                    ^ start ^ read        the text of d e is decode(a b c d e) less decode(a b c)
+                    ^ start ^ read        the text of d e is decode(a b c d e) minus decode(a b c)
 
-    Decoders look at a token's neighbours (to strip a first space, to join bytes), and the window gives
-    them some.
+    Decoders depend on neighboring tokens (they strip a first space, they join bytes); the window provides some.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class WindowPieces:
         self.suppress_spaces = not (skip_special or spaces_between_special)
         start = max(0, len(context) - CONTEXT)
         while start and 0x80 <= (self._byte(context[start]) or 0) < 0xC0:
-            start -= 1  # not from within a character
+            start -= 1  # do not start inside a character
         self.ids = list(context[start:])
         self.last, self.read = 0, len(self.ids)  # where the previous advance began, where it ended
         self.known = self._decode(self.ids)
@@ -110,8 +109,7 @@ class WindowPieces:
         added = self.tokenizer.is_added
         if self.suppress_spaces and before and added(before[-1]) and added(held[0]):
             new = new.removeprefix(" ")
-        # What was new and what was new before it stay, so that the next token has neighbours. Cutting
-        # there cuts between characters.
+        # Keep the last two advances, so that the next token has neighbors. This cut is between characters.
         self.ids = before[self.last :] + held
         self.last, self.read = len(self.ids) - len(held), len(self.ids)
         self.known = self._decode(self.ids)
@@ -123,13 +121,13 @@ class WindowPieces:
             return ""
         text = self._decode(self.ids)
         if self._byte(held[-1]) is not None:
-            text = text.rstrip(UNKNOWN)  # the beginning of a character
+            text = text.rstrip(UNKNOWN)  # an incomplete character
         return text[len(self.known) :]
 
 
 @dataclass(slots=True)
 class StopMatch:
-    """A stop string in the text: it begins at `start` and ends before `end`."""
+    """A stop string found at text[start:end]."""
 
     text: str
     start: int
@@ -137,9 +135,9 @@ class StopMatch:
 
 
 class StopStrings:
-    """Searches all stop strings at once, each character once (Knuth, Morris and Pratt).
+    """Searches all stop strings in one pass over the text (Knuth-Morris-Pratt).
 
-    The one that is complete first counts; of several complete at the same character, the longest.
+    The first complete match wins; of several that end at the same character, the longest.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -150,7 +148,7 @@ class StopStrings:
         self.matched = [0] * len(self.stops)
 
     def add(self, text: str, seen: int, blind: bool) -> StopMatch | None:
-        """Search text[seen:]. `blind`: matches that end here do not count."""
+        """Search text[seen:]. `blind`: ignore matches that end in it."""
         for at in range(seen, len(text)):
             char, hit = text[at], None
             for which, (stop, table) in enumerate(zip(self.stops, self.tables, strict=True)):
@@ -170,13 +168,13 @@ class StopStrings:
 
     @property
     def held(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Number of characters at the end of the text that may be the start of a stop string."""
         return max(self.matched, default=0)
 
 
 @lru_cache(maxsize=MOST_TABLES)
 def borders(word: str) -> tuple[int, ...]:
-    """For each prefix of `word`, the longest shorter one that it ends with."""
+    """The KMP failure table: for each prefix of `word`, the length of its longest proper prefix that is a suffix."""
     table = [0] * len(word)
     length = 0
     for at in range(1, len(word)):
@@ -189,10 +187,10 @@ def borders(word: str) -> tuple[int, ...]:
 
 
 class Detokenizer:
-    """The text of one output as it grows.
+    """The text of one output.
 
-    `text` is what may be shown, `shown` how much of it has been taken. `stopped_by` is the stop string that
-    ended it; tokens after that are not to be added.
+    `text` is the text so far, `shown` the number of characters taken. `stopped_by` is the stop string that ended it;
+    add no tokens after that.
     """
 
     def __init__(
@@ -221,7 +219,7 @@ class Detokenizer:
         self.stopped_by: str | None = None
 
     def add(self, token_id: int) -> bool:
-        """One more token. True: the text has now ended by a stop string."""
+        """Add a token. True: it completed a stop string."""
         self.num_tokens += 1
         piece = self.pieces.add(token_id)
         return bool(piece) and self._extend(piece)
@@ -239,14 +237,14 @@ class Detokenizer:
         return True
 
     def end(self) -> bool:
-        """No more tokens will come. True: what was waiting completed a stop string."""
+        """Finish: no more tokens follow. True: the withheld text completed a stop string."""
         if self.stopped_by is not None:
             return False
         piece = self.pieces.end()
         return bool(piece) and self._extend(piece)
 
     def take(self, ended: bool) -> str:
-        """Text that may be shown and was not taken before; all of it when `ended`."""
+        """The text not taken before, without what may be the start of a stop string; all of it when `ended`."""
         stop = len(self.text)
         if not ended and self.stops is not None and not self.include_stop:
             stop = max(stop - self.stops.held, self.shown)
@@ -255,5 +253,5 @@ class Detokenizer:
 
     @property
     def settled(self) -> str:
-        """What `take` has given so far."""
+        """The text that `take` has returned so far."""
         return self.text[: self.shown]

@@ -1,6 +1,6 @@
-"""What a checkpoint says of how it wants to be sampled, and of where its texts end.
+"""A checkpoint's generation config: its default sampling parameters and end-of-text tokens.
 
-Knows generation_config.json, config.json and their names. Does not know requests.
+Knows generation_config.json, config.json and their fields. Does not know requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
-# generation_config.json's name -> ours
+# field of generation_config.json -> field of SamplingParams
 NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -31,23 +31,23 @@ NONE_OF_IT = ("vllm", "quire")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """`sampling` holds SamplingParams keywords; `eos_token_ids` come from the files, not the tokenizer."""
+    """`sampling`: keywords of SamplingParams. `eos_token_ids`: from the config files, not from the tokenizer."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
 
     def params(self, **given: Any) -> SamplingParams:
-        """SamplingParams with what was given, then these defaults, then ours. None means not given."""
+        """SamplingParams of the given values, then these defaults, then its own. None means not given."""
         return SamplingParams(
             **{**self.sampling, **{k: v for k, v in given.items() if v is not None}}
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} when there is no such file.
+    """Read the object in a JSON file; {} if there is no such file.
 
     Raises:
-        ConfigError: it is there and holds no JSON object.
+        ConfigError: the file exists but holds no JSON object.
     """
     if not path.is_file():
         return {}
@@ -65,11 +65,11 @@ def generation_defaults(
 ) -> GenerationDefaults:
     """Read the defaults of the checkpoint at `path`.
 
-    `asked.generation_config`: auto (the checkpoint's file), vllm or quire (only its ends of text count), or
-    a directory; `asked.override_generation_config` is laid over it.
+    `asked.generation_config`: auto (the checkpoint's file), vllm or quire (use only its end-of-text tokens), or a
+    directory. `asked.override_generation_config` overrides single fields.
 
     Raises:
-        ConfigError: a file is damaged, or a default breaks the rules of SamplingParams.
+        ConfigError: a file is damaged, there is no such directory, or SamplingParams rejects a default.
     """
     source = asked.generation_config
     folder = Path(path) if source in ("auto", *NONE_OF_IT) else Path(source)

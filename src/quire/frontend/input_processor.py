@@ -1,8 +1,8 @@
-"""A prompt and its parameters -> engine requests that the engine can serve, or an error that says why not.
+"""Input processor: a prompt and its parameters -> valid engine requests, or an error that gives the reason.
 
-Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) come through
-`InputProcessor.accept`, which checks every rule that needs a model. The server checks the length of a prompt before (`prompts.py`
-there). Does not know how answers come back.
+Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) use
+`InputProcessor.accept`, which checks every rule that needs a model. The server checks the prompt length earlier
+(its `prompts.py`). Does not know how outputs return.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from quire.protocol import validators as read
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams, StructuredOutputsParams, truncation
 
-WIDEST = (
-    4  # how many times longer than its tokens' spellings a text may be before it is read at all
-)
+# A text may be this many times longer than `max_model_len` of the longest tokens before it is refused unread.
+WIDEST = 4
 
 
 @dataclass(slots=True)
@@ -41,18 +40,18 @@ class AcceptedRequest:
 
     id: str
     prompt: str | None
-    """The prompt's text, if it was given as text."""
+    """The prompt text, if given."""
     tokens: list[int]
     params: SamplingParams
-    """What was asked, n included, with max_tokens and seed settled."""
+    """The request's parameters, n included, with max_tokens, seed and logprobs resolved."""
     children: list[EngineRequest]
-    """What goes to the engine: one for each output."""
+    """The engine requests, one for each output."""
     arrived: float
     inner: bool = False
-    """As of an EngineRequest."""
+    """As `EngineRequest.inner`."""
 
     def rename_children(self, number: int) -> None:
-        """Ids that the engine does not know yet; `id`, which the user knows, stays."""
+        """Give the children ids that the engine does not know yet; the user's `id` stays."""
         count = len(self.children)
         for index, child in enumerate(self.children):
             child.id = child_id(f"{self.id}~{number}", index, count)
@@ -60,20 +59,20 @@ class AcceptedRequest:
 
 @dataclass(slots=True)
 class TokenizeOptions:
-    """How a prompt's text becomes ids."""
+    """Options for tokenizing a prompt."""
 
     add_special_tokens: bool = True
     truncate: int | None = None
-    """Keep that many tokens; -1: as many as the context holds beside one output token."""
+    """Keep that many tokens; -1: as many as fit into the context with one output token."""
     keep_first: bool = False
-    """Cut the end instead of the beginning."""
+    """Truncate the end instead of the beginning."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> TokenizeOptions:
-        """From `tokenization_kwargs`.
+        """Read `tokenization_kwargs`.
 
         Raises:
-            ValidationError: a key that we do not have, or a wrong value.
+            ValidationError: an unknown key or a wrong value.
         """
         options, given = cls(), dict(given or {})
         options.add_special_tokens = read.truth(
@@ -102,7 +101,7 @@ class TokenizeOptions:
 
 @dataclass(slots=True)
 class InputProcessor:
-    """One for each front room; `accept` may be called from any thread."""
+    """One per frontend; `accept` may be called from any thread."""
 
     tokenizer: Tokenizer | None
     max_model_len: int
@@ -111,17 +110,17 @@ class InputProcessor:
     max_logprobs: int = 20
     seed: int = 0
     client: int = 0
-    """Number of this front room: seeds of different ones differ."""
+    """Number of this frontend; different frontends draw different seeds."""
     eos_token_ids: list[int] = field(default_factory=list)
     structured: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     reasoning: Callable[[], ReasoningFormat | None] = lambda: None
-    """How the model marks its thoughts."""
+    """Returns the model's reasoning format."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
-    """Characters of the vocabulary's longest token; 0: not looked up yet."""
+    """Length of the vocabulary's longest token in characters; 0: not computed yet."""
     _words: tuple[list[str], list[list[int]]] | None = None
-    """The last bad words, and what they are in tokens."""
+    """The last bad words, and their token ids."""
 
     def __post_init__(self) -> None:
         ends = list(self.defaults.eos_token_ids)
@@ -142,11 +141,11 @@ class InputProcessor:
         inner: bool = False,
         tenant: str = "",
     ) -> AcceptedRequest:
-        """Check and complete one request. `inner`: a part of a larger one, to which max_logprobs does not apply.
+        """Validate and complete one request. `inner`: a part of a larger request, exempt from max_logprobs.
 
         Raises:
-            ValidationError: `parameter` names what is wrong; the message says what to do.
-            Unsupported: a feature that is not here yet.
+            ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
+            Unsupported: a feature that Quire does not have yet.
         """
         if lora_request is not None:
             raise Unsupported("lora_request", LORA[1])
@@ -176,10 +175,10 @@ class InputProcessor:
 
     # -- the prompt -----------------------------------------------------------------------------
     def tokens(self, prompt: Prompt, options: TokenizeOptions | None = None) -> list[int]:
-        """Token ids of a prompt, truncated if asked for. Not checked against the model's limits.
+        """Token ids of a prompt, truncated if requested. Does not check the model's limits.
 
         Raises:
-            ValidationError: text without a tokenizer, or far too much of it.
+            ValidationError: a text without a tokenizer, or one that is far too long.
         """
         options = options or TokenizeOptions()
         found = prompt.tokens
@@ -199,10 +198,10 @@ class InputProcessor:
         return found
 
     def check_width(self, text: str) -> None:
-        """Refuse a text that cannot fit before time is spent on it.
+        """Refuse a text that cannot fit before spending time on tokenizing it.
 
         Raises:
-            ValidationError: even if all its tokens were the longest of the vocabulary, they would be too many.
+            ValidationError: it is WIDEST times longer than `max_model_len` of the vocabulary's longest tokens.
         """
         if len(text) <= self.max_model_len:
             return
@@ -243,7 +242,7 @@ class InputProcessor:
 
     # -- the parameters -------------------------------------------------------------------------
     def _settle(self, params: SamplingParams, num_prompt: int, *, limited: bool) -> SamplingParams:
-        """What the engine gets: nothing left open, nothing that only the front room reads."""
+        """The engine's parameters: all defaults resolved, fields that only the frontend reads removed."""
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -267,7 +266,7 @@ class InputProcessor:
             seed=own_seed if params.seed is None else params.seed & ((1 << 63) - 1),
             logprobs=self._count("logprobs", params.logprobs, limited),
             prompt_logprobs=self._count("prompt_logprobs", params.prompt_logprobs, limited),
-            # Log-probabilities need every prompt position computed.
+            # Prompt log-probabilities need every prompt position computed.
             skip_reading_prefix_cache=params.prompt_logprobs is not None if skip is None else skip,
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words),
@@ -303,7 +302,7 @@ class InputProcessor:
         return min(wanted, self.vocab_size)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as it is tokenized at the start of a text and after a space."""
+        """Token ids of each word, tokenized at the start of a text and after a space."""
         if not words:
             return []
         if self.tokenizer is None:
@@ -317,7 +316,7 @@ class InputProcessor:
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         found = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
-        if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # each step looks them up
+        if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # every step checks all of them
             raise ValidationError(
                 f"bad_words makes {len(found)} token sequences; at most {most} are allowed:"
                 " give fewer words",

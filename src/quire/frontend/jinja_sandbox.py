@@ -1,8 +1,8 @@
-"""Jinja, held back: a template may not reach Python, nor take more than its time and its share of memory.
+"""Jinja sandbox: a template cannot reach Python internals, and its time and text size are limited.
 
-Every loop, call and macro of a template looks at the clock; texts that it puts together are counted. What stays
-possible is one long operation of Python itself (a huge sort, a padded text): templates of strangers are therefore
-rendered in a process that can be ended (`strangers`). Knows Jinja. Does not know conversations.
+Every loop, call and macro checks the clock, and every concatenation checks the size. One long operation of Python
+itself (a huge sort, a padded text) remains possible, so clients' templates run in a process that can be killed
+(`untrusted_templates`). Knows Jinja. Does not know conversations.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from quire.errors import ConfigError, ValidationError
 
 SECONDS = 10.0
 MOST_TEXT = 32 << 20  # characters: more than the longest context holds
-MOST_BITS = 1 << 16  # of a number that `*` or `**` makes
+MOST_BITS = 1 << 16  # of an integer result of `*` or `**`
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 
 
 class TemplateTooSlow(ValidationError):
-    """A template took longer than it may."""
+    """A template exceeded its time limit."""
 
 
 class TemplateTooLarge(Exception):
-    """A template put together more than it may."""
+    """A template built a text or a number above the limit."""
 
 
 def tick() -> None:
@@ -53,7 +53,7 @@ def bounded(size: int) -> None:
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """As "".join, for what macros and blocks make; and with the clock in view."""
+    """ "".join for the output of macros and blocks, with checks of the clock and the size."""
     found, size = [], 0
     for piece in pieces:
         tick()
@@ -65,7 +65,7 @@ def concat(pieces: Iterable[str]) -> str:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """What is rendered within ends by then, at the next loop, call or macro; an earlier deadline stays."""
+    """Limit rendering in this context; the next loop, call or macro after it raises. An earlier deadline stays."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -74,7 +74,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant said, for training: here, plain text."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -85,7 +85,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that lead into Python."""
+    """Jinja's namespace, without names that start with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -93,7 +93,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-# A filter that is given the context is not computed when the template is compiled.
+# pass_context keeps Jinja from evaluating the filter at compile time (constant folding).
 @jinja2.pass_context
 def _ticked(_: jinja2.runtime.Context, value: Any) -> Any:
     tick()
@@ -106,7 +106,7 @@ def _joined(_: jinja2.runtime.Context, parts: list[Any]) -> str:
 
 
 class _Watched(jinja2.visitor.NodeTransformer):
-    """Puts the clock into loops, and the count into `~`."""
+    """Adds the clock check to loops and the size check to `~`."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
         self.generic_visit(node)
@@ -159,7 +159,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """Plain JSON: Jinja's own filter would escape what HTML treats specially."""
+    """Plain JSON: Jinja's own filter escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -189,17 +189,17 @@ def compile_template(source: str) -> jinja2.Template:
         raise ConfigError(
             f"the chat template does not parse: {error} (line {error.lineno})"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError) as error:  # Python's own limits of nesting
+    except (RecursionError, MemoryError, SyntaxError) as error:  # Python's nesting limits
         raise ConfigError("the chat template does not parse: it is nested too deeply") from error
 
 
 def render_template(source: str, variables: Mapping[str, Any], seconds: float = SECONDS) -> str:
-    """A template's text.
+    """Render a template.
 
     Raises:
-        ConfigError: it does not parse.
+        ConfigError: the template does not parse.
         TemplateTooSlow: it takes longer than `seconds`.
-        ValidationError: it refuses its variables, fails on them, or makes too much of them.
+        ValidationError: it rejects its variables, fails on them, or builds too large a text.
     """
     template = compile_template(source)
     try:

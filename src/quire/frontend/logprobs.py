@@ -1,6 +1,6 @@
-"""Log-probabilities as users read them: for each position, token id -> Logprob.
+"""Log-probabilities in the user's form: for each position, token id -> Logprob.
 
-Knows the wire's `Logprobs` and a tokenizer. Does not know requests.
+Knows the engine protocol's `Logprobs` and a tokenizer. Does not know requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.protocol.output import Logprobs
 
 @dataclass(slots=True)
 class Logprob:
-    """`rank` counts from 1 (the likeliest); None when it was not computed."""
+    """`rank` counts from 1 (the most likely token); None if it was not computed."""
 
     logprob: float
     rank: int | None = None
@@ -28,9 +28,9 @@ Position = dict[int, Logprob]
 
 @dataclass(slots=True)
 class FlatLogprobs(Sequence[Position | None]):
-    """The same as a list of dicts, in five flat lists: fewer objects for a long output.
+    """A list of dicts, stored in flat lists: fewer objects for a long output.
 
-    Position p is entries start_indices[p] to end_indices[p]. An empty one is None.
+    Position p has the entries start_indices[p] to end_indices[p]. An empty position is None.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class FlatLogprobs(Sequence[Position | None]):
 def positions(
     found: Logprobs, tokenizer: Tokenizer | None, ranked: bool = True
 ) -> Iterator[Position]:
-    """Each position of the wire's form; `ranked`: the entries after the chosen one are the likeliest, in order."""
+    """Convert from the engine protocol; `ranked`: after the sampled token follow the most likely ones, in order."""
     for ids, values, rank in zip(found.token_ids, found.values, found.ranks, strict=True):
         entries: Position = {}
         for place, (token_id, value) in enumerate(zip(ids, values, strict=True)):
@@ -97,9 +97,9 @@ def positions(
 
 
 class PackedLogprobs(Sequence[Position | None]):
-    """Positions of an output as they came, in arrays: 12 bytes an entry, where a dict of `Logprob` takes 200.
+    """Positions of an output in arrays: 12 bytes per entry instead of about 200 in a dict of `Logprob`.
 
-    Each position is made when it is asked for.
+    Builds a position when it is read.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, ranked: bool = True):
@@ -108,7 +108,7 @@ class PackedLogprobs(Sequence[Position | None]):
         self.ends, self.ranks = array("q", [0]), array("q")
 
     def add(self, found: Logprobs, rows: Iterable[int]) -> None:
-        """Some of the wire's positions."""
+        """Append the positions `rows` of `found`."""
         for row in rows:
             self.ids.extend(found.token_ids[row])
             self.values.extend(found.values[row])
@@ -138,7 +138,7 @@ class PackedLogprobs(Sequence[Position | None]):
 
 
 class PackedPrompt(Sequence[Position | None]):
-    """A prompt's positions, each one of `packed`; row -1: there is none, as for the first token."""
+    """A prompt's positions: row numbers in `packed`; -1 means none, as for the first token."""
 
     def __init__(self, packed: PackedLogprobs, rows: Sequence[int]):
         self.packed, self.rows = packed, rows
@@ -165,7 +165,7 @@ Positions = list[Position | None] | FlatLogprobs | PackedLogprobs | PackedPrompt
 
 
 class PromptLogprobs:
-    """A prompt's positions as they arrive, in parts and perhaps more than once (after a preemption)."""
+    """Collects a prompt's positions, which arrive in parts and, after a preemption, more than once."""
 
     def __init__(self, num_prompt: int, tokenizer: Tokenizer | None):
         self.packed = PackedLogprobs(tokenizer)
@@ -182,7 +182,7 @@ class PromptLogprobs:
         self.packed.add(found, new)
 
     def result(self, flat: bool, packed: bool = False) -> Positions:
-        """One entry a prompt token; the first is None, for nothing stands before it."""
+        """One entry per prompt token; the first is None, because no token precedes it."""
         found = PackedPrompt(self.packed, self.rows)
         if packed:
             return found

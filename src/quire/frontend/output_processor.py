@@ -1,10 +1,10 @@
-"""What the engine says of one request, collected into what its user reads.
+"""Output processor: turns one request's engine outputs into the RequestOutputs that its user reads.
 
     EngineOutput of a child -> `OutputProcessor.add` -> state of the child (tokens, text, log-probabilities)
-                               `OutputProcessor.take` -> RequestOutput with what is new, or all, as was asked
+                               `OutputProcessor.take` -> RequestOutput: deltas or everything, as requested
 
-Building an output is put off until somebody takes it, so a slow reader costs nothing. Knows one request.
-Does not know how outputs arrive or who waits for them.
+`take` builds the output, so a slow reader costs nothing. Knows one request. Does not know how outputs arrive or
+which caller waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(slots=True)
 class OutputState:
-    """One of a request's outputs as it grows."""
+    """The state of one output of a request."""
 
     id: str
     index: int
@@ -46,12 +46,15 @@ class OutputState:
     error: str | None = None
     error_kind: ErrorKind = "internal"
     taken: int = 0
-    """Tokens that were given out."""
+    """Number of tokens delivered to the user."""
     told: bool = False
-    """Its end was given out."""
+    """The finish was delivered to the user."""
 
     def add(self, output: EngineOutput) -> None:
-        """Tokens after a stop string or in a circle do not count; `finish` is then ours whatever the engine says."""
+        """Add an engine output.
+
+        Drops tokens after a stop string or a detected repetition; `finish` then overrides the engine's.
+        """
         kept, finish = len(output.tokens), None
         if self.detokenizer is not None or self.circles is not None:
             kept, finish = self._read(output)
@@ -68,9 +71,9 @@ class OutputState:
             self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
 
     def _read(self, output: EngineOutput) -> tuple[int, FinishReason | None]:
-        """How many of the tokens count, and why no more do: they completed a stop string, or they circle."""
+        """How many tokens to keep, and the finish reason if a stop string or a repetition ends the output here."""
         detokenizer, circles = self.detokenizer, self.circles
-        # A token that stops is no part of the text.
+        # A stop token is not part of the text.
         silent = output.finish == "stop" and (detokenizer is None or not detokenizer.include_stop)
         for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
             if detokenizer is not None and detokenizer.add(token_id):
@@ -87,7 +90,7 @@ class OutputState:
         return self.finish is not None
 
     def is_ready(self, interval: int) -> bool:
-        """There is something to tell: a first token, `interval` more, or the end."""
+        """There is something to deliver: a first token, `interval` more tokens, or the finish."""
         new = len(self.tokens) - self.taken
         if self.finish is not None:
             return new > 0 or not self.told
@@ -95,10 +98,10 @@ class OutputState:
 
 
 class OutputProcessor:
-    """One request. Not for several threads at once."""
+    """Collects the outputs of one request. Not thread-safe."""
 
     def __init__(self, accepted: AcceptedRequest, tokenizer: Tokenizer | None, packs: bool = False):
-        """`packs`: whole outputs come with PackedLogprobs, as the server's do, not with lists."""
+        """`packs`: cumulative outputs carry PackedLogprobs instead of lists, as the server needs."""
         self.packs = packs
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
@@ -132,10 +135,10 @@ class OutputProcessor:
 
     # -- in -------------------------------------------------------------------------------------
     def add(self, index: int, output: EngineOutput, now: float) -> bool:
-        """What is new of child `index`. True: it ended here while the engine still runs it, so abort it."""
+        """Add an engine output of child `index`. True: it ended here but the engine still runs it, so abort it."""
         child = self.children[index]
         if child.finish is not None:
-            return False  # its end was found here before the engine heard of it
+            return False  # it ended here before the engine received the abort
         self._note_times(output, now)
         before = len(child.tokens)
         child.add(output)
@@ -177,7 +180,7 @@ class OutputProcessor:
             metrics.num_preemptions = output.preemptions
 
     def end(self, finish: FinishReason, error: str | None = None) -> list[str]:
-        """End what still runs; the ids of those children, for the engine."""
+        """End all unfinished children; returns their ids, for the engine to abort."""
         ended = []
         for child in self.children:
             if child.finish is None:
@@ -192,7 +195,7 @@ class OutputProcessor:
 
     # -- out ------------------------------------------------------------------------------------
     def take(self) -> RequestOutput | None:
-        """What is to be told now, of the kind that was asked for; None when that is nothing."""
+        """The output to deliver now, of the requested `output_kind`; None if there is nothing to deliver."""
         if self._at_the_end and not self.finished:
             return None
         ready = [child for child in self.children if child.is_ready(self._interval)]
@@ -202,7 +205,7 @@ class OutputProcessor:
             scores = [child.cumulative or 0.0 for child in self.children]
             chosen = [self.children[index] for index in best(scores, self.params.n)]
             outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
-            for child in self.children:  # of the others nobody is told
+            for child in self.children:  # the others are not delivered
                 child.taken, child.told = len(child.tokens), True
         else:
             chosen = ready if self._deltas else self.children

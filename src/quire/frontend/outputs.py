@@ -1,6 +1,6 @@
-"""What a user gets back: RequestOutput, one CompletionOutput for each of its n outputs, times.
+"""Result types: RequestOutput, one CompletionOutput for each of its n outputs, and request metrics.
 
-Plain data. `error_of` tells whether a request failed, and as which exception.
+Plain data. `error_of` returns the exception of a failed request.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from quire.protocol.output import ErrorKind, FinishReason
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When what happened; seconds since the epoch."""
+    """Times of one request, in seconds since the Unix epoch, and its counts."""
 
     arrival_time: float = 0.0
     queued_ts: float = 0.0
     scheduled_ts: float = 0.0
-    """The first step that worked on it."""
+    """Start of the first step that includes the request."""
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
@@ -29,7 +29,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from arrival to the first token; 0 before there is one."""
+        """Seconds from arrival to the first token; 0 before the first token."""
         return max(self.first_token_ts - self.arrival_time, 0.0) if self.first_token_ts else 0.0
 
     @property
@@ -38,7 +38,7 @@ class RequestMetrics:
 
     @property
     def queued(self) -> float:
-        """Seconds it waited before its first step, as far as is known."""
+        """Seconds in the queue before the first step; 0 while unknown."""
         return max(self.scheduled_ts - self.queued_ts, 0.0) if self.scheduled_ts else 0.0
 
     @property
@@ -57,13 +57,13 @@ class CompletionOutput:
     logprobs: Positions | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the id of the stop token, that ended it; None for the model's own end of text."""
+    """The stop string or stop token id that ended the output; None for the model's own end-of-text token."""
     lora_request: Any = None
     error: str | None = None
-    """Why, when finish_reason is "error"."""
+    """The reason, when finish_reason is "error"."""
     error_kind: ErrorKind = "internal"
 
-    # of features that come later: programs ask for them
+    # Features that do not exist yet; programs written for vLLM read these fields.
     routed_experts: ClassVar[None] = None
     sampling_mask: ClassVar[None] = None
     spec_decode_metrics: ClassVar[None] = None
@@ -75,7 +75,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its outputs so far (what that means, `SamplingParams.output_kind` says)."""
+    """A request and its outputs: deltas, cumulative or final, by `SamplingParams.output_kind`."""
 
     request_id: str
     prompt: str | None
@@ -94,7 +94,7 @@ class RequestOutput:
     prompt_token_id_logprobs: Any = None
 
     def add(self, newer: RequestOutput, aggregate: bool = True) -> None:
-        """Merge a later output of the same request in: deltas are joined, with `aggregate` False replaced."""
+        """Merge a later output of the same request: append its deltas, or replace with `aggregate` False."""
         self.finished |= newer.finished
         self.metrics = newer.metrics
         if newer.prompt_logprobs is not None:
@@ -130,7 +130,7 @@ ERRORS: dict[ErrorKind, type[QuireError]] = {
 
 
 def error_of(output: RequestOutput) -> QuireError | None:
-    """The exception that a failed request stands for; None for one that has not failed."""
+    """The exception of a failed request; None if it has not failed."""
     for one in output.outputs:
         if one.finish_reason == "error":
             return ERRORS[one.error_kind](f"request {output.request_id}: {one.error or 'failed'}")
@@ -139,7 +139,7 @@ def error_of(output: RequestOutput) -> QuireError | None:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence of a beam search; `tokens` begin with the prompt's."""
+    """One sequence of a beam search; `tokens` begins with the prompt's tokens."""
 
     tokens: list[int]
     logprobs: list[Any] = field(default_factory=list)
@@ -149,11 +149,11 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
     lora_request: Any = None
     score: float = 0.0
-    """cum_logprob, normalised by length: what they are ordered by."""
+    """cum_logprob normalized by length; the search ranks sequences by it."""
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The sequences that were found, best first."""
+    """The sequences found, best first."""
 
     sequences: list[BeamSearchSequence]

@@ -1,4 +1,4 @@
-"""One request with n outputs -> n engine requests, and which of the results are returned.
+"""Parallel sampling: one request with n outputs -> n engine requests, and the ranking of their results.
 
 Knows seeds, ids and ranking. Does not know text.
 """
@@ -16,7 +16,7 @@ MASK64 = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A well spread 63-bit number from whole numbers, the same everywhere (SplitMix64's finalizer)."""
+    """Hash integers to 63 bits, the same on every machine (SplitMix64's finalizer)."""
     state = 0
     for number in numbers:
         state = (state + (number & MASK64) + 0x9E3779B97F4A7C15) & MASK64
@@ -35,15 +35,15 @@ def child_id(request_id: str, index: int, count: int) -> str:
 
 
 def fan_out(request: EngineRequest) -> list[EngineRequest]:
-    """n (or best_of) requests of one output each, from one whose params are resolved.
+    """Make n (or best_of) requests of one output each from a request with settled params.
 
-    The first draws with the request's own seed, so it equals what n=1 would give. Only the first computes the
-    prompt's log-probabilities.
+    The first uses the request's own seed, so its output equals that of n=1. Only the first computes the prompt's
+    log-probabilities.
     """
     params, count = request.params, num_children(request.params)
     logprobs = params.logprobs
     if count > params.n and logprobs is None and params.logprob_token_ids is None:
-        logprobs = 0  # ranking needs those of the chosen tokens, which logprob_token_ids bring too
+        logprobs = 0  # ranking needs the sampled tokens' logprobs (logprob_token_ids has them)
     seed = params.seed or 0
     children = []
     for index in range(count):
@@ -59,5 +59,5 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
 
 
 def best(scores: Sequence[float], n: int) -> list[int]:
-    """Indices of the n highest scores, best first; equal ones in their order."""
+    """Indices of the n highest scores, best first; ties keep their order."""
     return sorted(range(len(scores)), key=lambda index: -scores[index])[:n]

@@ -1,6 +1,6 @@
-"""Every form in which a prompt may be given, read as one: text or token ids, and a salt.
+"""Prompt forms: reads every accepted form of a prompt as text or token ids, and a cache salt.
 
-Knows shapes only. Does not know tokenizers, limits or parameters.
+Knows only the forms. Does not know tokenizers, limits or parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt`, its text, is only reported back."""
+    """A prompt as token ids; `prompt`, its text, is only returned in the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -36,7 +36,7 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings: known by name, refused until built."""
+    """A prompt as embeddings: recognized, but not supported yet."""
 
     prompt_embeds: Any
     cache_salt: NotRequired[str]
@@ -61,7 +61,7 @@ MAX_SALT = 128
 
 @dataclass(slots=True)
 class Prompt:
-    """One of `text` and `tokens` is set, or both: then the tokens count and the text is reported back."""
+    """`text` or `tokens` is set, or both: then the engine uses the tokens, and the output returns the text."""
 
     text: str | None = None
     tokens: list[int] | None = None
@@ -69,10 +69,10 @@ class Prompt:
 
 
 def read_prompt(given: Any) -> Prompt:
-    """One prompt.
+    """Read one prompt.
 
     Raises:
-        ValidationError: no form that we know, or a key that no form has.
+        ValidationError: an unknown form or an unknown key.
         Unsupported: embeddings, media, encoder-decoder.
     """
     if isinstance(given, Prompt):
@@ -146,13 +146,13 @@ def _tokens(given: Any) -> list[int]:
 
 
 def read_prompts(given: Any) -> list[Prompt]:
-    """One prompt or a sequence of them, in any mixture of forms.
+    """Read one prompt or a sequence of them, in any mixture of forms.
 
     Raises:
         ValidationError, Unsupported: as `read_prompt`, with the number of the prompt in the message.
     """
     if isinstance(given, list) and given and isinstance(given[0], Prompt):
-        return given  # read before
+        return given  # already read
     if isinstance(given, (str, Mapping, Prompt)) or is_token_list(given):
         return [read_prompt(given)]
     if not isinstance(given, Sequence) or isinstance(given, bytes):

@@ -1,6 +1,6 @@
-"""Does an output go round in circles? Asked of each token as it comes.
+"""Repetition detector: finds an output that repeats a pattern of tokens, token by token.
 
-Knows token ids. Does not know what becomes of an output that does.
+Knows token ids. Does not know what happens to such an output.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from quire.protocol.repetition import RepetitionDetectionParams
 
 
 class RepetitionDetector:
-    """The tokens of one output, and how long each pattern has held.
+    """The tokens of one output, and for each pattern length the current run of matches.
 
-    A pattern of P tokens has come `min_count` times when the last P x (min_count - 1) tokens each equal the one P
-    before them. So a count for each P is enough, and a token costs as many comparisons as there are lengths.
+    A pattern of P tokens has occurred `min_count` times when the last P x (min_count - 1) tokens each equal the token
+    P before them. So one count per P is enough, and a token costs one comparison per length.
     """
 
     def __init__(self, asked: RepetitionDetectionParams, min_tokens: int = 0):
@@ -22,7 +22,7 @@ class RepetitionDetector:
         self._held = [0] * len(self.lengths)
 
     def add(self, token: int) -> bool:
-        """Whether the output ends with this token."""
+        """Add a token; True if the output must end with it."""
         tokens, held, found = self._tokens, self._held, False
         count = len(tokens)
         for at, length in enumerate(self.lengths):

@@ -1,8 +1,8 @@
-"""The front room of one engine: prompts in, answers out, and who still waits for one.
+"""Request manager: the frontend of one engine. Accepts prompts, tracks running requests, collects their outputs.
 
-Knows a client, a tokenizer, and the requests that live. Threads are its callers' matter: `accept` and `render`
-may be called from any, the rest from one at a time. `api/llm.py` drives it from the caller's thread,
-`api/async_llm.py` from an event loop.
+Knows a client, a tokenizer, and the running requests. Starts no threads: `accept` and `render` are thread-safe, the
+rest must be called from one thread at a time. `api/llm.py` drives it from the caller's thread, `api/async_llm.py`
+from an event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 
 class RequestManager:
-    """`submit`, then feed what the client gives to `process_outputs`, and `take` from the collectors that it names."""
+    """`submit` requests, pass the client's outputs to `process_outputs`, and `take` from the collectors it returns."""
 
     def __init__(self, client: EngineClient, number: int = 0):
         self.client = client
@@ -65,17 +65,17 @@ class RequestManager:
             reasoning=functools.cache(self._reasoning),
         )
         self.logs_requests = False
-        """A line for each; the server writes its own."""
+        """Log a line for each request; the server writes its own."""
         self.packs_logprobs = False
-        """Whole outputs come with PackedLogprobs: the server's answers may be large."""
+        """Cumulative outputs carry PackedLogprobs: the server's responses may be large."""
         self.live: dict[str, OutputProcessor] = {}
         self._children: dict[str, tuple[OutputProcessor, int]] = {}
         self._echoes: set[str] = set()
-        """Children given up here, of which the engine has still to say that they ended."""
+        """Children that ended here and whose finish the engine has not reported yet."""
 
     @property
     def template_text(self) -> str:
-        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
+        """The checkpoint's templates, which show how the model writes tool calls and reasoning."""
         if self.tokenizer is None:
             return ""
         texts = [response_template(Path(tokenizer_folder(self.client)))]
@@ -84,14 +84,14 @@ class RequestManager:
         return "\n".join(texts)
 
     def _reasoning(self) -> ReasoningFormat | None:
-        """Chosen by name or by the chat template, as the server does."""
+        """The reasoning format, chosen by name or by the chat template, as the server does."""
         server = self.client.resolved.asked.server
         files = [file for file in (server.reasoning_parser_plugin,) if file]
         found = ModelFormats(None, server.reasoning_parser, self.template_text, (), registry(files))
         return found.reasoning
 
     def need_tokenizer(self) -> Tokenizer:
-        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        """Raises ValidationError: there is no tokenizer, because of skip_tokenizer_init=True."""
         if self.tokenizer is None:
             raise ValidationError(
                 "there is no tokenizer: skip_tokenizer_init=True left it out",
@@ -104,25 +104,25 @@ class RequestManager:
     def accept(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AcceptedRequest:
-        """Check a request; `InputProcessor.accept` has the options and the errors."""
+        """Validate a request; see `InputProcessor.accept` for options and errors."""
         return self.inputs.accept(prompt, params, **options)
 
     def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
-        """The prompt's text of a conversation; `chat.render` has the errors."""
+        """Render a conversation as prompt text; see `chat.render` for errors."""
         options = options or chat.ChatOptions()
         if options.content_format == "auto":
             options = dataclasses.replace(options, content_format=self.content_format)
         return chat.render(self.tokenizer, messages, options)
 
     def submit(self, accepted: AcceptedRequest) -> OutputProcessor:
-        """Send it to the engine. Raises: as `register` and `send`."""
+        """Register the request and send it to the engine. Raises: as `register` and `send`."""
         collector = self.register(accepted)
         for child in accepted.children:
             self.send(collector, child)
         return collector
 
     def send(self, collector: OutputProcessor, child: EngineRequest) -> None:
-        """One output's request of those that were registered.
+        """Send one child of a registered request to the engine.
 
         Raises:
             EngineDeadError: the engine has stopped.
@@ -134,17 +134,17 @@ class RequestManager:
             raise
 
     def register(self, accepted: AcceptedRequest) -> OutputProcessor:
-        """What collects its outputs; `send` each of its children next.
+        """Create the collector of a request's outputs; `send` each of its children next.
 
         Raises:
-            ValidationError: a request of this id lives.
+            ValidationError: a request with this id is still running.
         """
         if accepted.id in self.live:
             raise ValidationError(
                 f"request_id {accepted.id!r} is that of a request which still runs; choose another",
                 parameter="request_id", value=accepted.id,
             )  # fmt: skip
-        # An id that the engine still knows, or that another's child has, stays the user's word only.
+        # If the engine still knows a child's id, or another request's child has it, the engine gets a different one.
         for number in itertools.count(1):
             if not any(c.id in self._echoes or c.id in self._children for c in accepted.children):
                 break
@@ -159,13 +159,13 @@ class RequestManager:
 
     # -- out ------------------------------------------------------------------------------------
     def process_outputs(self, outputs: Iterable[EngineOutput]) -> list[OutputProcessor]:
-        """Collect; the requests with news, each once. Those that are finished live no more."""
+        """Collect outputs; returns each changed request once. Forgets finished requests."""
         now = time.time()
         changed: dict[str, OutputProcessor] = {}
         ended: dict[FinishReason, list[str]] = {}
         for output in outputs:
             place = self._children.get(output.id)
-            if place is None:  # given up before
+            if place is None:  # ended here before
                 if output.finish is not None:
                     self._echoes.discard(output.id)
                 continue
@@ -184,7 +184,7 @@ class RequestManager:
         return list(changed.values())
 
     def abort(self, ids: Iterable[str]) -> list[OutputProcessor]:
-        """Give requests up: each ends at once with finish_reason "abort". Unknown ids mean nothing."""
+        """Abort requests: each ends at once with finish_reason "abort". Ignores unknown ids."""
         found = [self.live[id] for id in ids if id in self.live]
         ended = [child for collector in found for child in collector.end("abort")]
         self._echoes.update(ended)
@@ -209,7 +209,7 @@ class RequestManager:
 
 
 def response_template(folder: Path) -> str:
-    """What tokenizer_config.json says of the shape of outputs, as text without escapes; "": nothing."""
+    """`response_template` of tokenizer_config.json (the form of outputs), without escapes; "" if there is none."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         found = config.get("response_template")

@@ -1,6 +1,7 @@
-"""The marks of a model's thoughts as tokens, for a budget of thinking: the worker counts tokens and knows no text.
+"""Thinking markers: the token ids that start and end reasoning, for the thinking budget, which the worker enforces.
 
-Knows the table of reasoning formats and a tokenizer. Does not know how the budget is kept (`worker/sampling/thinking_budget.py`).
+The worker counts tokens and knows no text. Knows the table of reasoning formats and a tokenizer. Does not know how the
+worker enforces the budget (`worker/sampling/thinking_budget.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import ThinkingMarkers
 
 FIELD = "thinking_token_budget"
-TAIL = 32  # tokens of a prompt that say whether it ends within thoughts
+TAIL = 32  # last prompt tokens, which show whether the prompt ends inside reasoning
 
 
 def thinking_markers(
@@ -22,10 +23,10 @@ def thinking_markers(
     tokenizer: Tokenizer | None,
     prompt: Sequence[int],
 ) -> ThinkingMarkers:
-    """What the worker must know to keep a budget.
+    """The data that the worker needs to enforce a budget.
 
     Raises:
-        ValidationError: it is not known how the model marks its thoughts, or not by tokens of their own.
+        ValidationError: the model's reasoning markers are unknown, or they are not tokens of their own.
     """
     if reasoning is None or tokenizer is None or not reasoning.ends:
         raise ValidationError(
@@ -42,7 +43,7 @@ def thinking_markers(
 
 
 def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:
-    """A mark that is plain text may be spelt in several ways, and run together with what stands before it."""
+    """Token ids of a marker. Refuses plain text: it may merge with its neighbors, in several ways."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
     if not ids or not tokenizer.is_added(ids[0]):
         raise ValidationError(

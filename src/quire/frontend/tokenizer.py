@@ -1,8 +1,8 @@
-"""One small face over tokenizers: encode, decode, pieces, special tokens, the chat template.
+"""Tokenizer: one interface over `tokenizers` and transformers - encode, decode, special tokens, chat template.
 
-`load` reads tokenizer.json with the `tokenizers` library alone: no transformers, no torch, start-up in the time
-it takes to read the file. A checkpoint without one, or `tokenizer_mode="slow"`, gets transformers' own,
-imported then. Does not know requests or streams.
+`load` reads tokenizer.json with the `tokenizers` library alone, without transformers or torch, so it takes only as
+long as reading the file. For a checkpoint without that file, or with `tokenizer_mode="slow"`, it imports transformers.
+Does not know requests or streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMED = (
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as keys and as attributes."""
+    """Result of calling a tokenizer: `input_ids` and `attention_mask`, as keys and as attributes."""
 
     @property
     def input_ids(self) -> Any:
@@ -40,8 +40,8 @@ class Encoding(dict[str, Any]):
 class Tokenizer:
     """Text to ids and back.
 
-    `backend` is a `tokenizers.Tokenizer`, or a transformers tokenizer if `slow`. Names that we do not have are
-    looked up on the transformers tokenizer of the same files, loaded then.
+    `backend` is a `tokenizers.Tokenizer`, or a transformers tokenizer if `slow`. Attributes that this class lacks come
+    from the transformers tokenizer of the same files, loaded on first use.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.is_slow:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
-        # The fast one, for it computes no offsets, takes batches only.
+        # encode_batch_fast skips offsets; there is no such method for a single text.
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(
@@ -94,7 +94,7 @@ class Tokenizer:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token; None when there is no such id."""
+        """The token as the vocabulary spells it; None if there is no such id."""
         if self.is_slow:
             found = self.backend.convert_ids_to_tokens(token_id)
         else:
@@ -104,7 +104,7 @@ class Tokenizer:
     def piece(self, token_id: int) -> str:
         """The text that one token adds, leading space included; "" for an id without a token.
 
-        A token that is part of a character gives "�".
+        A token that holds only a part of a character gives "�".
         """
         found = self._pieces.get(token_id)
         if found is None:
@@ -117,7 +117,7 @@ class Tokenizer:
             return raw.decode("utf-8", "replace")
         if self.token(token_id) is None:
             return ""
-        # Decoders strip the space before the first token: let another one be first.
+        # Decoders strip the space before the first token, so decode this one after another token.
         anchor = self._anchor
         if anchor is None or token_id in self._added:
             return self.decode([token_id])
@@ -130,7 +130,7 @@ class Tokenizer:
         return ids[-1] if ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, exact also where it is part of a character."""
+        """The exact bytes of a token, also when it holds only a part of a character."""
         raw = self.raw_bytes(token_id)
         if raw is not None:
             return raw
@@ -139,7 +139,7 @@ class Tokenizer:
         return self.piece(token_id).encode()
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """What the token adds to the text, in bytes; None when the decoder is not byte-level."""
+        """The bytes that the token adds to the text; None if the decoder is not byte-level."""
         if not self.is_byte_level:
             return None
         found = self._raw.get(token_id)
@@ -148,9 +148,9 @@ class Tokenizer:
         return found
 
     def whole_text(self, token_id: int) -> str | None:
-        """What the token adds to a text of whole characters; None when its bytes are not whole characters.
+        """The text of a token whose bytes are complete characters; None for other tokens.
 
-        For byte-level decoders.
+        For byte-level decoders only.
         """
         try:
             return self._whole[token_id]
@@ -170,12 +170,12 @@ class Tokenizer:
         alphabet = byte_alphabet()
         try:
             return bytes(alphabet[char] for char in token)
-        except KeyError:  # an added token with characters that no byte is spelled with
+        except KeyError:  # an added token with characters outside the byte alphabet
             return token.encode()
 
     @functools.cached_property
     def is_byte_level(self) -> bool:
-        """Tokens are spelled with one character a byte (GPT-2's way), and text is their bytes in a row."""
+        """The vocabulary spells tokens with one character per byte (GPT-2); text is the concatenation of the bytes."""
         if self.is_slow:
             return False
         return type(self.backend.decoder).__name__ == "ByteLevel"
@@ -189,7 +189,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens without the added ones; `len()` counts those too."""
+        """Number of tokens without the added ones; `len()` includes them."""
         if self.is_slow:
             return int(self.backend.vocab_size)
         return int(self.backend.get_vocab_size(with_added_tokens=False))
@@ -264,7 +264,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """A conversation as the prompt text, or its ids with `tokenize`."""
+        """Render a conversation as the prompt text, or as token ids with `tokenize`."""
         template = ChatTemplate(chat_template) if chat_template is not None else self.template
         if template is None:
             raise ConfigError(
@@ -280,7 +280,7 @@ class Tokenizer:
 
     @functools.cached_property
     def full(self) -> Any:
-        """transformers' tokenizer of the same files (imports transformers)."""
+        """The transformers tokenizer of the same files (imports transformers)."""
         if self.is_slow:
             return self.backend
         return load_with_transformers(self.name_or_path, self._trust, fast=True)
@@ -292,7 +292,7 @@ class Tokenizer:
 
 
 def _added_tokens(backend: Any, slow: bool) -> dict[int, bool]:
-    """Id -> whether it is special, of the tokens that were added to the vocabulary."""
+    """Id -> is special, for each token added to the vocabulary."""
     decoder = backend.added_tokens_decoder if slow else backend.get_added_tokens_decoder()
     found = {int(i): bool(token.special) for i, token in decoder.items()}
     if slow:
@@ -307,13 +307,13 @@ def load(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint's directory.
+    """Load the tokenizer of a checkpoint directory.
 
     `chat_template`: a path or the template itself; None: the checkpoint's.
 
     Raises:
         ModelNotFound: the directory has no tokenizer.
-        ConfigError: a file in it is damaged, or the mode is not known.
+        ConfigError: a file in it is damaged, or the mode is unknown.
     """
     if mode not in ("auto", "hf", "slow"):
         raise ConfigError(f"tokenizer_mode must be auto, hf or slow, not {mode!r}")
@@ -355,7 +355,7 @@ def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any
         backend = Fast.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-    backend.no_truncation()  # files saved while training may hold either
+    backend.no_truncation()  # files saved during training may enable either
     backend.no_padding()
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for _, token in sorted(
@@ -370,13 +370,13 @@ def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any
     missing = [token for token in named.values() if token not in known]
     if missing:
         backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
-    # add_bos_token and add_eos_token of tokenizer_config.json say nothing beside a tokenizer.json, whose
-    # post-processor stands: so it is with transformers 5.
+    # tokenizer.json's post-processor overrides add_bos_token and add_eos_token of tokenizer_config.json, as in
+    # transformers 5.
     return backend
 
 
 def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... -> their text, from tokenizer_config.json, then special_tokens_map.json."""
+    """bos_token, eos_token, ... -> text, from tokenizer_config.json, else from special_tokens_map.json."""
     found = {
         **read_json(path / "special_tokens_map.json"),
         **{k: config.get(k) for k in NAMED if k in config},
@@ -392,10 +392,10 @@ def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def load_with_transformers(folder: str, trust_remote_code: bool, fast: bool) -> Any:
-    """transformers' tokenizer.
+    """Load the transformers tokenizer.
 
     Raises:
-        ModelNotFound: it finds none, with its own message.
+        ModelNotFound: transformers cannot load one; the message quotes its error.
     """
     from transformers import AutoTokenizer
 

@@ -1,10 +1,10 @@
-"""Templates of strangers, rendered in processes of their own, which have little memory and can be ended.
+"""Untrusted chat templates, rendered in child processes that have little memory and can be killed.
 
-A request may bring a template (`--trust-request-chat-template`). What `sandbox` cannot hold back from within - one
-long operation of Python - ends with its process here. Knows processes and their limits. Does not know HTTP.
+A request may bring its own template (`--trust-request-chat-template`). `jinja_sandbox` cannot interrupt one long
+Python operation; killing the process does. Knows processes and their limits. Does not know HTTP.
 
-    we -> process: {"template": ..., "messages": ..., "options": ..., "specials": ...}
-    process -> we: {"text": ...}, or {"error": ..., "parameter": ...}         each as its length and JSON
+    parent -> child: {"template": ..., "messages": ..., "options": ..., "specials": ...}
+    child -> parent: {"text": ...}, or {"error": ..., "parameter": ...}       each as its length and JSON
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.frontend.jinja_sandbox import MOST_TEXT, deadline
 SECONDS = 5.0
 MOST_MEMORY = 512 << 20
 MOST_ANSWER = 8 * MOST_TEXT  # bytes; a character takes six at most
-GRACE_S = 2.0  # beyond the time that the template has: the process may have to start
+GRACE_S = 2.0  # added to the template's time limit: the process may have to start
 AT_ONCE = 2
 NO_ANSWER = (
     "the template of this request takes more than its {} or needs more than its {} MiB of memory"
@@ -41,21 +41,21 @@ NO_ANSWER = (
 
 
 class UntrustedTemplateRenderer:
-    """Renders with a process for each thread that calls; it stays for the next template as long as it behaves."""
+    """Renders in one process per calling thread; reuses a process until it times out or dies."""
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
         self.idle: list[subprocess.Popen[bytes]] = []
         self.close = weakref.finalize(self, _close, self.idle)
-        """Called at the latest when nobody needs us any more."""
+        """Ends the idle processes; also runs when the renderer is garbage-collected."""
 
     def render(
         self, messages: Sequence[Any], options: ChatOptions, specials: Mapping[str, Any]
     ) -> str:
-        """The prompt's text, by `options.template`, which is no path. Blocks: run it in one of AT_ONCE threads.
+        """Render the prompt with `options.template`, which is a text, not a path. Blocks: call it in a thread.
 
         Raises:
-            ValidationError: the template does not do, or does not end.
+            ValidationError: the template fails, or exceeds its time or memory.
         """
         given = replace(options, template=None, seconds=self.seconds)
         job = {
@@ -81,7 +81,7 @@ class UntrustedTemplateRenderer:
         while self.idle:
             try:
                 process = self.idle.pop()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took it
                 break
             if process.poll() is None:
                 return process
@@ -95,7 +95,7 @@ def _close(idle: list[subprocess.Popen[bytes]]) -> None:
 
 
 def start() -> subprocess.Popen[bytes]:
-    """A process without the variables that hold keys and tokens, in case that a template gets out of the sandbox."""
+    """Start a process without the environment variables that hold secrets, in case a template escapes the sandbox."""
     command = [sys.executable, "-P", "-m", "quire.frontend.untrusted_templates"]
     environment = env.bare_for_a_child()
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -113,7 +113,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def receive_answer(
     process: subprocess.Popen[bytes], job: Any, until: float
 ) -> dict[str, Any] | None:
-    """Its answer; None: it gave none in time, or ended."""
+    """Send the job and return the answer; None if the process died or did not answer in time."""
     if process.stdin is None or process.stdout is None:
         return None
     try:
@@ -133,8 +133,8 @@ def write(pipe: IO[bytes], message: Any) -> None:
 
 
 def read(pipe: int, size: int, until: float) -> bytes:
-    """Raises EOFError: nothing more comes, or not by then."""
-    found, ready = bytearray(), select.poll()  # select.select knows no more than 1,024 files
+    """Raises EOFError: the pipe is closed, or `until` has passed."""
+    found, ready = bytearray(), select.poll()  # select.select handles only descriptors below 1,024
     ready.register(pipe, select.POLLIN)
     while len(found) < size:
         left = until - time.monotonic()
@@ -147,9 +147,9 @@ def read(pipe: int, size: int, until: float) -> bytes:
     return bytes(found)
 
 
-# -- in the process -------------------------------------------------------------------------------
+# -- in the child process -------------------------------------------------------------------------
 def serve() -> None:
-    """Answer until nobody asks any more, or the system ends us for what we took."""
+    """Answer jobs until stdin closes or a resource limit ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -157,7 +157,7 @@ def serve() -> None:
     while len(head := sys.stdin.buffer.read(4)) == 4:
         job = msgspec.json.decode(sys.stdin.buffer.read(int.from_bytes(head)))
         options = ChatOptions(**job["options"])
-        # Ends us, also when nobody is left to do it.
+        # Kills this process even if the parent is dead.
         signal.alarm(int(options.seconds + GRACE_S) + 1)
         write(sys.stdout.buffer, answered(job, options))
         signal.alarm(0)
