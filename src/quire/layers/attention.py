@@ -1,7 +1,7 @@
-"""Attention: what a model says about one attention layer, and what the layer must remember.
+"""One attention layer as a model describes it, and what the layer keeps in the KV cache.
 
-Knows heads, sizes, window, softcap and sinks. Does not know where keys and values lie or how the sum is
-computed: that is its backend's (`attention/`), given by the worker together with `cache` and `group`.
+Knows heads, sizes, window, softcap and sinks. Does not know the layout of the KV cache or how attention is
+computed: its backend does (`attention/`). The worker sets `backend`, `cache` and `group`.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
 """
@@ -18,30 +18,30 @@ from quire.kvcache.specs import CacheSpec, WindowSpec
 
 
 class QKNormRope(NamedTuple):
-    """What is still to be done to queries and keys."""
+    """The norm and rotation that the backend applies to queries and keys."""
 
-    interleaved: bool  # pairs of neighbours turn
-    q_weight_D: Tensor | None = None  # of their RMS norms; None: there are none
+    interleaved: bool  # rotates pairs of adjacent features
+    q_weight_D: Tensor | None = None  # weights of the RMS norms; None: no norms
     k_weight_D: Tensor | None = None
     eps: float = 0.0
     plus_one: bool = False
 
 
 class Attention(nn.Module):
-    """Causal attention of this step's tokens over their rows' contexts.
+    """Causal attention of this step's tokens over the contexts of their rows.
 
     Args:
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         v_head_dim: size of a value; None: head_dim.
-        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        window: a token attends to itself and the window - 1 tokens before it; None: to all before it.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [H], a score of each head that takes part in the softmax and has no value.
-        layer_index: of the layer in its model, for messages.
+        sinks: [H], one score per head that enters the softmax without a value.
+        layer_index: index of the layer in its model, for messages.
     """
 
     backend: AttentionBackend | None = None
-    cache: Any = None  # what the backend's `cache_parts` asked for
-    group: int = 0  # which of the batch's block tables is this layer's
+    cache: Any = None  # the tensors that the backend's `cache_parts` describes
+    group: int = 0  # KV group: index of this layer's block table in the batch
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.layer_index = layer_index
 
     def cache_spec(self, dtype: str) -> CacheSpec:
-        """What this layer keeps of a request; dtype: name of the cached elements (kvcache/specs.py)."""
+        """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
         sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
         return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
 
@@ -87,9 +87,9 @@ class Attention(nn.Module):
         how: QKNormRope,
         angles: tuple[Tensor, Tensor],
     ) -> Tensor | None:
-        """As `forward`, of queries and keys that are neither normed nor turned yet, by backends that do all in one pass.
+        """As `forward`, for queries and keys before norm and rotation, where the backend does all in one pass.
 
-        None: this one does not, and nothing has happened.
+        None: the backend cannot; nothing was written.
         """
         attend = getattr(self.backend, "attend_unturned", None)
         if attend is None:
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return o_THE
 
     def _meta(self) -> Any:
-        """What the layers of the group share in this step: the first of them plans for the others."""
+        """Step metadata that the layers of the KV group share; the first layer of the step makes it."""
         if self.backend is None:
             raise RuntimeError(f"attention layer {self.layer_index} has no backend yet")
         batch = current_batch()

@@ -1,6 +1,6 @@
-"""What decoder layers are made of; families differ in the keywords.
+"""Decoder layers and their parts; model families pass different keywords.
 
-Knows one layer. Does not know how many there are, or caches.
+Knows one layer and a list of layers. Does not know the KV cache.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size or features.
 """
@@ -26,9 +26,9 @@ class SelfAttention(nn.Module):
         cfg: the model's `TextConfig`.
         layer: which layer of the model.
         window, scale, softcap: see `Attention`.
-        qk_norm: RMS norm of each head's query and key before they are turned.
-        interleaved: pairs of neighbours turn, instead of pairs half a head apart.
-        rope: whether positions turn anything at all in this layer.
+        qk_norm: RMS norm of each head's query and key before the rotation.
+        interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
+        rope: whether this layer applies rotary positions.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GatedMLP(nn.Module):
 
 
 class Fused(Protocol):
-    """A whole layer by one call of the kernels: the same results."""
+    """A whole layer in one kernel call, with the same results."""
 
     def ready(self, angles: Angles) -> bool: ...
     def __call__(
@@ -113,7 +113,7 @@ class Fused(Protocol):
 
 
 class PreNormLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the sum travels in `residual`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `residual` carries the sum."""
 
     def __init__(self, cfg: Any, attention: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -121,7 +121,7 @@ class PreNormLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = mlp
-        self.fused: Fused | None = None  # set where all of it is one call
+        self.fused: Fused | None = None  # set if one kernel call computes the layer
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
@@ -138,26 +138,26 @@ class PreNormLayer(nn.Module):
 
 
 class FusedLayers(Protocol):
-    """All layers and the norm behind them by one call: the same results."""
+    """All layers and the final norm in one kernel call, with the same results."""
 
     def ready(self, angles: Angles, norm: RMSNorm) -> bool: ...
     def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor: ...
     def placed(
         self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm
     ) -> Tensor | None:
-        """The same of positions, whose angles it looks up itself; None: it cannot, and nothing has happened."""
+        """As `__call__`, from positions: it looks up the angles itself. None: it cannot; nothing was computed."""
 
 
 class Layers(nn.ModuleList):
-    """Layers one after the other.
+    """The decoder layers of a model, in order.
 
-    Each is called with (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD), whose sum is its output.
+    A layer takes (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD); its output is their sum.
     """
 
-    fused: FusedLayers | None = None  # set where all of them are one call
+    fused: FusedLayers | None = None  # set if one kernel call computes all layers
 
     def placed(self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm) -> Tensor:
-        """As `forward`, of positions."""
+        """As `forward`, from positions instead of angles."""
         if self.fused is not None:
             y_TD = self.fused.placed(x_TD, positions_T, rotary, norm)
             if y_TD is not None:
@@ -165,7 +165,7 @@ class Layers(nn.ModuleList):
         return self(x_TD, rotary(positions_T), norm)
 
     def forward(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
-        """What the last gives, normed."""
+        """The normed output of the last layer."""
         if self.fused is not None and self.fused.ready(angles, norm):
             return self.fused(x_TD, angles, norm)
         residual_TD: Tensor | None = None

@@ -1,6 +1,6 @@
-"""The table of the vocabulary at both ends of a model: tokens to vectors, vectors to logits.
+"""Embedding and LM head: tokens to vectors, vectors to logits.
 
-Shape suffixes: T tokens, S places that want logits, V words, D features.
+Shape suffixes: T tokens, S tokens that need logits, V vocabulary, D features.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from quire.ops.reference import embedding, linear
 
 
 class Embedding(Layer):
-    """Rows of a table; `scale` multiplies them, rounded to their dtype first (Gemma)."""
+    """Table lookup; `scale` is rounded to the table's dtype and multiplies the result (Gemma)."""
 
     weight: Tensor
 
     def __init__(self, num_words: int, size: int, *, scale: float | None = None):
         super().__init__()
         self.scale = scale
-        self.rows: Callable[[Tensor], Tensor] | None = None  # set where the table lies otherwise
+        self.rows: Callable[[Tensor], Tensor] | None = (
+            None  # replaces the lookup if the table is packed
+        )
         self.new("weight", num_words, size)
 
     def forward(self, ids_T: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """Logits. With `tied`, the embedding's table is also the head's, and the checkpoint has it once."""
+    """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once."""
 
     weight: Tensor
     may_defer = True
@@ -39,7 +41,7 @@ class Head(Layer):
         self, num_words: int, size: int, *, tied: Embedding | None = None, bias: bool = False
     ):
         super().__init__()
-        self._tied = (tied,)  # in a tuple: not a submodule of this one
+        self._tied = (tied,)  # a tuple keeps torch from registering it as a submodule
         self.multiply: Callable[[Tensor, Tensor | None], Tensor] = self._multiply
         if tied is None:
             self.new("weight", num_words, size)
@@ -50,12 +52,12 @@ class Head(Layer):
 
     @property
     def plain(self) -> bool:
-        """Nobody has changed how it multiplies."""
+        """Whether the head is unquantized and not packed."""
         return self.multiply == self._multiply
 
     @property
     def table(self) -> Layer:
-        """The layer that has the table: this one, or the embedding."""
+        """The layer that owns the table: this one, or the embedding."""
         return self._tied[0] or self
 
     @property

@@ -1,6 +1,7 @@
-"""Linear layers: weights of one or several checkpoint tensors, stored and multiplied as a scheme says.
+"""Linear layers: one or several checkpoint weights, stored and multiplied by a quantization method.
 
-Knows parts and schemes. Does not know which scheme a checkpoint asks for (`quantization/base.py`).
+Knows parts and the interface of quantization methods. Does not know which method a checkpoint needs
+(`quantization/apply.py`).
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -18,11 +19,11 @@ from quire.ops.reference import linear, silu_and_mul
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a scheme.
+    """One tensor of a quantization method.
 
-    `dim` runs along the outputs, `pack_factor` of them to an element (of each part of the layer, the last may be begun only).
-    `per_part`: a tensor that every part has, whatever its outputs; the parameter holds them one after the other.
-    `optional`: not every checkpoint has it; it then stays on "meta".
+    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs; each part of the layer starts a new
+    element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
+    `optional`: a checkpoint may lack it; the parameter then stays on "meta".
     """
 
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class StoredTensor(NamedTuple):
     optional: bool = False
 
     def lengths(self, outputs: Sequence[int]) -> list[int]:
-        """Of the tensor of each part, along `dim`."""
+        """Length of each part's tensor along `dim`."""
         return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
     def whole(self, outputs: Sequence[int]) -> tuple[int, ...]:
@@ -48,11 +49,11 @@ class LinearMethod(Protocol):
     """How the weights of a linear layer are stored, and how x is multiplied by them."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
-        """Name (of the parameter, and the last part of the checkpoint's name) -> what it is."""
+        """Name -> tensor; the name is the parameter's and the last component of the checkpoint's."""
         ...
 
     def after_load(self, layer: Linear) -> None:
-        """Once all weights are there: repack them."""
+        """Repack the weights once all are loaded."""
         ...
 
     def apply(self, layer: Linear, x_TI: Tensor) -> Tensor:
@@ -60,12 +61,12 @@ class LinearMethod(Protocol):
         ...
 
     def silu_gated(self, layer: Linear, x_TI: Tensor) -> Tensor:
-        """silu(first half) * second half of what `apply` gives."""
+        """silu(first half) * second half of the outputs of `apply`."""
         ...
 
 
 class UnquantizedLinearMethod:
-    """Weights as they are."""
+    """Multiplies by the weight as the checkpoint stores it."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor((num_out, num_in), dtype)}
@@ -87,10 +88,10 @@ class Linear(Layer):
     """x times weight transposed, plus bias.
 
     Args:
-        num_out: outputs; or {"q_proj": 64, "k_proj": 32, ...}: the parts, by their checkpoint names beside
-            this layer, that are stored one after the other and multiplied at once.
-        packed: the name under which some checkpoints hold all the parts already together.
-        silu: the two halves of the outputs meet as silu(first) * second; call `silu_gated`.
+        num_out: outputs; or parts {"q_proj": 64, "k_proj": 32, ...}, by their checkpoint names under this layer's
+            parent. The layer concatenates the parts and multiplies by all of them at once.
+        packed: the name under which some checkpoints store all parts concatenated.
+        silu: the caller needs silu(first half) * second half of the outputs and calls `silu_gated`.
     """
 
     weight: Tensor
@@ -120,7 +121,7 @@ class Linear(Layer):
         self.use(UNQUANTIZED)
 
     def use(self, scheme: LinearMethod) -> None:
-        """Store weights another way. Only before they are loaded."""
+        """Set the quantization method and register its parameters. Call it before weights are loaded."""
         for name in [n for n in self._parameters if n != "bias"]:
             delattr(self, name)
         self.quant_method = scheme
@@ -131,7 +132,7 @@ class Linear(Layer):
 
     @property
     def outputs(self) -> list[int]:
-        """Of each part; of itself, if it has none."""
+        """Number of outputs of each part; of the layer, if it has no parts."""
         return list(self.parts.values()) or [self.num_out]
 
     def slots(self, path: str) -> dict[str, WeightSlot]:

@@ -1,4 +1,4 @@
-"""Norms.
+"""RMS norm.
 
 Shape suffixes: T tokens, D features.
 """
@@ -12,7 +12,7 @@ from quire.ops.reference import add_rms_norm, rms_norm
 
 
 class RMSNorm(Layer):
-    """x to unit mean square, times weight (times 1 + weight with `plus_one`)."""
+    """x scaled to unit mean square, times weight (times 1 + weight with `plus_one`)."""
 
     weight: Tensor
 

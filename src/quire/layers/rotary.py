@@ -1,11 +1,11 @@
-"""Rotary positions: the angle of each pair of features at each position, for every known recipe.
+"""Rotary position embedding: the angle of each pair of features at each position, for every `rope_type`.
 
-Knows config.json's rotary parameters in their one spelling (`models/hf_config.py`). Does not know queries or keys:
-`ops.rotate` turns them. Angles are worked out once a step: it is a product and two functions. On a CPU those of the
-first positions are looked up, because four operations of torch cost a small step more than they compute.
+Knows config.json's rotary parameters as `models/hf_config.py` normalizes them. Does not know queries or keys:
+`rotate` (`ops/reference.py`) rotates them. Angles are computed once a step. On a CPU, those of the first positions
+come from a table, because in a small step the overhead of four torch operations exceeds their arithmetic.
 
-Recipes, by `rope_type`: default, linear, dynamic, yarn, longrope, llama3, proportional; each may turn only a part
-of the features (`partial_rotary_factor`).
+Values of `rope_type`: default, linear, dynamic, yarn, longrope, llama3, proportional; each may rotate only a part of
+the features (`partial_rotary_factor`).
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), "dynamic NTK" and "linear" as in
 Transformers, llama3 as in Meta's llama-models.
@@ -30,7 +30,7 @@ Angles = tuple[Tensor, Tensor]
 
 Parameters = Mapping[str, Any]
 
-KEPT = 8192  # 4 MB of 64 pairs
+KEPT = 8192  # positions in the table; 4 MB with 64 pairs
 
 
 class Rotary(nn.Module):
@@ -38,13 +38,13 @@ class Rotary(nn.Module):
 
     Args:
         head_dim: features of a head.
-        parameters: rope_type, rope_theta and what the type needs.
-        max_length: the longest request. LongRoPE has two sets of factors, and which of them holds must not
-            change while a request runs, so the set for long texts is taken when any request could be long.
+        parameters: rope_type, rope_theta and the parameters of the type.
+        max_length: length limit of a request. LongRoPE has two sets of factors, and a request must not change
+            from one to the other while it runs, so the long set is used if any request may be long.
     """
 
     frequencies_P: Tensor
-    kept: Angles | None = None  # of the first positions, on the host
+    kept: Angles | None = None  # angles of the first positions, on the host
 
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
         super().__init__()
@@ -62,7 +62,7 @@ class Rotary(nn.Module):
         """cos_TP and sin_TP, times the recipe's attention factor."""
         if positions_T.device.type == "cpu":
             places_T = positions_T.numpy()
-            with suppress(IndexError):  # one of them is further on
+            with suppress(IndexError):  # a position is beyond the table
                 cos_TP, sin_TP = (torch.from_numpy(part.numpy()[places_T]) for part in self.table())
                 return cos_TP, sin_TP
         return self.angles(positions_T)
@@ -75,7 +75,7 @@ class Rotary(nn.Module):
         return self.kept
 
     def angles(self, positions_T: Tensor) -> Angles:
-        """As `forward`, worked out."""
+        """As `forward`, computed without the table."""
         if self.kind == "dynamic":
             angles_TP = positions_T[:, None] * self._dynamic(positions_T)
         else:
@@ -87,8 +87,8 @@ class Rotary(nn.Module):
     def _dynamic(self, positions_T: Tensor) -> Tensor:
         """Frequencies by position: the base grows with the length of the text up to the token itself.
 
-        (So a token's angle depends on nothing but its position. Transformers takes the longest text of the
-        batch at hand, which is the same while a single text is generated token by token.)
+        A token's angle thus depends only on its position. Transformers uses the longest text of the batch, which
+        gives the same angles while one text is generated token by token.
         """
         trained = self.options["max_position_embeddings"]
         growth_T1 = (positions_T[:, None] + 1).clamp(min=trained).double() / trained
@@ -100,7 +100,7 @@ class Rotary(nn.Module):
 
 
 def partial(head_dim: int, parameters: Parameters) -> int:
-    """How many features turn."""
+    """The number of features that are rotated."""
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
@@ -114,7 +114,7 @@ def _default(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
 
 
 def _linear(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    """Positions closer together by `factor`."""
+    """Positions divided by `factor`."""
     return plain(size, p["rope_theta"]) / _needed(p, "factor"), 1.0
 
 
@@ -124,7 +124,7 @@ def _dynamic(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
 
 
 def _llama3(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between blended by how often they turn."""
+    """Low frequencies are divided by `factor`, high ones kept, those between blended by turns."""
     frequencies_P = plain(size, p["rope_theta"])
     trained = _needed(p, "original_max_position_embeddings")
     low, high = _needed(p, "low_freq_factor"), _needed(p, "high_freq_factor")
@@ -134,12 +134,12 @@ def _llama3(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
 
 
 def _yarn(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    """As llama3, blended by the pair's number; and attention is sharpened by a factor of the angles."""
+    """As llama3, with a blend by pair index; a factor on cos and sin also sharpens attention."""
     theta, trained = p["rope_theta"], _needed(p, "original_max_position_embeddings")
     factor = p.get("factor") or p["max_position_embeddings"] / trained
 
     def pair_that_turns(times: float) -> float:
-        """Number of the pair (not whole) that makes so many turns over the trained length."""
+        """Fractional index of the pair that makes this many turns over the trained length."""
         return size * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first = pair_that_turns(p.get("beta_fast") or 32)
@@ -168,7 +168,7 @@ def _sharpness(factor: float, scale: float) -> float:
 
 
 def _longrope(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    """Each pair slowed by a factor of its own, found by search; one set for short texts, one for long."""
+    """Each pair's frequency divided by its own factor; one set of factors for short texts, one for long."""
     trained = _needed(p, "original_max_position_embeddings")
     factor = p.get("factor") or p["max_position_embeddings"] / trained
     which = "long_factor" if max_length > trained else "short_factor"
@@ -182,7 +182,7 @@ def _longrope(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]
 
 
 def _proportional(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    """Frequencies as if all pairs turned, but those after the first part stand still (Gemma 4)."""
+    """Frequencies as if all pairs were rotated, but zero after the rotated part (Gemma 4)."""
     frequencies_P = plain(size, p["rope_theta"]) / (p.get("factor") or 1.0)
     turning = int(p.get("partial_rotary_factor", 1.0) * size // 2)
     frequencies_P[turning:] = 0

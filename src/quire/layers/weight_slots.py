@@ -1,4 +1,4 @@
-"""A layer knows the checkpoint names of its own tensors and where in its parameters they go.
+"""Weight slots: which checkpoint tensor fills which parameter, or which part of it.
 
 Knows names, shapes and parts. Does not know files or models: `models/load.py` brings (name, tensor) pairs.
 """
@@ -15,9 +15,9 @@ from quire.errors import ConfigError
 
 
 class WeightSlot(NamedTuple):
-    """Where one checkpoint tensor goes: a whole parameter, or `length` of dimension `dim` from `start`.
+    """The destination of one checkpoint tensor: a whole parameter, or `length` of dimension `dim` from `start`.
 
-    `per_part`: the parameter has one entry a part of the layer. `optional`: it may stay empty.
+    `per_part`: the parameter has one entry per part of the layer. `optional`: the checkpoint may lack it.
     """
 
     layer: nn.Module
@@ -35,13 +35,14 @@ class WeightSlot(NamedTuple):
         return tuple(shape)
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
-        """Take the tensor. A whole one in the right dtype becomes the parameter itself: no copy is made. A part of one, and
-        one to be converted for a layer that `may_defer`, waits in the CPU's memory, which is a mapped file's as a rule, until
-        the layer's `join`: copies of a whole model at once would cost what the model does.
+        """Store the tensor. A whole parameter in the right dtype and place takes it without a copy.
+
+        On the CPU, the layer's `join` copies parts, and converts tensors of a layer that `may_defer`. Until then the
+        tensor usually is a view of a mapped file: copies of all weights at once would double the memory of the model.
 
         Raises:
-            ConfigError: it has another shape, or is quantized where it should not be, or the other way round; `called`
-                is its name in the checkpoint.
+            ConfigError: the tensor (`called` in the checkpoint) has another shape, or is quantized where config.json
+                says it is not, or the reverse.
         """
         tensor = self._in_shape(tensor, called)
         into = self.layer.get_parameter(self.name)
@@ -57,7 +58,7 @@ class WeightSlot(NamedTuple):
             self.put(tensor, device)
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
-        """Bring it into its place: a part by a copy."""
+        """Set the parameter, or copy the tensor into its part of it."""
         into = self.layer.get_parameter(self.name)
         if self.dim is None:
             set_parameter(self.layer, self.name, tensor.to(device=device, dtype=into.dtype))
@@ -68,7 +69,7 @@ class WeightSlot(NamedTuple):
         into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
 
     def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
-        """Dimensions of one element may be there or not; what each part has may be there once for all of them."""
+        """Allow missing or extra dimensions of length 1, and one per-part tensor that is shared by all parts."""
         want = self.shape()
         if tuple(tensor.shape) == want:
             return tensor
@@ -90,7 +91,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Floats that any other float may be stored as; those of 8 bits mean something only with their scales."""
+    """Whether it is a float that converts to other floats; 8-bit floats have no meaning without their scales."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
@@ -99,26 +100,24 @@ def _name(tensor: Tensor) -> str:
 
 
 def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Parameters here are never trained, and so may be integers."""
+    """Register the tensor as a parameter without gradient, so that it may hold integers."""
     layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 class Layer(nn.Module):
     """A module with weights of its own."""
 
-    deferred: tuple[tuple[WeightSlot, Tensor], ...] = ()  # what came and is not in its place yet
-    may_defer = (
-        False  # whether what has to be converted may wait: nobody asks for it before the `join`
-    )
+    deferred: tuple[tuple[WeightSlot, Tensor], ...] = ()  # loaded tensors that `join` will store
+    may_defer = False  # whether conversion may wait for `join`: no code reads the parameter before
 
     def join(self) -> None:
-        """Put what waits into its places, in memory of its own."""
+        """Store the deferred tensors in the parameters."""
         waiting, self.deferred = self.deferred, ()
         for slot, tensor in waiting:
             slot.put(tensor, torch.device("cpu"))
 
     def slots(self, path: str) -> dict[str, WeightSlot]:
-        """Checkpoint name -> slot, for a layer at `path` in the model. By default its parameters' own names."""
+        """Checkpoint name -> slot, for a layer at `path` in the model. By default the parameters' names."""
         return {
             f"{path}.{name}": WeightSlot(self, name)
             for name, _ in self.named_parameters(recurse=False)
@@ -130,7 +129,7 @@ class Layer(nn.Module):
 
 
 def slots_of(model: nn.Module) -> dict[str, WeightSlot]:
-    """Checkpoint name -> where it goes, of every layer of the model."""
+    """Checkpoint name -> slot, for all layers of the model."""
     found: dict[str, WeightSlot] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Layer):
