@@ -1,1 +1,1 @@
-"""Attention backends: how queries meet the KV cache, each behind one small face."""
+"""Attention backends, all behind one small interface."""

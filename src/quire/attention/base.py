@@ -1,6 +1,6 @@
-"""Attention backends: what one is, which there are, and which serves a model.
+"""Attention backends: the interface, the list of them, and the choice of one for a model.
 
-Knows names and capabilities. Does not know models, and imports no backend before it is chosen.
+Knows names and capabilities. Does not know models. Imports a backend only to consider it.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
 """
@@ -32,12 +32,12 @@ BACKENDS: dict[str, str] = {
     "FLASH_ATTN": "quire.attention.flash:FlashAttention",
     "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
 }
-"""Name -> "module:Class". A new backend is one file and one line here."""
+"""Name -> "module:Class". A new backend adds one file and one line here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model and its configuration ask of a backend: the union over the model's layers."""
+    """What a model and its configuration need from a backend: the union over the model's layers."""
 
     device: str  # "cpu", "cuda"
     dtype: str  # of queries: "float32", "bfloat16", "float16"
@@ -69,7 +69,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do, as data, so that a refusal can be printed."""
+    """What a backend can do, as data, so that an error can list what it lacks."""
 
     devices: frozenset[str]
     dtypes: frozenset[str]
@@ -83,7 +83,7 @@ class Capabilities:
     graphs: bool = False
 
     def lacking(self, needs: Needs) -> list[str]:
-        """The needs that are not met, in words; empty: it can serve."""
+        """The unmet needs, in words; empty: the backend can serve the model."""
         out = []
         if needs.device not in self.devices:
             out.append(f"device {needs.device}")
@@ -109,27 +109,27 @@ class Capabilities:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention. It has no state between steps but what `plan` returns."""
+    """One implementation of attention. State that belongs to a step is in what `plan` returns."""
 
     can: Capabilities
 
     def cache_parts(self, spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
-        """The tensors that a layer's cache consists of: keys, then values, then what stands beside them."""
+        """The tensors of a layer's cache: keys, values, then their scales if the cache is quantized."""
         ...
 
     def plan(self, batch: ForwardBatch, group: int) -> Any:
-        """Once a step and cache group: what all layers of the group share."""
+        """Make the metadata that all layers of a KV group share; called once per step and group."""
         ...
 
     def attend(
         self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Any
     ) -> Tensor:
-        """Write k and v to their slots of `layer.cache`, then o_THE for this step's tokens."""
+        """Write k and v to their slots in `layer.cache`; return o_THE for this step's tokens."""
         ...
 
 
 def load(name: str) -> AttentionBackend:
-    """Raises ConfigError: no backend of that name, or it cannot be loaded here."""
+    """Raises ConfigError: the name is unknown, or the backend cannot be loaded on this machine."""
     target = BACKENDS.get(name.upper())
     if target is None:
         raise ConfigError(f"attention backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
@@ -144,10 +144,10 @@ def load(name: str) -> AttentionBackend:
 def choose(
     wanted: str | None, preference: Sequence[str], needs: Needs
 ) -> tuple[str, AttentionBackend]:
-    """The backend asked for, or the first of the platform's preference that can serve the model.
+    """The requested backend, or the first of the platform's preference that can serve the model.
 
     Raises:
-        ConfigError: the one asked for cannot serve, or none can; the message says why, for each.
+        ConfigError: the requested backend cannot serve the model, or none can; the message gives the reason for each.
     """
     passed: list[str] = []
     for name in [wanted] if wanted and wanted != "auto" else preference:

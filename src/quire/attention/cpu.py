@@ -1,7 +1,7 @@
-"""Attention by the CPU's kernels: one call for any mix of prompts, chunks and single tokens.
+"""Attention by the CPU kernels: one call for any mix of prompts, chunks and single tokens.
 
-Knows addresses and strides. How it is computed, and why its bits do not depend on batch or chunks, stands in
-`ops/cpu/kernels/attention.cpp`.
+Knows addresses and strides. `ops/cpu/kernels/attention.cpp` explains the computation, and why its bits depend neither
+on the batch nor on chunks.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
 """
@@ -23,25 +23,25 @@ from quire.ops.cpu.bindings import best
 if TYPE_CHECKING:
     from quire.layers.attention import Attention
 
-STEP = 32  # head sizes are multiples
-TOKENS = 16  # and so are blocks
+STEP = 32  # head sizes are multiples of it
+TOKENS = 16  # block sizes are multiples of it
 KINDS = (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # kernels/codes.h
 
 
 @dataclass(slots=True)
 class CpuStepMetadata:
-    """What the layers of a group share in one step; the tensors keep their memory alive."""
+    """Step metadata that the layers of a KV group share; it keeps the tensors alive for kernels that use addresses."""
 
     table_BN: Tensor  # int32
     starts_B1: Tensor  # int32
     lengths_B: Tensor  # int32
     slots_T: Tensor  # int64
     rows: int
-    step: Any = None  # the same as the kernel of a whole layer wants it (quantization/fused.py)
+    step: Any = None  # the same as a C struct, for the fused layer kernel (quantization/fused.py)
 
 
 class CpuAttention:
-    """Cache: as `codes.parts` says."""
+    """Cache layout: `kv_quantization.parts`."""
 
     can = Capabilities(
         devices=frozenset({"cpu"}),
@@ -109,7 +109,7 @@ class CpuAttention:
 
 
 def cache_addresses(cache: tuple[Tensor, ...]) -> tuple[int, int, int | None, int | None, int]:
-    """Of keys, values, and the scales of codes; and the kind of these, as the kernels call it."""
+    """Addresses of keys, values and the scales of both; and the kernels' number for the cache's dtype."""
     keys, values, *scales = (part.data_ptr() for part in cache)
     key_scales, value_scales = scales or (None, None)
     return keys, values, key_scales, value_scales, KINDS.index(cache[0].dtype)
@@ -120,6 +120,6 @@ def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _side_by_side(x_THD: Tensor) -> Tensor:
-    """As it is, if each token's heads lie together; else a copy."""
+    """The tensor itself if each token's heads are contiguous, else a copy."""
     fits = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if fits else x_THD.contiguous()

@@ -1,8 +1,7 @@
-"""Attention by the package FlashAttention, version 3 or 2, where it is installed.
+"""Attention by the FlashAttention package, version 3 or 2, where it is installed.
 
-Knows its two functions and how they want a cache laid out. Does not know kernels. A row's bits follow its company: the
-package splits contexts by how many rows there are. Not run with the package yet, on any device: the tests check what
-is handed to it.
+Knows the package's two functions and their cache layout. Does not know kernels. Not batch-invariant: the package splits
+contexts by the number of rows. Not yet run with the real package on any device: the tests check the arguments.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size, B rows.
 """
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from quire.layers.attention import Attention
 
 BLOCK = 256
-"""Blocks of version 2 are multiples."""
+"""Version 2 needs block sizes that are multiples of this."""
 
 
 class FlashAttention:
@@ -57,7 +56,7 @@ class FlashAttention:
         return (kv_quantization.Part(shape, kv_quantization.DTYPES[spec.dtype]),) * 2
 
     def plan(self, batch: ForwardBatch, group: int) -> dict[str, Any]:
-        """The arguments that all layers share."""
+        """The arguments that all layers of the KV group share."""
         lengths_B, starts_B1 = batch.lengths_B.int(), batch.query_start_B1.int()
         table_BN = batch.block_tables[group].int().contiguous()
         if self.version == 3:

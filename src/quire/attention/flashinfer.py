@@ -1,8 +1,7 @@
-"""Attention by the package FlashInfer, where it is installed.
+"""Attention by the FlashInfer package, where it is installed.
 
-Knows its wrapper and the lists that it plans with. Does not know kernels. A row's bits follow its company: the package
-splits contexts by how many rows there are. Not run with the package yet, on any device: the tests check what is handed
-to it.
+Knows the package's wrapper and the arguments of its plan. Does not know kernels. Not batch-invariant: the package
+splits contexts by the number of rows. Not yet run with the real package on any device: the tests check the arguments.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size, B rows.
 """
@@ -25,15 +24,15 @@ from quire.ops.triton.kv_write import write
 if TYPE_CHECKING:
     from quire.layers.attention import Attention
 
-WORKSPACE = 256 << 20  # bytes, of partial results
+WORKSPACE = 256 << 20  # bytes, for partial results
 
 Kind = tuple[int, int, int, int, float, float]
-"""Heads, KV heads, head size, window (-1: none), softcap (0: none), scale: what a plan depends on beside the step."""
+"""Heads, KV heads, head size, window (-1: none), softcap (0: none), scale: what a plan depends on besides the step."""
 
 
 @dataclass(slots=True)
 class FlashInferStepMetadata:
-    """What the layers of a group share in one step; `ready` has the kinds of layers that are planned for."""
+    """Step metadata that the layers of a KV group share; `ready`: the kinds of layers with a plan for this step."""
 
     slots_T: Tensor
     starts_B1: Tensor
@@ -46,7 +45,7 @@ class FlashInfer:
     """Cache: keys and values [blocks, K, block_size, D], which the package calls HND.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the package is not installed.
     """
 
     can = Capabilities(
@@ -93,7 +92,7 @@ class FlashInfer:
     def _wrapper(
         self, layer: Attention, q_THD: Tensor, keys: Tensor, meta: FlashInferStepMetadata
     ) -> Any:
-        """Planned for this step and layers like this one."""
+        """The wrapper for layers of this kind, planned for this step."""
         window = -1 if layer.window is None else layer.window - 1
         kind = (layer.num_heads, layer.num_kv_heads, layer.head_dim, window, layer.softcap or 0.0, layer.scale)  # fmt: skip
         if kind not in self.wrappers:

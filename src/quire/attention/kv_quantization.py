@@ -1,14 +1,14 @@
-"""Keys and values as codes of 8 bits: the definition, in plain torch, of what a quantized KV cache holds.
+"""8-bit KV cache quantization: the definition, in plain torch, of codes and scales.
 
-Knows one vector at a time, so nothing depends on the batch, on chunks, or on what came before. Does not know blocks'
-owners, or how scores are summed.
+Knows one vector at a time, so the result depends neither on the batch, nor on chunks, nor on earlier tokens. Does not
+know the owners of blocks, or how scores are summed.
 
     code = x * (MAX_CODE / most)             scale = most / MAX_CODE          most: the vector's largest magnitude
 
-A key's channels differ: a few are many times larger than the rest, and with steps of one size for all the rest is lost.
-So for int8 keys and queries are `hadamard` first: multiplied by a Hadamard matrix, which mixes channels evenly and leaves
-the product of a query and a key as it is, but for a factor that the key's scale takes in. The steps of fp8 grow with the
-number, and turning did not help there. The kernels give the same codes and scales, to the bit.
+A few channels of a key are many times larger than the rest; one int8 step size for all channels would lose the rest.
+So int8 keys and their queries are first multiplied by a Hadamard matrix (`hadamard`), which mixes channels evenly and
+keeps the product of query and key, up to a factor that the key's scale absorbs. The steps of fp8 grow with the number,
+and the Hadamard transform did not help there. The kernels give the same codes and scales, bit for bit.
 
 Shape suffixes: T tokens, K key/value heads, D head size (of values: E), X any.
 """
@@ -29,7 +29,7 @@ MAX_CODE: dict[torch.dtype, float] = {
 }
 """The largest code of each format."""
 MIN_ABS_MAX = 1e-30
-"""A vector without anything larger has zeros for codes."""
+"""A vector whose largest magnitude is not above this has zeros for codes."""
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""By their names in a CacheSpec."""
+"""Name in a CacheSpec -> torch dtype."""
 
 
 class Part(NamedTuple):
@@ -49,31 +49,31 @@ class Part(NamedTuple):
 
 
 def parts(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
-    """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; of codes, then the scales of both."""
+    """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; if quantized, then the scales of both."""
     dtype, shape = DTYPES[spec.dtype], (num_blocks, spec.num_kv_heads, block_size)
     found = (Part((*shape, spec.head_dim), dtype), Part((*shape, spec.v_head_dim), dtype))
     return (*found, *(Part(shape, torch.float32),) * 2) if dtype in MAX_CODE else found
 
 
 def is_quantized(cache: tuple[Tensor, ...]) -> bool:
-    """Whether a layer's cache holds codes."""
+    """Whether a layer's cache is quantized."""
     return cache[0].dtype in MAX_CODE
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same bytes in a format that can be indexed, as fp8 cannot."""
+    """View a quantized tensor as uint8, because torch cannot index fp8."""
     return x.view(torch.uint8) if x.dtype in MAX_CODE else x
 
 
 def hadamard_size(size: int) -> int:
-    """How many channels are mixed: the largest power of two that divides the head's size."""
+    """The number of channels that are mixed: the largest power of two that divides the head size."""
     return size & -size
 
 
 def hadamard(x_XD: Tensor) -> Tensor:
-    """In float32, each run of span(D) channels times the Hadamard matrix of +1 and -1.
+    """In float32, each run of hadamard_size(D) channels times the Hadamard matrix of +1 and -1.
 
-    Sums and differences of pairs, 1 apart, then 2, then 4 ...: no product whose order a library may choose.
+    It adds and subtracts pairs 1 apart, then 2, then 4 ...: a library's matrix product may sum in any order.
     """
     x, step = x_XD.float(), 1
     while step < hadamard_size(x.shape[-1]):
@@ -84,7 +84,7 @@ def hadamard(x_XD: Tensor) -> Tensor:
 
 
 def encode(x_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales [X] of vectors."""
+    """The codes [X, D] and scales [X] of vectors."""
     x, top = x_XD.float(), MAX_CODE[dtype]
     most_X1 = x.abs().amax(-1, keepdim=True)
     factor_X1 = torch.full_like(most_X1, top) / most_X1  # `top / most_X1` would round twice
@@ -100,12 +100,12 @@ def encode_key(k_XD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def query(q_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    """What meets keys of this format."""
+    """The queries, transformed to match keys of this format."""
     return hadamard(q_THD) if dtype == torch.int8 else q_THD
 
 
 def write(cache: tuple[Tensor, ...], k_TKD: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
-    """New tokens to their slots."""
+    """Quantize new tokens into their slots."""
     keys, values, *scales = cache
     block_size = keys.shape[2]
     block_T = torch.div(slots_T, block_size, rounding_mode="floor")

@@ -1,16 +1,16 @@
-"""The reference backend: attention in plain torch, on any device, the same bits whatever runs beside it.
+"""The reference backend: batch-invariant attention in plain torch, on any device.
 
-Knows blocks, windows, softcap and sinks. Does not know requests, or any instruction set.
+Knows blocks, windows, softcap and sinks. Does not know requests or instruction sets.
 
-How a row's result is kept from depending on its batch mates and on chunking: keys are always taken in
-tiles that start at multiples of the tile's size, one tile after the other with a running softmax, so that
-a query meets the same products in the same order however it came here; a tile it does not see changes
-nothing, to the bit; and no product has fewer than MIN_ROWS rows, because matrix libraries sum in another
-order below that (measured with MKL: from 16 rows on, a row's bits do not depend on the number of rows).
-Sums are in float32 whatever the dtype. A cache of codes (`kv_quantization.py`) is read back to float32 tile by tile. On the CPU, plain layers in 16 bits go another way (`torch_sdpa.py`): their
-linear layers do not keep bits apart anyway.
+A row's bits depend neither on the rest of the batch nor on chunking, for three reasons. Keys come in tiles that
+start at multiples of the tile size, in order, with an online softmax: a query's products are summed in the same
+order in every batch. A fully masked tile changes no bit of a query's state. Every product has at least MIN_ROWS rows,
+because matrix libraries sum in another order below that (measured with MKL: from 16 rows on, a row's bits do not
+depend on the number of rows).
+Sums are float32 for every dtype; tiles of a quantized cache (`kv_quantization.py`) are dequantized to float32.
+On the CPU, plain 16-bit layers use `torch_sdpa.py` instead: their linear layers are not batch-invariant anyway.
 
-    unit     rows with equally many new tokens, longest context first
+    unit     rows with the same number of new tokens, longest context first
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, G = H / K, D head size (of values:
 E), B rows of a unit, N blocks of a row, Q new tokens of a row (padded in products), S keys of a tile.
 """
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 
 TILE = 128  # keys, when blocks divide it
 MIN_ROWS = 16
-ALONE = 16  # a row with more new tokens than this is a unit of its own
-QUERY_BLOCK = 128  # tokens of a long row that are scored at once
-LOWEST = -1e30  # the running maximum before any key: finite, so that differences are never NaN
+ALONE = 16  # a row with more new tokens than this forms its own unit
+QUERY_BLOCK = 128  # queries of a long row that are scored at once
+LOWEST = -1e30  # the initial running maximum: finite, so that differences are never NaN
 
 
 @dataclass(slots=True)
 class Span:
-    """The tiles over the same keys: these are gathered once for all the blocks of queries."""
+    """The tiles over one range of keys, which are gathered once for all blocks of queries."""
 
     rows: slice
-    lines: Tensor  # int64 [rows * K * blocks a tile]: (block, head) of the cache as one index
-    unseen_BS: Tensor | None  # True where no query sees the key: it may be unwritten memory
+    lines: Tensor  # int64 [rows * K * blocks per tile]: (block, head) of the cache as one index
+    unseen_BS: Tensor | None  # True where no query attends to the key: it may be unwritten memory
     tiles: list[
         tuple[slice, Tensor | None]
-    ]  # queries of each row; hidden_BQS: True where one must not see
+    ]  # queries of each row; hidden_BQS: True where the query must not attend to the key
 
 
 @dataclass(slots=True)
 class Unit:
-    """Rows that are computed together: equally many new tokens, longest context first."""
+    """Rows that are computed together: the same number of new tokens, longest context first."""
 
     num_queries: int
     lengths: list[int]
-    tokens: Tensor | slice  # places in T of the unit's tokens, row after row
+    tokens: Tensor | slice  # indices in T of the unit's tokens, row by row
     table_BN: Tensor  # int64
     spans: dict[int | None, list[Span]] = field(default_factory=dict)  # by window
     pieces: dict[int | None, list[torch_sdpa.Piece]] = field(default_factory=dict)  # by window
@@ -67,7 +67,7 @@ class Unit:
 
 @dataclass(slots=True)
 class ReferenceStepMetadata:
-    """What the layers of a group share in one step."""
+    """Step metadata that the layers of a KV group share."""
 
     units: list[Unit]
     slots_T: Tensor
@@ -75,7 +75,7 @@ class ReferenceStepMetadata:
 
 
 class ReferenceAttention:
-    """See the module. Cache: as `codes.parts` says."""
+    """See the module. Cache layout: `kv_quantization.parts`."""
 
     can = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -96,7 +96,7 @@ class ReferenceAttention:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, group: int) -> ReferenceStepMetadata:
-        """Cut the step into units."""
+        """Split the step into units."""
         table_BM, slots_T = batch.block_tables[group], batch.slots[group]
         starts = batch.query_start_B1.tolist()
         queries = batch.query_lens or [b - a for a, b in itertools.pairwise(starts)]
@@ -124,7 +124,7 @@ class ReferenceAttention:
         v_TKE: Tensor,
         meta: ReferenceStepMetadata,
     ) -> Tensor:
-        """Write k and v at the batch's slots, then o_THE in q's dtype; padding tokens come out as zeros."""
+        """Write k and v to the batch's slots; return o_THE in q's dtype, zeros for padding tokens."""
         o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
         attend = self._attend_fused if torch_sdpa.serves(layer, q_THD) else self._attend_tiles
         if kv_quantization.is_quantized(layer.cache):
@@ -159,7 +159,7 @@ class ReferenceAttention:
 
 
 def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
-    """cache [blocks, K, block_size, D] takes new tokens at their slots."""
+    """Write new tokens to their slots of cache [blocks, K, block_size, D]."""
     block_size = cache.shape[2]
     block_T = torch.div(slots_T, block_size, rounding_mode="floor")
     cache[block_T, :, slots_T - block_T * block_size] = new_TKD.to(cache.dtype)
@@ -168,7 +168,7 @@ def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
 def _spans(
     unit: Unit, window: int | None, num_kv_heads: int, block_size: int, tile: int
 ) -> Iterator[Span]:
-    """The tiles that some query of the unit sees, in the order of their keys."""
+    """The tiles that some query of the unit attends to, in the order of their keys."""
     per_tile = max(1, tile // block_size)
     size = per_tile * block_size
     device, Q = unit.table_BN.device, unit.num_queries
@@ -177,7 +177,7 @@ def _spans(
     first_B1 = torch.tensor(firsts, device=device)[:, None]
     for index in range(min(lows) // size, -(-unit.lengths[0] // size)):
         start, stop = index * size, (index + 1) * size
-        # Lengths descend, and so do the first keys seen: those who see this tile are neighbours.
+        # Lengths descend, and so do the first visible keys: the rows that see this tile are contiguous.
         a = sum(low >= stop for low in lows)
         b = sum(length > start for length in unit.lengths)
         if a >= b:
@@ -194,7 +194,7 @@ def _spans(
         for x in range(0, Q, QUERY_BLOCK):
             y = min(Q, x + QUERY_BLOCK)
             if start > firsts[a] + y - 1 or (window and stop <= firsts[b - 1] + x - window + 1):
-                continue  # all ahead of the queries, or all behind their windows
+                continue  # all keys are in the queries' future, or before their windows
             hidden = None
             if stop - 1 > firsts[b - 1] + x or (window and start < firsts[a] + y - window):
                 at = at_BQ[:, x:y, None]
@@ -210,22 +210,22 @@ def _low(first_B1: Tensor, window: int | None) -> Tensor:
 
 
 def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> Tensor:
-    """q: the unit's tokens, [B * Q, H, D]. Returns their outputs [B * Q, H, E], in float32."""
+    """q [B * Q, H, D] of the unit's tokens -> their outputs [B * Q, H, E], in float32."""
     B, Q, K, E = len(unit.lengths), unit.num_queries, layer.num_kv_heads, layer.v_head_dim
     G = layer.num_heads // K
     q_BKQGD = q.view(B, Q, K, G, -1).permute(0, 2, 1, 3, 4).float() * layer.scale
     last = (Q - 1) // QUERY_BLOCK * QUERY_BLOCK
-    rows = max(Q, last - (-MIN_ROWS // G))  # so that the last block has MIN_ROWS too
+    rows = max(Q, last - (-MIN_ROWS // G))  # so that the last block also has MIN_ROWS rows
     q_BKQGD = F.pad(q_BKQGD, (0, 0, 0, 0, 0, rows - Q))
     top = q_BKQGD.new_full((B, K, rows, G, 1), LOWEST)
     total = q_BKQGD.new_zeros(B, K, rows, G, 1)
-    if layer.sinks is not None:  # a score without a value
+    if layer.sinks is not None:  # a sink is a score without a value
         top = layer.sinks.float().view(1, K, 1, G, 1).expand(B, K, rows, G, 1).clone()
         total += 1
     out = q_BKQGD.new_zeros(B, K, rows, G, E)
     for span in spans:
         k_BKSD, v_BKSE = (_gather(layer.cache[i::2], span) for i in (0, 1))
-        if span.unseen_BS is not None:  # 0 times what was never written may be NaN
+        if span.unseen_BS is not None:  # 0 times unwritten memory may be NaN
             v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
         for queries, hidden_BQS in span.tiles:
             stop = rows if queries.stop == Q else queries.stop
@@ -235,9 +235,9 @@ def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> 
 
 
 def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
-    """Blocks of keys, or of values, [blocks, K, block_size, D] -> [B, K, S, D] in float32, a copy.
+    """Copy blocks of keys or values, [blocks, K, block_size, D] -> [B, K, S, D], in float32.
 
-    cache: the numbers, and of codes the scales too.
+    cache: the elements, and their scales if the cache is quantized.
     """
     shape = (span.rows.stop - span.rows.start, cache[0].shape[1], -1)
     numbers, *scales = (
@@ -262,7 +262,7 @@ def _tile(
     total: Tensor,
     out: Tensor,
 ) -> None:
-    """One step of the running softmax: `top`, `total` and `out` ([B, K, Q, G, 1 or E]) take in a tile."""
+    """One step of the online softmax: add a tile to `top`, `total` and `out` ([B, K, Q, G, 1 or E])."""
     B, K, Q, G, _ = q_BKQGD.shape
     scores = torch.bmm(
         q_BKQGD.reshape(B * K, Q * G, -1), k_BKSD.flatten(0, 1).transpose(1, 2)

@@ -1,15 +1,15 @@
-"""16-bit attention on the CPU by torch's fused kernel: the reference backend's way for plain layers.
+"""16-bit attention on the CPU by torch's fused kernel, which the reference backend uses for plain layers.
 
-Knows blocks and windows. Does not know softcap, sinks, values of another size than keys, or float32: there the
-tiles of `reference.py` stay, whose bits do not depend on what runs beside them. In 16 bits no matrix product
-keeps that promise, so nothing is lost here; products and sums inside the kernel are in float32.
+Knows blocks and windows. Does not know softcap, sinks, values of another size than keys, or float32: these use the
+tiles of `reference.py`, which are batch-invariant. In 16 bits no matrix product on the CPU is batch-invariant, so
+nothing is lost here. The kernel multiplies and sums in float32.
 
-    short   rows with equally many new tokens, side by side: the G query heads of a key head, and the new tokens,
+    short   a batch of rows with the same number of new tokens: the G query heads of a KV head, and the new tokens,
             become queries of one head, so that keys and values are not repeated
-    long    one row: the key heads become the batch; queries go in blocks, each over the keys it can see
+    long    one row: the KV heads become the batch; each block of queries attends to the keys it can see
 
-A row's keys start at the first block that it still sees, and rows are padded to the longest of their piece with
-a block that is full, since what was never written, or by another request, may be NaN.
+A row's keys start at the first block inside its window. Rows are padded to the longest of their piece with a full
+block, because unwritten memory, or another request's, may hold NaN.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, G = H / K, D head size, B rows of a
 piece, N blocks of a row, Q new tokens of a row, S keys.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.layers.attention import Attention
 
 PIECE = 8192  # keys that are gathered at once, padding included
-QUERY_BLOCK = 512  # queries of a long row that see the same stretch of keys
+QUERY_BLOCK = 512  # queries of a long row that share one range of keys
 
 
 @dataclass(slots=True)
@@ -40,19 +40,19 @@ class Piece:
     num_keys: int  # of the longest row
     stale: (
         tuple[Tensor, Tensor] | None
-    )  # each row's last block, and where in it nothing is: [B, 1, block_size, 1]
-    mask: Tensor | None  # of a short piece: what is added to its scores, [B, 1, Q * G or 1, S]
+    )  # each row's last block, and its unused slots: [B, 1, block_size, 1]
+    mask: Tensor | None  # of a short piece: added to its scores, [B, 1, Q * G or 1, S]
     blocks: list[
         tuple[slice, slice, Tensor]
-    ]  # of a long row: queries, keys, mask with the queries backwards
+    ]  # of a long row: queries, keys, mask with the queries in reverse order
 
 
 Scratch = list[Tensor]
-"""Room for gathered keys and for values, used by one layer after the other: fresh memory costs page faults."""
+"""Buffers for gathered keys and values, which all layers reuse: new memory costs page faults."""
 
 
 def serves(layer: Attention, q_THD: Tensor) -> bool:
-    """Can this layer go this way?"""
+    """Whether this file can compute the layer."""
     keys, values = layer.cache[:2]
     return (
         q_THD.device.type == "cpu"
@@ -67,7 +67,7 @@ def serves(layer: Attention, q_THD: Tensor) -> bool:
 def pieces(
     table_BN: Tensor, lengths: list[int], num_queries: int, layer: Attention, long: bool
 ) -> list[Piece]:
-    """Cut a unit, longest rows first, into pieces; once a step and window."""
+    """Split a unit, longest rows first, into pieces; called once per step and window."""
     block_size, window = layer.cache[0].shape[2], layer.window
     firsts = [n - num_queries for n in lengths]
     bases = [0 if window is None else max(0, first - window + 1) // block_size for first in firsts]
@@ -90,7 +90,7 @@ def pieces(
 
 
 def _lines(table_BN: Tensor, bases: list[int], wide: list[int], num_kv_heads: int) -> Tensor:
-    """Where the cache, seen as [blocks * K, block_size * D], has the rows' blocks: for each row and head."""
+    """Indices of the rows' blocks, for each row and head, in the cache viewed as [blocks * K, block_size * D]."""
     most = max(wide)
     filler_row = wide.index(most)
     filler = int(table_BN[filler_row, bases[filler_row]])  # full, unless no row has a second block
@@ -151,8 +151,8 @@ def _long(
         y = min(x + QUERY_BLOCK, num_queries)
         a = 0 if layer.window is None else max(0, first + x - layer.window + 1)
         b = first + y
-        # Query i and key j differ by j - i alone, so the mask is one line, read one place further for each
-        # query, if the queries come backwards.
+        # The mask of query i and key j depends only on j - i: with the queries in reverse order, it is one vector
+        # that each query reads one element further on.
         ahead = torch.arange(a - (first + y - 1), b - (first + x))
         hidden = ahead > 0
         if layer.window is not None:
@@ -169,7 +169,7 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def attend(
     layer: Attention, found: list[Piece], num_queries: int, q_XHD: Tensor, scratch: Scratch
 ) -> Tensor:
-    """q of a unit's tokens, row after row: [B * Q, H, D]. Returns their outputs, [B * Q, H, D]."""
+    """q [B * Q, H, D] of a unit's tokens, row by row -> their outputs [B * Q, H, D]."""
     K, G = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     q = q_XHD.view(-1, num_queries, K, G, layer.head_dim)
     outs = []
@@ -203,7 +203,7 @@ def _attend_long(
 
 
 def _gather(cache: Tensor, piece: Piece, scratch: Scratch, which: int) -> Tensor:
-    """The rows' blocks of cache [blocks, K, block_size, D], as [B, K, S, D] in scratch memory."""
+    """Copy the rows' blocks of cache [blocks, K, block_size, D] to scratch memory, as [B, K, S, D]."""
     _, K, block_size, D = cache.shape
     size = len(piece.lines) * block_size * D
     while len(scratch) <= which:

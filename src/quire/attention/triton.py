@@ -1,8 +1,7 @@
-"""Attention by Triton kernels: one launch for rows of few new tokens, one for the rest.
+"""Attention by Triton kernels: one launch for rows with few new tokens, one for the rest.
 
-Knows how a step is cut into items of work. How they are computed, and why a row's bits do not depend on its
-company, stands in `ops/triton/attention.py`. Runs on CUDA devices, and on the CPU in Triton's interpreter, for
-tests.
+Knows how a step is split into work items. `ops/triton/attention.py` explains the computation, and why it is
+batch-invariant. Runs on CUDA devices, and for tests on the CPU in Triton's interpreter.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E), B rows.
 """
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class TritonAttention:
-    """Cache: as `codes.parts` says.
+    """Cache layout: `kv_quantization.parts`.
 
     Args:
-        sizes: of the kernels' blocks; None: by the layer's heads and the format.
+        sizes: block sizes of the kernels; None: chosen by the layer's heads and the dtype.
     """
 
     can = Capabilities(
@@ -66,7 +65,7 @@ class TritonAttention:
         v_TKE: Tensor,
         meta: TritonStepMetadata,
     ) -> Tensor:
-        """Write k and v at the batch's slots, then o_THE in q's dtype."""
+        """Write k and v to the batch's slots; return o_THE in q's dtype."""
         dtype = layer.cache[0].dtype
         top, less = kv_quantization.MAX_CODE.get(dtype, 0.0), 1.0
         if dtype == torch.int8:
@@ -81,7 +80,7 @@ class TritonAttention:
         self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: QKNormRope,
         angles: tuple[Tensor, Tensor], meta: TritonStepMetadata,
     ) -> Tensor | None:  # fmt: skip
-        """Norm, rotation and cache write in one pass; None: a cache of codes wants keys that are turned already."""
+        """Norm, rotation and cache write in one pass; None: the cache is quantized, which this pass cannot write."""
         if kv_quantization.is_quantized(layer.cache):
             return None
         norms = None
@@ -97,7 +96,7 @@ class TritonAttention:
         meta: TritonStepMetadata,
         lse_TH: Tensor | None = None,
     ) -> Tensor:
-        """o_THE from what the cache has; this step's tokens are there already."""
+        """o_THE from the cache, which has this step's tokens already."""
         heads_each = layer.num_heads // layer.num_kv_heads
         sizes = self.sizes or sizes_for(heads_each, layer.head_dim, q_THD.element_size())
         scores = Scores(layer.scale, layer.window or 0, layer.softcap or 0.0, layer.sinks)
@@ -106,7 +105,7 @@ class TritonAttention:
 
 
 class TritonStepMetadata:
-    """What the layers of a group share in one step; the cut depends on how many heads a program takes."""
+    """Step metadata that the layers of a KV group share; the work items depend on the heads per program."""
 
     def __init__(self, batch: ForwardBatch, group: int):
         self.slots_T = batch.slots[group]
@@ -132,14 +131,14 @@ class TritonStepMetadata:
             "rows": self.rows,
             "longest": self.longest,
         }
-        if 0 < self.alike <= few:  # as in every step of plain decoding: nothing to make a list of
+        if 0 < self.alike <= few:  # rows with equal counts, as in plain decode: no work list needed
             alike = self.alike
             return PagedAttentionStep(
                 **parts, short_W2=None, num_short=self.rows, long_W2=None, most=alike
             )
         counts = self.query_lens or self.starts_B1.diff().tolist()
         short = [(row, 0) for row in range(self.rows) if counts[row] <= few]
-        # The longest first: what starts last should not be what takes longest.
+        # The longest first, so that the item that starts last is not the one that takes longest.
         order = sorted(range(self.rows), key=lambda row: -counts[row])
         long = [
             (row, at) for row in order if counts[row] > few for at in range(0, counts[row], many)
