@@ -1,7 +1,7 @@
 """`python -m benchmarks quality`: what short numbers cost in quality, on the embedded model.
 
 Every scheme of `--quantization` that is made while loading, every short `--kv-cache-dtype` and checkpoints of other tools'
-formats (written here: `rounded.py`), against bfloat16, by two measures. `fp8` is not there twice: on a CPU it is `int8`. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
+formats (written here: `rtn_checkpoints.py`), against bfloat16, by two measures. `fp8` is not there twice: on a CPU it is `int8`. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
 match. And the distributions of the next token: the same texts are read in short pieces, so that later ones attend to what
 the cache made of earlier ones, and at each place the divergence KL(bfloat16 || scheme) is worked out over the whole
 vocabulary. Nothing is timed, so other load does no harm.

@@ -1,6 +1,6 @@
 """How fast does a GPU serve? Start, prefill, decoding and loads of a whole engine, with the floor beside each.
 
-Knows engines on random weights, and what their steps cost at least. Does not know kernels (`gpu_figures.py`).
+Knows engines on random weights, and what their steps cost at least. Does not know kernels (`kernels.py`).
 """
 
 from __future__ import annotations

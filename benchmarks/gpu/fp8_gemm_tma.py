@@ -1,6 +1,6 @@
 """Products of 8-bit floats, or int8, of many tokens another way: by tensor descriptors, with as many programs as processors.
 
-Knows one kernel, with the scales of `float8.py`. Not in its table: it has not run on a card, and `make bench-gpu` times it
+Knows one kernel, with the scales of `fp8_gemm.py`. Not in its table: it has not run on a card, and `make bench-gpu` times it
 beside the one that is. A descriptor has the card's copy engine bring a tile, so that no thread works out addresses; a program
 that goes on to the next tile has its first loads under way while the last tile is stored.
 

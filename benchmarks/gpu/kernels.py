@@ -1,7 +1,7 @@
 """How fast are a GPU's kernels at real shapes, with the floor beside each?
 
 Knows what bytes and operations each must cost at least; the card's own ceilings come from `gpu.machine`. Does not know
-whether anything is right (`gpu_checks.py`).
+whether anything is right (`checks.py`).
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ begins where its time still fits the call; what the result file already has is n
 failed (then it comes last). So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
 
     machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16, fp8 and int8 products
-    kernels     every kernel against its definition (`gpu_checks.py`)
+    kernels     every kernel against its definition (`checks.py`)
     engine      tokens on the card against those of the CPU; depth 1 and 2, graphs and none, weights that travel
-    steps       the 8B shape: start, prefill, decoding, a mixed load (`gpu_serving.py`); steps-fp8 the same in fp8
-    serving     256 requests at once, of the 0.6B shape; peers the same by others (`gpu_peers.py`)
-    figures     kernels at real shapes, with the floor beside each (`gpu_figures.py`)
+    steps       the 8B shape: start, prefill, decoding, a mixed load (`engine.py`); steps-fp8 the same in fp8
+    serving     256 requests at once, of the 0.6B shape; peers the same by others (`peers.py`)
+    figures     kernels at real shapes, with the floor beside each (`kernels.py`)
 """
 
 from __future__ import annotations

@@ -43,6 +43,25 @@ def test_a_dead_link_is_seen():
     ]
 
 
+FILE = re.compile(r"`((?:\w+/)*(\w+\.(?:py|cpp|h)))[`:(]")
+MADE_UP = {"utils.py", "program.py", "your_program.py", "test_SOMETHING_attack.py", "own.py"}
+"""Names that pages use for files of the reader's."""
+
+
+def absent_files(name: str, text: str, here: set[str]) -> list[str]:
+    """Source files that a text names in backticks and that are in no folder."""
+    return [f"{name}: {m[1]}" for m in FILE.finditer(text) if m[2] not in here | MADE_UP]
+
+
+def test_files_that_pages_and_docstrings_name_exist():
+    places = ("src", "tests", "benchmarks", "tools", "compat")
+    here = {p.name for place in places for p in (ROOT / place).rglob("*.*")} | {"setup.py"}
+    texts = [(page.name, page.read_text(encoding="utf-8")) for page in PAGES]
+    texts += [(file.path, file.text) for file in source_files()]
+    assert [line for name, text in texts for line in absent_files(name, text, here)] == []
+    assert absent_files("a.md", "see `b/c.py`, `d.py`", {"d.py"}) == ["a.md: b/c.py"]
+
+
 def test_the_index_lists_every_page():
     listed = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
     pages = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}

@@ -291,7 +291,7 @@ UNREAD = {
 
 
 def test_every_field_is_read_by_somebody():
-    """A flag that is taken and does nothing is a lie; `checks.py` may say so instead."""
+    """A flag that is taken and does nothing is a lie; `validate.py` may say so instead."""
     source = Path(quire.__file__).parent
     text = "\n".join(file.read_text(encoding="utf-8") for file in source.rglob("*.py"))
     unread = {name for name in options() if not re.search(rf"\.{name}\b", text)}

@@ -1,6 +1,6 @@
 """`quire chat`: talk with a model, in this process or on a server.
 
-Knows the terminal. Where answers come from is `talk.py`'s matter.
+Knows the terminal. Where answers come from is `completion_client.py`'s matter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`quire complete`: go on with a text, in this process or on a server.
 
-Knows the terminal. Where the words come from is `talk.py`'s matter.
+Knows the terminal. Where the words come from is `completion_client.py`'s matter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Reads config.json, the small files beside it and the headers of the weights: nothing is loaded, torch neither. Of a
 hub id that is not here, only those are fetched. Ends with 0 if it would start, 1 if not, 2 for a mistake in the flags.
-Knows how the rooms decide before they are built. The findings are in `findings.py`.
+Knows how the rooms decide before they are built. The findings are in `doctor_checks.py`.
 """
 
 from __future__ import annotations

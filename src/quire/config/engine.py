@@ -36,7 +36,7 @@ class EngineConfig:
         """Flat keywords -> sections.
 
         Raises:
-            TypeError: a keyword that no section has (old names are translated before: `compat.py`).
+            TypeError: a keyword that no section has (old names are translated before: `from_keywords.py`).
         """
         sections: dict[str, Any] = {}
         for section in fields(cls):

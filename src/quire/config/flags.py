@@ -1,7 +1,7 @@
 """The command line, made from the dataclasses: parse it, and a YAML file, into keywords.
 
 Knows how flags are spelt: dashes or underscores, --x=v or --x v, --no-x, JSON by dots (--hf-overrides.a.b 1), short
-forms (-tp 2, -O3). Does not know what a value means (`options.py`), old names' meanings (`compat.py`), or how
+forms (-tp 2, -O3). Does not know what a value means (`options.py`), old names' meanings (`from_keywords.py`), or how
 help looks (`help.py`).
 """
 

@@ -1,7 +1,7 @@
 """From the names people use to the fields there are: every historic flag and keyword means something.
 
 `engine_config` is the one way from flat keywords, of a program or a command line, to an EngineConfig: old names
-are translated (`old_names.py`), the environment fills what was left out, values take their field's form, and a
+are translated (`vllm_flags.py`), the environment fills what was left out, values take their field's form, and a
 name that nobody knows is answered with the nearest one that somebody does. Does not know argv (`flags.py`).
 """
 

@@ -1,7 +1,7 @@
 """The dataclasses of the configuration, read as a list of options: name, kind, default, help.
 
 This is where a field becomes a flag and a keyword. Knows the spelling of values (25.6k, auto, JSON). Does not
-know the command line (`flags.py`), old names (`compat.py`), or which values fit together (`resolve.py`).
+know the command line (`flags.py`), old names (`from_keywords.py`), or which values fit together (`resolve.py`).
 """
 
 from __future__ import annotations

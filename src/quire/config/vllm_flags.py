@@ -4,7 +4,7 @@
     W  accepted with a warning that says why it does nothing here, or by what it was replaced
     E  refused, naming what would be needed; its default passes
 
-Read by `compat.py`. A flag is in a dataclass or in this table, never in both, never in neither.
+Read by `from_keywords.py`. A flag is in a dataclass or in this table, never in both, never in neither.
 """
 
 from __future__ import annotations

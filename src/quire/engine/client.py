@@ -1,7 +1,7 @@
 """The door of the middle room: submit, abort, call, outputs.
 
 Knows how a caller's thread reaches a core that lives in the same process (`InlineClient`). The one that
-lives in another is `remote.py`'s; both behave alike. Does not know what a request is for.
+lives in another is `process_client.py`'s; both behave alike. Does not know what a request is for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineClient(Protocol):
         """End these requests; each still running one answers with finish `why`, and is counted as that."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """A named function of the engine (`admin.py`); blocks for the answer.
+        """A named function of the engine (`rpc.py`); blocks for the answer.
 
         Raises:
             QuireError: the function failed, or there is none of this name.

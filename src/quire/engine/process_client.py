@@ -1,7 +1,7 @@
 """ProcessClient: a core in another process, reached over ZMQ, that may die and be replaced.
 
 Knows sockets, the engine's state, and which requests of ours are under way. Does not know how an engine
-is kept alive (`host.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
+is kept alive (`supervisor.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
 the end it looks how the engine stands. When the engine is replaced, requests that it had begun end with an
 error, and those that still waited are sent again, once. A request that ran at two deaths of the engine is refused.
 """

@@ -40,7 +40,7 @@ class EngineState(Struct):
     recorded: bool = False
     """`lost` is complete: the steps of that process were recorded to its end."""
     poison: list[str] = []
-    """Digests (`poison.py`) of requests that ran at two deaths of the engine: they are refused."""
+    """Digests (`quarantine.py`) of requests that ran at two deaths of the engine: they are refused."""
     incident: str = ""
     """The word under which the log has `error`. Clients are told this word and not the error."""
 

@@ -2,7 +2,7 @@
 
 Knows the scheduler, and that the workers can put their memory away (`worker/sleep.py`). Requests that come
 meanwhile wait in line, whichever front room they come through. A `PauseGate` stands among the scheduler's gates only while it
-holds somebody back: an engine at work does not pay for it. How a front room waits for it is `held.py`'s.
+holds somebody back: an engine at work does not pay for it. How a front room waits for it is `sleep_client.py`'s.
 
     hold -> [what runs ends, or is ended, or stands still] -> sleep -> wake_up, in parts or at once
       `-> let_go                                         `-> pause -> resume

@@ -1,6 +1,6 @@
 """How a front room puts an engine to rest: it holds requests back, waits for what may still end, and then makes it stand.
 
-Knows the named functions of `rest.py`, reached through an awaitable `call`. Who gives up waiting, or fails, lets go of
+Knows the named functions of `sleep.py`, reached through an awaitable `call`. Who gives up waiting, or fails, lets go of
 what he himself held, and of nothing else.
 """
 

@@ -1,6 +1,6 @@
 """What operators asked of an engine, beyond its process: one that takes another's place rests as deep as that one did.
 
-Knows a file beside the engine's folders, and the named functions of `rest.py`. What nobody was told to be done is not kept:
+Knows a file beside the engine's folders, and the named functions of `sleep.py`. What nobody was told to be done is not kept:
 who waits for a pause when the engine dies is told that it is not paused.
 """
 

@@ -1,7 +1,7 @@
 """EngineSupervisor: keeps one engine's process alive, and tells the front rooms how it stands.
 
 Knows a child process, its lifeline, a folder and how often it may begin again. Does not know requests. What the
-front rooms must know stands on a board in memory (`board.py`); the sockets of the n-th process lie in FOLDER/n, so
+front rooms must know stands on a board in memory (`shared_state.py`); the sockets of the n-th process lie in FOLDER/n, so
 that nothing of an earlier life can reach a later one.
 
     starting -> ready -> restarting -> ready ...     closed: it was told to stop

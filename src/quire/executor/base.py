@@ -1,7 +1,7 @@
 """Executor: plans go to the workers, results come back.
 
 Knows the four things that an engine asks of its workers. Does not know where they live: see `inline.py` and
-`processes.py`. No torch here.
+`process.py`. No torch here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""/metrics: the rows of `rows.py` brought to Prometheus.
+"""/metrics: the rows of `metric_table.py` brought to Prometheus.
 
 Knows snapshots of the engine and times of requests. Does not know HTTP routes or how text is made. One
 registry for each instance, so that two servers in one process do not meet.

@@ -20,7 +20,7 @@ def _backwards(request: Request) -> tuple[int, int]:
 class WaitingQueue:
     """Kept sorted backwards, so that the first in line is popped from the end at no cost.
 
-    Another order is a class with these methods (`fair.py`); the scheduler asks it and does not know why.
+    Another order is a class with these methods (`fair_queue.py`); the scheduler asks it and does not know why.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The limits of a request's key, asked before the server renders or tokenizes anything for the request.
 
-Knows requests and their keys. Does not know how limits are counted (`tenants.py`).
+Knows requests and their keys. Does not know how limits are counted (`api_keys.py`).
 """
 
 from __future__ import annotations

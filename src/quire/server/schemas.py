@@ -1,7 +1,7 @@
 """Request bodies of the generating endpoints. One Struct an endpoint; the shared part is a base.
 
 Knows names, kinds and defaults. A field that exists by name and is not here yet is listed, so that it is
-refused by name (`sampling.py`) and never ignored in silence. Null means "not given" and is taken out before.
+refused by name (`sampling_params.py`) and never ignored in silence. Null means "not given" and is taken out before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One request of a load: what is sent to each kind of endpoint, and what its stream says.
 
-Knows the bodies and events of OpenAI's three text endpoints. Does not know when a request is sent (`load.py`) or what
-its times mean (`figures.py`).
+Knows the bodies and events of OpenAI's three text endpoints. Does not know when a request is sent (`arrivals.py`) or what
+its times mean (`metrics.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The front room's checks, made in a process that ends when one of them takes too much. Answers are kept.
 
-Knows constraints and processes. Does not know what is checked (`check.py`) or HTTP.
+Knows constraints and processes. Does not know what is checked (`validate.py`) or HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a constraint asks for, counted before anything is compiled: the clear cases of too much are refused here.
 
 Knows the shapes of regexes, grammars and schemas, and limits. It reads roughly and quickly; what gets past it is held by
-the limits of the process that compiles (`compile.py`).
+the limits of the process that compiles (`compiler.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ PREFIX = re.compile(r"^at \d+\(\d+\): ")
 def limits() -> LLParserLimits:
     """How much work llguidance does for a grammar: when it is compiled (about 0.1 s), and for one mask (about 0.03 s).
 
-    It does not count all work, forced text for one; `compile.py` and `forker.py` have the limits that hold.
+    It does not count all work, forced text for one; `compiler.py` and `grammar_server.py` have the limits that hold.
     """
     return LLParserLimits(
         initial_lexer_fuel=5_000_000,

@@ -1,6 +1,6 @@
 """The engine's side of the processes that compile and follow grammars.
 
-Knows sockets, time and one program (`forker.py`). Does not know rows' tensors. A process that ends, or does not answer in
+Knows sockets, time and one program (`grammar_server.py`). Does not know rows' tensors. A process that ends, or does not answer in
 time, is a `ProcessEnded` for its own grammar alone.
 """
 
@@ -49,7 +49,7 @@ from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 START_S = 120.0  # for the vocabulary, and for xgrammar, which loads torch
-STEP_S = 2.0  # a step waits no longer for a mask; the process itself has 0.1 s of processor time (`forker.py`)
+STEP_S = 2.0  # a step waits no longer for a mask; the process itself has 0.1 s of processor time (`grammar_server.py`)
 COMPILE_WALL = (
     5  # a compile may take so many times its processor time, because other work may run beside it
 )

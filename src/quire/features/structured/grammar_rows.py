@@ -1,7 +1,7 @@
 """The rows that follow one grammar: each row's place in it, the tokens that it forces, and the mask of the next token.
 
 Knows one compiled grammar and places, by number. Does not know logits, nor which process it runs in. The engine runs it
-in a process of the grammar's own (`forker.py`), because a matcher may take much time and memory at any token.
+in a process of the grammar's own (`grammar_server.py`), because a matcher may take much time and memory at any token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes a matcher: the grammar of one constraint, compiled for one vocabulary.
 
 Knows constraints, both grammar libraries and their errors. Does not know rows. A compile may take much time and memory,
-so the engine runs this module only in processes that it can end (`forker.py`).
+so the engine runs this module only in processes that it can end (`grammar_server.py`).
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Knows grammars, which engines there are, and how to ask llguidance for its opinion. Does not know tokens, nor which
 process it runs in: reading may take much time and memory, so the front room asks a process that can be ended
-(`checker.py`).
+(`check_process.py`).
 
     auto        guidance; a JSON schema that it refuses may be one that xgrammar, where installed, enforces
     guidance    llguidance or nothing
-    xgrammar    what it is known to enforce exactly (`subset.py`); its compiler has the last word
+    xgrammar    what it is known to enforce exactly (`xgrammar_subset.py`); its compiler has the last word
 """
 
 from __future__ import annotations

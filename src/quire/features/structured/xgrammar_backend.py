@@ -1,6 +1,6 @@
 """The engine xgrammar behind the face that llguidance's matchers have. An extra: `pip install quire[xgrammar]`.
 
-Knows xgrammar's grammars and matchers. What it may be given is settled before (`subset.py`). Imported by the worker's
+Knows xgrammar's grammars and matchers. What it may be given is settled before (`xgrammar_subset.py`). Imported by the worker's
 side alone: xgrammar brings torch along.
 
 One special token more than the tokenizer has says that the output may end, as in `vocabulary.py`.

@@ -2,7 +2,7 @@
 
 Knows the auto classes and the loader of Transformers. Does not know how the model will be run. A wrapper with
 a picture or sound tower loads as its language model alone where Transformers has a class for that; otherwise
-whole, and `transformers.py` drops what a text pass never touches.
+whole, and `model.py` drops what a text pass never touches.
 """
 
 from __future__ import annotations

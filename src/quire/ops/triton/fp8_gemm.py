@@ -1,7 +1,7 @@
 """Products of 8-bit floats: activations made e4m3, and multiplied by a weight that is.
 
 Knows codes and scales, tiles, and which size of product goes which way (`TILES`). Does not know layers or checkpoints. The
-kernels take whole numbers too, whose sums are exact (`int8.py`).
+kernels take whole numbers too, whose sums are exact (`int8_gemm.py`).
 A code has a scale of its token and output ("rows"), or of its token and output for each group of inputs ("groups").
 
     rows     y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o]

@@ -1,7 +1,7 @@
 """One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN BOARD`.
 
 Its configuration comes on stdin, its socket and a lifeline are inherited. Knows how to be a child: it tells its keeper
-(`fleet.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
+(`http_supervisor.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
 """
 
 from __future__ import annotations
