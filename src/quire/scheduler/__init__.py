@@ -1,1 +1,1 @@
-"""Who runs next. Pure Python, no torch."""
+"""Which requests run next. Pure Python, no torch."""

@@ -1,15 +1,15 @@
-"""FairQueue: tenants take turns by the service they had, weighted, and nobody waits behind a flood.
+"""FairQueue: a waiting queue that shares the engine fairly between tenants, by weight.
 
-Knows tenants, weights and tokens served. Does not know API keys (the front room names tenants) or devices. The
+Knows tenants, weights and tokens served. Does not know API keys (the frontend names tenants) or devices. The
 rule is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024):
 
     served[t] += cost / weight[t]        a prompt token costs 1, an output token OUTPUT
-    who is next: the waiting tenant with the least served
-    a tenant that comes back after a rest starts at the least served of those who are here
+    next: the waiting tenant with the lowest served[t]
+    a tenant that returns after a pause starts at the lowest served[t] of the tenants that have requests
 
-It is work-conserving: as long as there is room, everybody runs. When every row is taken and a tenant
-waits that holds less than its share of the rows, the newest request of the tenant that holds the most beyond
-its share gives way; its blocks stay cached, so little is computed again.
+The queue is work-conserving: while rows are free, every request runs. When no row is free and a waiting tenant has
+less than its share of the rows, the scheduler preempts the newest request of the tenant with the most rows for its
+weight. The blocks of that request stay in the prefix cache, so little is computed again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from quire.scheduler.request import Request
 from quire.scheduler.waiting_queue import WaitingQueue
 
-OUTPUT = 2.0  # an output token takes a pass over the weights, a prompt token a share of one
-MOST_IDLE = 1024  # tenants without requests whose service is remembered
+OUTPUT = 2.0  # an output token needs a pass over the weights of its own, prompt tokens share one
+MOST_IDLE = 1024  # how many tenants without requests are remembered
 
 
 class FairQueue(WaitingQueue):
-    """One line a tenant. `weights` may be replaced while running; unknown tenants weigh 1."""
+    """One queue for each tenant. `weights` may be replaced at any time; the default weight is 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class FairQueue(WaitingQueue):
         self.served: dict[str, float] = {}
         self._lines: dict[str, WaitingQueue] = {}
         self.here: dict[str, int] = {}  # requests of each tenant, waiting or running
-        self._last = 0.0  # what the tenant had that left last: where the first to come back starts
+        # `served` of the tenant that left last: the first to come back starts there
+        self._last = 0.0
 
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
@@ -41,7 +42,7 @@ class FairQueue(WaitingQueue):
         return sum(len(line) for line in self._lines.values())
 
     def __iter__(self) -> Iterator[Request]:
-        """First in line first; service charged meanwhile counts."""
+        """Requests in queue order. Service that is charged during the iteration counts."""
         lines = {tenant: iter(line) for tenant, line in self._lines.items()}
         firsts = {tenant: next(line) for tenant, line in lines.items()}
         while firsts:
@@ -86,7 +87,7 @@ class FairQueue(WaitingQueue):
             return (rows.get(tenant, 0) + more) / self.weight(tenant)
 
         most = max(rows, key=share)
-        # Only if the giver still holds at least as much as the taker then: or they would swap for ever.
+        # It must still have at least as large a share afterwards, or the two tenants would preempt each other for ever.
         if share(most, -1) < share(first.tenant, 1):
             return None
         return max((r for r in running if r.tenant == most), key=lambda r: r.order)

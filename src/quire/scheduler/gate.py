@@ -1,8 +1,8 @@
-"""Gate: how a feature holds a request back, without the scheduler knowing its name.
+"""Gate: how a feature blocks a request, without the scheduler knowing the feature's name.
 
-A gate has two ways to say no. `ready(request) == False` means "skip me": others may pass. `allow(...)
-== 0` for a waiting request means "stop here": nobody behind it is admitted in this step, so that a
-resource everyone queues for cannot be taken again and again by those behind.
+A gate can block in two ways. `ready(request) == False`: the scheduler skips this request and considers later ones.
+`allow(...) == 0` for a waiting request: the scheduler admits no later request in this step either, so that later
+requests cannot keep taking a resource that several requests wait for.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """The base says yes to everything; a feature overrides what it needs. No torch here."""
+    """Base class: it blocks nothing. A feature overrides the methods that it needs. No torch here."""
 
     name = "gate"
 
     def ready(self, request: Request) -> bool:
-        """May this waiting request be considered? False: skip it, look further. It may begin what the request needs."""
+        """May the scheduler consider this waiting request? False: skip it. May start work that the request needs."""
         return True
 
     def holds(self, request: Request) -> bool:
-        """Does this gate hold the waiting request back? Statistics ask, so it changes nothing.
+        """Does this gate block the waiting request? For statistics, so it must change nothing.
 
-        Override it where `ready` has an effect.
+        Override it if `ready` has a side effect.
         """
         return not self.ready(request)
 
     def allow(self, request: Request, num_tokens: int) -> int:
-        """How many of these tokens may run in this step. 0: not now, and nobody behind it either."""
+        """How many of these tokens may run in this step. 0: none; later waiting requests are not admitted either."""
         return num_tokens
 
     def enter(self, request: Request) -> None:
-        """It took a row."""
+        """The request got a row."""
 
     def leave(self, request: Request) -> None:
-        """It gave its row back: finished, aborted or preempted."""
+        """The request lost its row: finished, aborted or preempted."""
 
     def gave_up(self, request: Request) -> None:
-        """It ended while it waited."""
+        """The request ended while it waited."""
 
     def extra(self, plan: StepPlan) -> bytes | None:
-        """What rides down in plan.extras[name]."""
+        """Data for the worker's hook of the same name, as plan.extras[name]."""
         return None
 
     def learn(self, extra: bytes) -> None:
-        """What the hook of the same name sent up."""
+        """Data from the worker's hook of the same name."""

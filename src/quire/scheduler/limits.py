@@ -1,6 +1,6 @@
-"""Limits: what a step and the scheduler may hold, and which requests that refuses at the door.
+"""SchedulerLimits: the limits of a step and of the scheduler, and which requests they refuse.
 
-Knows sizes. Does not know who runs, or who is next.
+Knows sizes. Does not know which requests run.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from quire.scheduler.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """What a step and the scheduler may hold."""
+    """The limits of a step and of the scheduler."""
 
     max_rows: int
     max_step_tokens: int
     max_length: int  # prompt plus output of one request
-    chunked: bool = True  # False: a prompt runs whole or waits
-    max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's budget
-    drafts: int = 0  # guesses a row may carry beyond its next token
+    chunked: bool = True  # False: a prompt is computed in one step or waits
+    max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's token budget
+    drafts: int = 0  # draft tokens that a row may have beyond its next token
     depth: int = 1  # steps that may be in flight at once
-    run_ahead: bool = True  # False: a row's next token must be known before it is planned again
+    run_ahead: bool = True  # False: a row is planned again only when its next token is known
     by_priority: bool = False
     max_waiting: int = 0  # the most requests that may wait; 0: no limit
     max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
 
     @property
     def most_ahead(self) -> int:
-        """The most tokens of one request whose KV a step or the steps in flight write."""
+        """The most tokens of one request whose KV the steps in flight write."""
         step = min(self.max_step_tokens, self.max_length)
         return step + (self.depth - 1) * (1 + self.drafts)
 
     def impossible(self, asked: EngineRequest, kv: KVManager) -> str | None:
-        """Why this request could not run if it were alone, if so."""
+        """Why this request could not run even alone, or None."""
         prompt, most = len(asked.tokens), asked.params.max_tokens
         if not prompt or not most:
             return "a request needs at least one prompt token and max_tokens of at least 1"
@@ -52,7 +52,7 @@ class SchedulerLimits:
         return None
 
     def overloaded(self, asked: EngineRequest, waiting: WaitingQueue) -> str | None:
-        """Why it may not wait beside those who wait, if so."""
+        """Why this request may not be queued now, or None."""
         if 0 < self.max_waiting <= len(waiting):
             return f"{len(waiting)} requests wait already (max_num_queued_reqs)"
         if 0 < self.max_waiting_tokens < waiting.num_tokens + len(asked.tokens):

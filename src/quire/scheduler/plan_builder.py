@@ -1,6 +1,6 @@
-"""PlanBuilder: one plan while it is being made, and what it counts on.
+"""PlanBuilder: one plan under construction, and how many output tokens it may add to each request.
 
-Knows work items and how to take one back. Does not know blocks or who should run.
+Knows work items and how to undo one. Does not know blocks, or which requests should run.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.scheduler.request import Request
 
-Counted = tuple[Request, int]  # and how many output tokens this step may add
+Counted = tuple[Request, int]  # a request, and how many output tokens this step may add to it
 
 
-CANCELLED = -1  # counted of an item whose tokens are ignored
+CANCELLED = -1  # the count of an item whose tokens are ignored
 
 
 def cancel_drafts(in_flight: Mapping[int, list[Counted]], request: Request) -> bool:
-    """Ignore what the steps in flight draw for `request`, if one of them checks draft tokens. Whether one does.
+    """Ignore what the steps in flight draw for `request` if one of them verifies draft tokens. Return whether one does.
 
-    Tokens of `request` are known now that these steps may draw. A draft token at their places may be wrong, and how many
-    draft tokens are right is not known yet, so the places of the draws are not known either.
+    The caller now knows tokens that these steps may draw. A draft token at the same position may be wrong. How many
+    draft tokens are accepted is not known yet, so neither are the positions of the draws.
     """
     places = [
         (items, index, most)
@@ -39,7 +39,7 @@ def cancel_drafts(in_flight: Mapping[int, list[Counted]], request: Request) -> b
 def cancel_redundant_draws(
     in_flight: Mapping[int, list[Counted]], request: Request, count: int
 ) -> None:
-    """Uncount the next `count` draws in flight of `request`: their tokens are known now. None checks draft tokens."""
+    """Do not count the next `count` draws in flight of `request`: their tokens are known. No step verifies drafts."""
     for items in in_flight.values():
         for index, (other, most) in enumerate(items):
             if other is request and most > 0 and count:
@@ -49,7 +49,7 @@ def cancel_redundant_draws(
 
 
 class PlanBuilder:
-    """Work is taken while `budget` tokens last; a preempted request's work is undone."""
+    """Adds work while `budget` tokens last. The work of a preempted request is undone."""
 
     __slots__ = ("budget", "counted", "entered", "preempted", "work")
 
@@ -61,7 +61,7 @@ class PlanBuilder:
         self.counted: list[Counted] = []
 
     def take(self, request: Request, num_tokens: int, added: list[list[int]], drafts: bool) -> None:
-        """Give `request` num_tokens of this step. What lies beyond its length are guesses to be checked."""
+        """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify."""
         length = len(request.tokens) + request.pending
         request.computed = computed = request.computed + num_tokens
         if computed < length:
@@ -77,7 +77,7 @@ class PlanBuilder:
         self.budget -= num_tokens
 
     def undo(self, request: Request) -> None:
-        """Forget what this plan gave to `request`, if anything; its own counts are reset by the caller."""
+        """Remove this plan's work for `request`, if there is any. The caller resets the request's `computed`."""
         for index, (other, counted) in enumerate(self.counted):
             if other is request:
                 self.budget += self.work[index].num_tokens

@@ -1,12 +1,12 @@
 """Request: one generation, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
-`inner`). A feature that must remember more about a request keeps a dict by request id, in its own package.
+`inner`). A feature that needs more state for a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
     computed   |--------- KV written or in flight ----------------|          always <= length
 
-`length` is tokens + pending; a step moves `computed` towards it.
+`length` is tokens + pending; each step moves `computed` towards it.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ NO_ROW = -1
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """Made from an EngineRequest by `Request.of`."""
+    """Created from an EngineRequest by `Request.of`."""
 
-    # what it is
+    # identity and limits
     id: str
     client: int
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
-    order: tuple[int, int]  # (priority, number of arrival): lower is served first
+    order: tuple[int, int]  # (priority, arrival number): lower is served first
     adapter: str | None
     media: Sequence[MediaItem]
-    root: bytes  # what its first block's hash starts from
-    limit: int  # tokens it may have, prompt included
+    root: bytes  # the parent hash of its first block
+    limit: int  # the most tokens it may have, prompt included
     stops: frozenset[int]  # tokens that end it
-    min_length: int  # tokens it must have before they do
+    min_length: int  # tokens it must have before a stop token ends it
     arrived: float
-    tenant: str = ""  # who asks, where that matters to the order
-    inner: bool = False  # how it ends is not counted
+    tenant: str = ""  # the owner of the API key, where that affects the order
+    inner: bool = False  # its end is not counted in the statistics
 
-    # where it stands
+    # progress
     row: int = NO_ROW
     computed: int = 0  # tokens whose KV is written or in flight (upper bound)
     pending: int = 0  # output tokens in flight (upper bound)
-    drafted: bool = False  # the worker holds guesses that continue it
-    blocks: list[list[int]] = field(default_factory=list)  # by cache group
-    capacity: int = 0  # tokens that fit in them
+    drafted: bool = False  # the worker has draft tokens that continue it
+    blocks: list[list[int]] = field(default_factory=list)  # by KV group
+    capacity: int = 0  # tokens that fit in its blocks
     hashes: list[bytes] = field(default_factory=list)
-    published: int = 0  # leading blocks that others may share
-    cached: int = 0  # leading blocks that it found when it entered
+    published: int = 0  # leading blocks that other requests may share
+    cached: int = 0  # leading blocks that came from the prefix cache
 
-    # how it ends, and what is reported of it
+    # the end, and what is reported
     finish: FinishReason | None = None
     preemptions: int = 0
-    hit: int = 0  # prompt tokens that cost nothing
+    hit: int = 0  # prompt tokens that came from the prefix cache
     queued: float = -1.0  # seconds before its first step; -1: not yet
 
     @classmethod
     def of(cls, asked: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
-        """`number` counts arrivals. params.max_tokens must be set (frontend/input_processor.py sees to it)."""
+        """`number` counts arrivals. params.max_tokens must be set (frontend/input_processor.py does that)."""
         params = asked.params
         ends = () if params.ignore_eos else params.eos_token_ids
         return cls(

@@ -1,20 +1,20 @@
-"""Who runs next, and what a step's result changes.
+"""Scheduler: which requests run next, and how a step's result changes them.
 
-Knows requests, budgets, gates and blocks. Does not know devices, text, or the name of any feature:
-a feature that needs a say is a Gate. Keep it so.
+Knows requests, budgets, gates and blocks. Does not know devices, text, or the name of any feature: a feature
+that must influence the schedule is a Gate. Keep it so.
 
-There is no prefill phase and no decode phase. A request has `length` tokens and `computed` of them are
-done; a step moves `computed` towards `length`. Chunked prefill, prefix hits, recomputation after
-preemption and drafts are all that same motion. What keeps it right when results come late:
+There is no prefill phase and no decode phase. A request has `length` tokens, of which `computed` are computed;
+a step moves `computed` towards `length`. Chunked prefill, prefix cache hits, recomputation after a preemption
+and draft tokens all use this one rule. It stays correct with late results because:
 
  1. a late result of a preempted request still adds its tokens: they are right;
- 2. a request with `pending` tokens is not re-admitted until they are known, so that no result of an
-    earlier life reaches a later one;
- 3. a block is published only when its tokens are known and the step that writes it is sure to run,
-    that is after the last place in a plan that may preempt;
- 4. a block that is taken forgets what it held, and a block's hash includes the adapter and the salt;
+ 2. a request with `pending` tokens is not admitted again until they are known, so that no result from before
+    a preemption is applied to the request's next row;
+ 3. a block is published only when its tokens are known and the step that writes it is certain to run,
+    that is after the last point in a plan where a preemption may happen;
+ 4. a block that is allocated forgets its old content, and a block's hash includes the adapter and the salt;
  5. a prefix match leaves at least one token to compute;
- 6. a request runs ahead only while what is in flight cannot already reach its limit.
+ 6. a request runs ahead only while the steps in flight cannot already reach its limit.
 
 tests/engine/test_random_workloads.py catches the removal of each (tests/engine/mutations.py).
 """
@@ -44,7 +44,7 @@ FIRST_IN_LINE = 256
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """They never fall."""
+    """Counters; they never decrease."""
 
     preemptions: int = 0
     prefix_queries: int = 0  # tokens
@@ -54,7 +54,7 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """plan() says what the next step does; commit() applies what a step did."""
+    """plan() builds the next step; commit() applies the result of a step."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.running: list[Request] = []
         self.free_rows = list(range(limits.max_rows - 1, -1, -1))
-        self.left: list[int] = []  # rows given back since the last plan
+        self.left: list[int] = []  # rows freed since the last plan
         self.in_flight: dict[int, list[Counted]] = {}  # by step
         self.steps = 0
         self.arrivals = 0
         self.count = SchedulerCounters()
         self.finished: dict[FinishReason, int] = dict.fromkeys(FINISHES, 0)
 
-    # -- coming and going -----------------------------------------------------------------------
+    # -- adding and aborting --------------------------------------------------------------------
     def add(self, asked: EngineRequest) -> EngineOutput | None:
-        """Queue a request, or say at once why it can never run (or not now)."""
+        """Queue a request, or return the error if it can never run (or not now)."""
         if asked.id in self.requests:
             return self._refuse(asked, f"request id {asked.id!r} is already in use")
         if reason := self.limits.impossible(asked, self.kv):
@@ -99,7 +99,7 @@ class Scheduler:
     def abort(
         self, id: str, finish: FinishReason = "abort", error: str | None = None
     ) -> EngineOutput | None:
-        """End a request wherever it stands; None if it is not here (any more)."""
+        """End a request that waits or runs. None if the scheduler does not have it (any more)."""
         if (request := self.requests.get(id)) is None:
             return None
         self._end(request, finish)
@@ -123,7 +123,7 @@ class Scheduler:
             else:
                 building.take(request, n, added, self.limits.drafts > 0)
                 self.waiting.charge(request, n)
-        for request, _ in building.counted:  # only now is this work sure to run
+        for request, _ in building.counted:  # only now is this work certain to run
             self.kv.publish(request)
         if not building.preempted:
             self._admit(building)
@@ -139,7 +139,7 @@ class Scheduler:
         return plan
 
     def _decoding_first(self) -> list[Request]:
-        """Those with one token to go before those with a prompt to go, each in order of admission."""
+        """Requests in decode first, then those with prompt tokens to compute, each in order of admission."""
         few = 1 + self.limits.drafts
         near: list[Request] = []
         far: list[Request] = []
@@ -149,10 +149,10 @@ class Scheduler:
         return near + far if far else near
 
     def _wanted(self, request: Request, budget: int, computed: int) -> int:
-        """How many tokens this request takes in this step, `computed` of it being done."""
+        """How many tokens this request gets in this step, if `computed` of its tokens are computed."""
         length = len(request.tokens) + request.pending
         if request.pending and (length >= request.limit or not self.limits.run_ahead):
-            return 0  # what is in flight may already end it
+            return 0  # the steps in flight may already end it
         n = length - computed
         if n > budget and not self.limits.chunked:
             return 0
@@ -167,22 +167,22 @@ class Scheduler:
 
     @property
     def deferred(self) -> int:
-        """How many waiting requests a gate holds back, of the first in line. Changes nothing."""
+        """How many of the first FIRST_IN_LINE waiting requests a gate blocks. Changes nothing."""
         first = itertools.islice(self.waiting, FIRST_IN_LINE)
         return sum(any(gate.holds(one) for gate in self.gates) for one in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:
-            for (
-                gate
-            ) in self.gates:  # all() would cost twice as much, for each that waits, in every step
+            for gate in (
+                self.gates
+            ):  # all() would take twice as long, for each waiting request, in every step
                 if not gate.ready(request):
-                    break  # skipped: it does not hold up those behind
+                    break  # skipped: it does not block later requests
             else:
                 yield request
 
     def _admit(self, building: PlanBuilder) -> None:
-        """Seat waiting requests while rows, budget and blocks last. Never preempts, never overtakes."""
+        """Admit waiting requests while rows, budget and blocks last. It preempts none and keeps the order."""
         seated: list[Request] = []
         for request in self._waiting_and_ready():
             if not building.budget or len(seated) == len(self.free_rows) or request.pending:
@@ -224,19 +224,19 @@ class Scheduler:
         self.kv.publish(request)
 
     def _make_way(self) -> None:
-        """When there is no row left for the first in line, the line may name one who gives his."""
+        """If no row is free for the first waiting request, preempt a running one, if the queue names one."""
         if self.free_rows or (first := next(self._waiting_and_ready(), None)) is None:
             return
         if not first.pending and (victim := self.waiting.gives_way(first, self.running)):
             self._set_back(victim)
 
     def set_back_all(self) -> None:
-        """Nobody keeps row or blocks. Nothing may be in flight."""
+        """Take the row and the blocks of every request. No step may be in flight."""
         for request in sorted(self.running, key=lambda r: r.order, reverse=True):
             self._set_back(request)
 
     def _set_back(self, request: Request) -> None:
-        """Take back row and blocks; what it has is computed again later."""
+        """Take a request's row and blocks and queue it again; its tokens are computed again later."""
         self._leave(request)
         request.computed, request.drafted = 0, False
         request.preemptions += 1
@@ -244,7 +244,7 @@ class Scheduler:
         self.count.preemptions += 1
 
     def _preempt(self, request: Request, building: PlanBuilder) -> None:
-        """Set back a request for want of blocks, with this plan's work for it."""
+        """Preempt a request because blocks are lacking, and undo this plan's work for it."""
         building.preempted = True
         building.undo(request)
         self._set_back(request)
@@ -280,7 +280,7 @@ class Scheduler:
 
     # -- commit ---------------------------------------------------------------------------------
     def commit(self, result: StepResult) -> list[EngineOutput]:
-        """Apply what a step produced. Its requests may have ended or been preempted since."""
+        """Apply the result of a step. Its requests may have ended or been preempted in the meantime."""
         outputs: list[EngineOutput] = []
         for index, (counted, tokens) in enumerate(
             zip(self.in_flight.pop(result.step), result.tokens, strict=True)
@@ -293,11 +293,12 @@ class Scheduler:
                 kind: ErrorKind = "invalid" if index in result.invalid else "internal"
                 outputs.append(self._fail(request, error, kind))
                 continue
-            if most < 0:  # cancelled: the request has left the row that this was drawn for
+            if most < 0:  # cancelled: it was drawn for a row that the request has left
                 continue
             if most:
                 if request.row != NO_ROW:
-                    request.computed -= most - len(tokens)  # rejected guesses were never computed
+                    # rejected draft tokens do not count as computed
+                    request.computed -= most - len(tokens)
                 tokens = self._extend(request, tokens)
             if request.finish is None and (certain := result.certain.get(index)):
                 tokens = tokens + self._take_certain(request, certain)
@@ -311,21 +312,21 @@ class Scheduler:
         return outputs
 
     def _take_certain(self, request: Request, certain: list[int]) -> list[int]:
-        """Add tokens that need no draw; those that were added.
+        """Add forced tokens, which need no draw, and return those that were added.
 
-        Draws in flight at their places are not counted. Where steps in flight check draft tokens, these steps are cancelled,
-        and the request leaves its row: what it has is computed again.
+        Draws in flight at their positions are not counted. If steps in flight verify draft tokens, these steps are
+        cancelled, and the request loses its row: its tokens are computed again.
         """
         if not (cancelled := cancel_drafts(self.in_flight, request)):
             cancel_redundant_draws(self.in_flight, request, len(certain))
-        request.drafted = False  # the draft tokens that the worker holds do not continue it
+        request.drafted = False  # the worker's draft tokens do not continue it
         added = self._extend(request, certain)
         if cancelled and request.finish is None and request.row != NO_ROW:
             self._set_back(request)
         return added
 
     def _extend(self, request: Request, tokens: list[int]) -> list[int]:
-        """Add tokens up to the first that ends the request; those that were added."""
+        """Add tokens up to the first that ends the request, and return those that were added."""
         known = request.tokens
         for count, token in enumerate(tokens, 1):
             known.append(token)
@@ -364,7 +365,7 @@ class Scheduler:
         return EngineOutput(request.id, [], "error", None, error, kind, client=request.client)
 
     def fail_step(self, step: int, error: str) -> list[EngineOutput]:
-        """The step could not be run: its requests end with `error`, and so do those that share its KV."""
+        """A step failed: its requests end with `error`, and so do the running requests that share its KV."""
         wrong: set[int] = set()
         guilty: list[Request] = []
         for request, most in self.in_flight.pop(step):
@@ -377,16 +378,16 @@ class Scheduler:
             guilty += [r for r in others if any(wrong & set(column) for column in r.blocks)]
         return [self._fail(request, error) for request in guilty]
 
-    # -- at rest --------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
     @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
     def check(self) -> None:
-        """With nothing here, every row and block must be free.
+        """When no request is left, every row and block must be free.
 
         Raises:
-            RuntimeError: something leaked.
+            RuntimeError: a row or block leaked.
         """
         self.kv.pool.check()
         if self.requests or self.in_flight:

@@ -1,7 +1,7 @@
-"""The waiting requests, in the order in which they are considered.
+"""WaitingQueue: the waiting requests, in the order in which the scheduler considers them.
 
-Knows `Request.order`: (priority, arrival) under the priority policy, (0, arrival) under first come first
-served; so a request that was preempted goes back to its own place in either.
+Knows `Request.order`: (priority, arrival) under the priority policy, (0, arrival) under first come, first
+served. So a preempted request returns to its own place under either policy.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ def _backwards(request: Request) -> tuple[int, int]:
 
 
 class WaitingQueue:
-    """Kept sorted backwards, so that the first in line is popped from the end at no cost.
+    """A list in reverse order, so that removing the first request from the end is cheap.
 
-    Another order is a class with these methods (`fair_queue.py`); the scheduler asks it and does not know why.
+    A subclass may define another order (`fair_queue.py`); the scheduler uses only these methods.
     """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self.num_tokens = 0  # prompt tokens of all who wait
+        self.num_tokens = 0  # prompt tokens of all waiting requests
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """First in line first. Removing the request at hand while iterating is allowed."""
+        """Requests in queue order. The current request may be removed during the iteration."""
         return reversed(self._requests)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """A step computes so many tokens of this request."""
+        """A step computes num_tokens of this request."""
 
     def ended(self, request: Request) -> None:
-        """A request that was added once is gone for good."""
+        """The request has ended; `add` will not get it again."""
 
     def gives_way(self, first: Request, running: Sequence[Request]) -> Request | None:
-        """Who of `running` is to be set back so that `first`, the first in line, finds room."""
+        """Which of `running` the scheduler must preempt so that `first`, the first waiting request, gets a row."""
         return None
 
     def add(self, request: Request) -> None:
