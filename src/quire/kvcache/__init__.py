@@ -1,1 +1,1 @@
-"""Which block holds what. Pure Python, no torch."""
+"""Which KV cache block belongs to which request, and what it contains. Pure Python, no torch."""

@@ -1,8 +1,8 @@
-"""The name of a block's content: parent block, its tokens, and all else that decides its KV.
+"""Hasher: the hash of a block's content, which covers everything that determines its KV.
 
-hash(block) = H_key(hash(parent block), tokens, media that overlap the block); the first parent is
-H_key(element format, salt, adapter). H is blake2b, keyed with a secret drawn when the process starts, so that nobody
-can construct a collision or guess from outside what others have cached.
+hash(block) = H_key(hash(parent block), tokens, media that overlap the block); the first block's parent is
+H_key(element format, salt, adapter). H is blake2b, keyed with a secret that is drawn at process start, so that a
+client cannot construct a collision or guess what other clients have in the cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DIGEST_BYTES = 16
 
 
 class Hasher:
-    """Block hashes under one secret. Two processes that must agree share the secret.
+    """Block hashes with one secret. Two processes that must agree share the secret.
 
-    kept: name of the cached elements. Codes of one format are never taken for those of another.
+    kept: the format of the cached elements. Blocks of different formats never have equal hashes.
     """
 
     def __init__(self, block_size: int, secret: bytes | None = None, kept: str = ""):
@@ -29,14 +29,14 @@ class Hasher:
         self.kept = kept
 
     def root(self, salt: str, adapter: str | None) -> bytes:
-        """What comes before the first block: requests with other salts or adapters never share."""
+        """The parent hash of a first block. Requests with different salts or adapters never share blocks."""
         named = "" if adapter is None else "adapter:" + adapter
         return self._digest(f"{self.kept}:{len(salt)}:{salt}{named}".encode())
 
     def extend(
         self, hashes: list[bytes], root: bytes, tokens: list[int], media: Sequence[MediaItem] = ()
     ) -> None:
-        """Append the hashes of the full blocks of `tokens` that `hashes` does not have yet."""
+        """Append the hashes of the full blocks of `tokens` that `hashes` lacks."""
         size = self.block_size
         for index in range(len(hashes), len(tokens) // size):
             start, stop = index * size, (index + 1) * size

@@ -1,6 +1,6 @@
-"""How long blocks keep what they hold: a BlockPool that watches some of them. Only with --kv-cache-metrics.
+"""ObservedBlockPool: a BlockPool that measures how long sampled blocks keep their content (--kv-cache-metrics).
 
-Knows blocks and a clock. Does not know metrics: what it has seen are counts by bucket, that never fall.
+Knows blocks and a clock. Does not know metrics: it reports counts by bucket, which never decrease.
 
     taken ---- in use ---- freed ........ idle ........ shared ---- in use ---- freed ...... idle ...... taken again
       `------------------------------------ lifetime -------------------------------------------------------'
@@ -19,7 +19,7 @@ from quire.kvcache.block_pool import BlockPool
 
 
 class BlockHistogram:
-    """Values by bucket."""
+    """Counts of values by bucket, and their sum."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = bounds
@@ -37,14 +37,14 @@ class BlockHistogram:
 
 @dataclass(slots=True)
 class Stay:
-    """A block's content, from when it was taken; `used`: when somebody last held it."""
+    """One content of a block: when the block was taken, and when a request last used it."""
 
     taken: float
     used: float
 
 
 class ObservedBlockPool(BlockPool):
-    """Watches a `share` of all blocks that are taken. Content that nobody could have found again is not counted."""
+    """Samples a `share` of all blocks that are taken. Content that was never published is not counted."""
 
     def __init__(
         self,

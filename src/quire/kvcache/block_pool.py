@@ -1,13 +1,13 @@
-"""BlockPool: which blocks are in use, which are free, and what the free ones still hold.
+"""BlockPool: which blocks are in use, which are free, and which content the free ones still have.
 
-Knows references and content hashes. Does not know requests, tokens or layers.
+Knows reference counts and content hashes. Does not know requests, tokens or layers.
 
     in use    refs > 0
-    free      refs = 0, in the order in which they will be taken again: those that nobody can find first, the last
-              one freed before the others (its memory is warm, and it is worth nothing to anybody), then those that
-              hold content, least recently freed first; these can be shared again until they are taken
+    free      refs = 0, in the order in which they are taken again: first the unpublished blocks, the last freed
+              before the others (its memory is warm, and no request can reuse its content); then the published
+              blocks, least recently freed first, which requests can share again until they are taken
 
-Block 0 is the null block: nobody owns it, and nothing that is written there is ever read.
+Block 0 is the null block: it has no owner, and what is written to it is never read.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self) -> int:
-        """The first of the free blocks; what it held is forgotten."""
+        """Take the first free block. Its old content can no longer be found."""
         block, _ = self.free.popitem(last=False)
         self.forget(block)
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more owner of a block that holds what the caller wants."""
+        """Add an owner to a block with the content that the caller needs."""
         if self.refs[block] == 0:
             del self.free[block]
         self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less of each; null blocks are passed over."""
+        """Remove one owner of each block; null blocks are skipped."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -63,7 +63,7 @@ class BlockPool:
         return self.by_hash[group].get(hash)
 
     def publish(self, group: int, block: int, hash: bytes) -> bool:
-        """Let others find this block. Content that is already known elsewhere is not listed twice."""
+        """Make this block findable by its hash. False if it is already, or if another block has the same content."""
         if block in self.hash_of or hash in self.by_hash[group]:
             return False
         self.by_hash[group][hash] = block
@@ -71,7 +71,7 @@ class BlockPool:
         return True
 
     def forget(self, block: int) -> None:
-        """Nobody shall find this block's content any more."""
+        """Make this block's content unfindable."""
         if (known := self.hash_of.pop(block, None)) is not None:
             group, hash = known
             del self.by_hash[group][hash]
@@ -82,11 +82,11 @@ class BlockPool:
             table.clear()
 
     def stats(self) -> dict[str, list[float]]:
-        """What was seen of blocks' lives, by `block_metrics.py`; nothing here."""
+        """Measured block lifetimes (`block_metrics.py`); empty here."""
         return {}
 
     def check(self) -> None:
-        """Every block is either free or owned, and both tables of hashes agree."""
+        """Check that every block is either free or owned, and that both hash tables agree."""
         owned = sum(refs > 0 for refs in self.refs)
         if min(self.refs) < 0 or self.refs[NULL_BLOCK] or owned + len(self.free) != self.usable:
             raise RuntimeError(

@@ -1,15 +1,15 @@
-"""From what each layer must remember to groups of layers that share one pool of blocks.
+"""CacheLayout: from the cache spec of each layer to KV groups that share one pool of blocks.
 
-Knows specs, groups and bytes. Does not know tensors: `worker/kv_cache.py` allocates what this says.
+Knows specs, groups and bytes. Does not know tensors: `worker/kv_cache.py` allocates them from this layout.
 
-A model with one kind of layer is one group. With several kinds (say 22 windows and 4 full), layers of a
-kind are cut into groups of equal size, so that a block id means the same bytes in whichever group takes it:
+A model with one kind of layer has one group. With several kinds (say 22 windows and 4 full), the layers of each
+kind are divided into groups of equal size, so that a block id means the same bytes in every group:
 
     storage tensor 0    [blocks]   layer 0 of group A, layer 0 of group B, layer 0 of group C
     storage tensor 1    [blocks]   layer 1 of group A, layer 1 of group B, ...
 
-A block that group A holds is not used by B, so the memory is never shared by two layers at once. Layers whose
-keys and values have other sizes get storage of their own: for them a block id costs both.
+While group A uses a block, B does not, so two layers never use the same memory at once. Layers whose keys and
+values have other sizes get storage of their own; then a block id costs memory in both storages.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How the KV cache of a model is cut."""
+    """How the KV cache of a model is divided."""
 
     groups: tuple[CacheGroup, ...]
     block_size: int
     bytes_per_block: int
-    """Of one block id: its share of every storage tensor."""
+    """Bytes of one block id: the sum of its parts in all storage tensors."""
 
     def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
         return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     def tokens_in(self, num_blocks: int, length: int, max_step_tokens: int) -> int:
-        """How many tokens so many blocks hold, of requests of `length` (a window holds only its own)."""
+        """How many tokens fit in num_blocks, for requests of `length` tokens (a window needs only its own)."""
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
 
 
 def most_blocks(
     groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int
 ) -> int:
-    """The most blocks that one request of num_tokens holds at once, over all groups."""
+    """The most blocks that one request of num_tokens has at once, over all groups."""
     whole = -(-num_tokens // block_size)
     total = 0
     for group in groups:
@@ -53,16 +53,16 @@ def most_blocks(
 
 
 def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> CacheLayout:
-    """Group layers 0 .. len(specs) - 1. A window that no request can outgrow counts as full attention."""
+    """Group layers 0 .. len(specs) - 1. A window of at least max_model_len tokens counts as full attention."""
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(_effective(spec, max_model_len), []).append(layer)
     size = min(len(layers) for layers in kinds.values())
     groups = []
-    # Full attention first: the groups that serve prefixes without gaps.
+    # Full attention first: these groups need a prefix without gaps.
     for spec, layers in sorted(kinds.items(), key=lambda kind: isinstance(kind[0], WindowSpec)):
         count = -(-len(layers) // size)
-        share = -(-len(layers) // count)  # as even as it goes
+        share = -(-len(layers) // count)  # groups of a kind as equal as possible
         for first in range(0, len(layers), share):
             groups.append(CacheGroup(spec, tuple(layers[first : first + share])))
     cost = sum(
@@ -73,7 +73,7 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> C
 
 
 def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], list[CacheGroup]]:
-    """Groups whose layers can share storage: equal heads, sizes and elements."""
+    """Groups whose layers can share storage: equal head counts, sizes and element types."""
     out: dict[tuple[int, int, int, str], list[CacheGroup]] = {}
     for group in groups:
         spec = group.spec

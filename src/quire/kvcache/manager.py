@@ -1,14 +1,13 @@
-"""KVManager: which request holds which blocks, over groups of layers that remember differently.
+"""KVManager: which request has which blocks, in every KV group.
 
-Knows requests, groups and blocks. Does not know rows, budgets or who runs next.
+Knows requests, groups and blocks. Does not know rows, budgets or which requests run next.
 
-A request's blocks, in one group with a window (`.` is the null block, given back already):
-
-    blocks    [ .  .  .  7  4  9  5 ]        index i holds tokens i*block_size ... (i+1)*block_size - 1
+A request's blocks, in one group with a window (`.` is the null block: the real block was already released):
+    blocks    [ .  .  .  7  4  9  5 ]        index i has tokens i*block_size ... (i+1)*block_size - 1
                         ^first needed ^capacity
     tokens    |-- published --|-- computed --|-- room --|
 
-All groups of a request have lists of the same length, so one number, `capacity`, says how many tokens fit.
+A request's block lists have the same length in all groups, so one number, `capacity`, says how many tokens fit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from quire.protocol.request import MediaItem
 
 
 class Holder(Protocol):
-    """What the manager needs of a request."""
+    """The fields of a request that the manager uses."""
 
     tokens: list[int]
     computed: int
@@ -37,7 +36,8 @@ class Holder(Protocol):
     cached: int
 
 
-Prefix = list[list[int]]  # by group: blocks that already hold a prefix (null: outside the window)
+# by group: blocks that already contain a prefix (null: outside the window)
+Prefix = list[list[int]]
 
 
 class KVManager:
@@ -66,20 +66,20 @@ class KVManager:
             g for g, group in enumerate(groups) if not isinstance(group.spec, WindowSpec)
         ]
 
-    # -- how much -------------------------------------------------------------------------------
+    # -- sizes ----------------------------------------------------------------------------------
     @property
     def usage(self) -> float:
         return 1.0 - len(self.pool.free) / max(self.pool.usable, 1)
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """How many blocks a request of num_tokens may hold at once, over all groups."""
+        """How many blocks a request of num_tokens may have at once, over all groups."""
         return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     # -- prefixes -------------------------------------------------------------------------------
     def match(self, request: Holder) -> tuple[int, Prefix]:
-        """(tokens, blocks by group) of the longest known prefix; never the whole request.
+        """(tokens, blocks by group) of the longest cached prefix; never the whole request.
 
-        One token at least is left to compute, since its logits are what the request is here for.
+        At least one token remains to be computed, since the request needs its logits.
         """
         nothing: Prefix = [[] for _ in self.groups]
         if not self.caching:
@@ -98,24 +98,24 @@ class KVManager:
         return count * self.block_size, blocks
 
     def _found(self, group: int, hashes: list[bytes]) -> list[int]:
-        """The block of each hash, or the null block; an unbounded group ends at the first gap."""
+        """The block of each hash, or the null block. For a group without a window the list ends at the first gap."""
         known = [self.pool.by_hash[group].get(hash, NULL_BLOCK) for hash in hashes]
         if group in self.unbounded and NULL_BLOCK in known:
             return known[: known.index(NULL_BLOCK)]
         return known
 
     def _agree(self, found: list[list[int]], most: int) -> int:
-        """The most blocks of prefix that every group can serve."""
+        """The length in blocks of the longest prefix that every group has."""
         count = min([most, *(len(found[g]) for g in self.unbounded)])
         while count:
             gaps = [self._last_gap(found[g], spec, count) for g, spec in self.windows]
             if all(gap < 0 for gap in gaps):
                 return count
-            count = min(gap for gap in gaps if gap >= 0)  # a prefix that ends before the gap
+            count = min(gap for gap in gaps if gap >= 0)  # try a prefix that ends before the gap
         return 0
 
     def _last_gap(self, known: list[int], spec: WindowSpec, count: int) -> int:
-        """The last missing block that token count * block_size would look at; -1 if none is."""
+        """The last missing block that the token at position count * block_size needs; -1 if none is missing."""
         first = spec.first_needed(count * self.block_size) // self.block_size
         for index in range(count - 1, first - 1, -1):
             if known[index] == NULL_BLOCK:
@@ -124,7 +124,7 @@ class KVManager:
 
     # -- growing --------------------------------------------------------------------------------
     def admit(self, request: Holder, prefix: Prefix, hit: int, num_tokens: int) -> bool:
-        """Share `prefix` and add room for num_tokens behind it; False (and no change) if it does not fit."""
+        """Share `prefix` and take blocks for num_tokens after it. False (and no change) if they do not fit."""
         shared = [block for column in prefix for block in column if block != NULL_BLOCK]
         idle = sum(self.pool.refs[block] == 0 for block in shared)
         need = -(-(hit + num_tokens) // self.block_size) - len(prefix[0])
@@ -138,9 +138,9 @@ class KVManager:
         return True
 
     def grow(self, request: Holder, num_tokens: int) -> list[list[int]] | None:
-        """Blocks to add, by group, so that num_tokens more fit; None if they do not.
+        """Take the blocks that num_tokens more need and return them by group; None if there are too few.
 
-        Blocks that fell out of a window are given back first, and stay given back.
+        Blocks that left a window are released first, and stay released in any case.
         """
         need = -(-(request.computed + num_tokens - request.capacity) // self.block_size)
         if need <= 0:
@@ -156,7 +156,7 @@ class KVManager:
         return added
 
     def _leave_windows(self, request: Holder) -> None:
-        # Tokens in flight may yet be taken back, so the window stands where the known tokens end.
+        # Steps in flight may still be undone, so the window ends at the last known token.
         position = min(request.computed, len(request.tokens) - 1)
         for g, spec in self.windows:
             column = request.blocks[g]
@@ -168,7 +168,7 @@ class KVManager:
 
     # -- sharing --------------------------------------------------------------------------------
     def publish(self, request: Holder) -> None:
-        """Let others share the blocks whose tokens are known and whose KV is written or sure to be."""
+        """Publish the blocks whose tokens are known and whose KV is written or certain to be."""
         end = (request.published + 1) * self.block_size  # of the next block
         if request.computed < end or len(request.tokens) < end or not self.caching:
             return
@@ -181,21 +181,21 @@ class KVManager:
         request.published = full
 
     def retract(self, request: Holder) -> set[int]:
-        """Take back what this request published: its KV turned out to be wrong. Those blocks."""
+        """Unpublish what this request published, because its KV is wrong. Returns those blocks."""
         wrong = {b for column in request.blocks for b in column[request.cached : request.published]}
         for block in wrong:
             self.pool.forget(block)
         return wrong - {NULL_BLOCK}
 
     def release(self, request: Holder) -> None:
-        """Give all blocks back; the end of the request first, since its beginning is likelier to be shared."""
+        """Release all blocks, the last ones first, since the first ones are more likely to be shared."""
         for column in request.blocks:
             self.pool.release(reversed(column))
         request.blocks = [[] for _ in self.groups]
         request.capacity = request.published = request.cached = 0
 
     def reset(self) -> bool:
-        """Forget all content that nobody uses now; False if some is in use (and stays)."""
+        """Forget all content that no request uses now. False if some is in use (and stays)."""
         if len(self.pool.free) == self.pool.usable:
             self.pool.forget_all()
             return True

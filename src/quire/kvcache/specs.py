@@ -1,11 +1,11 @@
-"""CacheSpec: what one layer must remember of a request, and what it may forget.
+"""CacheSpec: what one layer keeps in the KV cache for a request, and when it may drop it.
 
-Knows sizes and windows. Does not know tensors, blocks in use, or models. Layers name their spec
-(`Attention.cache_spec()`); `layout.py` turns the specs of a model into groups and blocks into bytes.
+Knows sizes and windows. Does not know tensors, blocks in use, or models. Each layer gives its spec
+(`Attention.cache_spec()`); `layout.py` makes groups and block sizes from the specs of a model.
 
-    full attention      every token, for ever
-    sliding window      the last `window` tokens; older blocks are given back
-    recurrent state     one fixed-size state a request, whatever its length (designed, not yet built:
+    full attention      every token, as long as the request runs
+    sliding window      the last `window` tokens; older blocks are released
+    recurrent state     one state of fixed size for each request, whatever its length (designed, not yet built:
                         see docs/design/recurrent-state.md)
 """
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """How the numbers of a key or a value are kept."""
+    """How one number of a key or a value is stored."""
 
-    itemsize: int  # bytes of one
-    beside: int = 0  # bytes beside each key and each value: its scale
+    itemsize: int  # bytes of one number
+    beside: int = 0  # additional bytes for each key and each value: its scale
 
 
 ELEMENTS: dict[str, Element] = {
@@ -30,7 +30,7 @@ ELEMENTS: dict[str, Element] = {
     "fp8_e4m3": Element(1, 4),
     "fp8_e5m2": Element(1, 4),
 }
-"""By name, as `Resolved.kv_dtype` has it. What 8 bits mean: attention/kv_quantization.py."""
+"""By name, as in `Resolved.kv_dtype`. attention/kv_quantization.py defines the 8-bit formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class CacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one layer."""
+        """Bytes of one token in one layer."""
         element = ELEMENTS[self.dtype]
         numbers = (self.head_dim + self.v_head_dim) * element.itemsize
         return self.num_kv_heads * (numbers + 2 * element.beside)
 
     def first_needed(self, computed: int) -> int:
-        """The oldest token position that the token at position `computed` still looks at."""
+        """The oldest token position that the token at position `computed` still attends to."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSpec(CacheSpec):
-    """A token at position p sees positions p - window + 1 .. p (itself counted)."""
+    """A token at position p attends to positions p - window + 1 .. p (its own included)."""
 
     window: int = 0
 
@@ -66,10 +66,10 @@ class WindowSpec(CacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one block table. All groups take blocks of equal bytes from one pool.
+    """Layers that share one block table. All groups take blocks of equal size from one pool.
 
-    A block of this group holds `block_size` tokens of each of `layers`; layer number i of the group
-    lives in storage tensor i (`layout.py`), so that a block id means the same memory in any group.
+    A block of this group has `block_size` tokens of each of `layers`. The i-th layer of the group is
+    in storage tensor i (`layout.py`), so that a block id means the same memory in any group.
     """
 
     spec: CacheSpec
