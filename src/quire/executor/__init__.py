@@ -1,1 +1,1 @@
-"""Plans to workers: in this process, or in processes of their own."""
+"""Sends plans to workers: in this process, or in processes of their own."""

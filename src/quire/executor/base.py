@@ -1,7 +1,7 @@
-"""Executor: plans go to the workers, results come back.
+"""Executor: sends plans to the workers and returns their results.
 
-Knows the four things that an engine asks of its workers. Does not know where they live: see `inline.py` and
-`process.py`. No torch here.
+Knows the interface between the engine and its workers. Does not know in which process a worker runs: see
+`inline.py` and `process.py`. No torch here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from quire.protocol.plan import StepPlan, StepResult
 
 
 class StepFuture(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def result(self) -> StepResult:
         """Wait for the step.
 
         Raises:
             one of `Executor.recoverable`: the step failed; its requests must end, others may go on.
-            anything else: nothing can be trusted any more.
+            anything else: the state of the workers is unknown, and the engine must stop.
         """
 
 
@@ -27,24 +27,24 @@ class Executor(Protocol):
     """Runs plans on every worker, in the order in which they are launched."""
 
     recoverable: tuple[type[BaseException], ...]
-    """What `StepFuture.result` may raise without the engine having to stop."""
+    """The exceptions of `StepFuture.result` after which the engine may go on."""
 
     def launch(self, plan: StepPlan) -> StepFuture:
-        """Start a step; several may be in flight. Its failure shows in `StepFuture.result`, not here."""
+        """Start a step; several may be in flight. If it fails, `StepFuture.result` raises, not this method."""
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """A named function of the workers, in order with the steps: one answer a worker.
+        """Call a named function of the workers, in order with the steps; one result for each worker.
 
         Raises:
-            QuireError, ValueError: a worker has no such function, or it failed there.
+            QuireError, ValueError: a worker has no such function, or the function failed.
         """
 
     def close(self) -> None:
-        """Let the workers go. May be called twice."""
+        """Stop the workers. May be called twice."""
 
 
 class FailedStep:
-    """The pending result of a step that could not even be launched."""
+    """The future of a step whose launch failed."""
 
     def __init__(self, error: BaseException):
         self._error = error

@@ -1,4 +1,4 @@
-"""InlineExecutor: the worker lives in this process, and a step runs when it is launched.
+"""InlineExecutor: the worker is in this process, and `launch` runs the step.
 
 Knows one worker. Does not know what it does.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class InlineExecutor:
-    """An Executor over one worker. `recoverable`: the exceptions that end a step and no more."""
+    """An Executor for one worker. `recoverable`: the exceptions that end only a step."""
 
     def __init__(
         self, worker: Worker, recoverable: tuple[type[BaseException], ...] = (StepFailed,)
@@ -33,4 +33,4 @@ class InlineExecutor:
         return [self.worker.call(name, *args)]
 
     def close(self) -> None:
-        """Nothing to do: the worker's memory goes when the last reference to it does."""
+        """Nothing to do: Python frees the worker with its last reference."""

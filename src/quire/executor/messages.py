@@ -1,12 +1,13 @@
-"""What goes between a ProcessExecutor and its worker's process: msgpack, one message a frame.
+"""Messages between a ProcessExecutor and its worker process: msgpack, one message a frame.
 
-Knows the messages, and how an exception and a function cross. Does not know pipes. Every message down but `StartWorker`
-has exactly one answer, and answers come in the order of the questions, so nothing needs a number. No torch here.
+Knows the messages, and how exceptions and functions are encoded. Does not know pipes. Every message to the worker
+except `StartWorker` has exactly one answer. Answers come in the order of the messages, so they need no number. No
+torch here.
 
-    down   Start      up   Started, or Ended
-           StepPlan        StepResult, or Raised
-           Ask             Answer, or Raised
-                           Ended: at any time, and nothing after it
+    down   StartWorker    up   WorkerStarted, or WorkerEnded
+           StepPlan            StepResult, or CallFailed
+           CallWorker          CallResult, or CallFailed
+                               WorkerEnded: at any time, and nothing after it
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.protocol.plan import StepPlan, StepResult
 
 
 class StartWorker(Struct, array_like=True, tag="start"):
-    """Call `target` ("module:function") with `payload` to make the worker.
+    """Call `target` ("module:function") with `payload` to create the worker.
 
     `path` is the parent's sys.path without the working directory (`config/serialize.py`).
     """
@@ -44,7 +45,7 @@ class CallWorker(Struct, array_like=True, tag="ask"):
 
 
 class WorkerStarted(Struct, array_like=True, tag="started"):
-    """The worker is made."""
+    """The worker has been created."""
 
 
 class CallResult(Struct, array_like=True, tag="answer"):
@@ -52,7 +53,7 @@ class CallResult(Struct, array_like=True, tag="answer"):
 
 
 class CallFailed(Struct, array_like=True, tag="call_failed"):
-    """This question failed; the worker goes on."""
+    """A call or a step failed; the worker goes on."""
 
     kind: str
     text: str
@@ -60,7 +61,7 @@ class CallFailed(Struct, array_like=True, tag="call_failed"):
 
 
 class WorkerEnded(Struct, array_like=True, tag="worker_ended"):
-    """The worker could not be made, or cannot go on."""
+    """The worker could not be created, or cannot go on."""
 
     kind: str
     text: str
@@ -83,7 +84,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_by_its_name)
 
 
 def encode(message: Down | Up) -> bytes:
-    """Raises TypeError, ConfigError: something in it cannot go to another process."""
+    """Raises TypeError, ConfigError: something in the message cannot go to another process."""
     return _encoder.encode(message)
 
 
@@ -96,10 +97,10 @@ def decode_up(data: bytes) -> Up:
 
 
 def revive_callables(value: Any) -> Any:
-    """Functions and classes again, wherever their names stand.
+    """Import functions and classes again, wherever their names occur in `value`.
 
-    Only an extension type of msgpack marks a name, and JSON has none: no argument that came by HTTP names what is
-    imported here.
+    Only a msgpack extension type marks such a name, and JSON has none. So no argument that came by HTTP can
+    cause an import here.
     """
     if isinstance(value, dict):
         return {key: revive_callables(item) for key, item in value.items()}
@@ -124,14 +125,14 @@ def _text(error: BaseException) -> str:
 
 
 def exception(told: CallFailed | WorkerEnded) -> Exception:
-    """The exception that was told of: of its own kind if that is one of ours or Python's, with the worker's
-    traceback as a note; else a QuireError that names it."""
+    """Rebuild the worker's exception: of its own type if that is Quire's or Python's, with the worker's traceback as a
+    note; else a QuireError that names the type."""
     kind = getattr(errors, told.kind, None) or getattr(builtins, told.kind, None)
     simple = isinstance(kind, type) and issubclass(kind, Exception)
     if simple and not issubclass(kind, (Unsupported, UnicodeError, ExceptionGroup)):  # type: ignore[arg-type]
         error: Exception = kind(told.text)  # type: ignore[misc]
     else:
         error = QuireError(f"{told.kind}: {told.text}")
-    if not isinstance(error, errors.ConfigError):  # those speak to the user and say it all
+    if not isinstance(error, errors.ConfigError):  # ConfigError messages are complete, for the user
         error.add_note(f"In the worker's process:\n{told.detail}")
     return error

@@ -1,9 +1,9 @@
-"""ProcessExecutor: the worker lives in a process of its own.
+"""ProcessExecutor: the worker runs in a process of its own.
 
-Knows one socket and the life and death of one child. Does not know what a plan means. The child is a program,
-not a fork: a user's script needs no `__main__` guard, and nothing of this process is copied. No torch here.
+Knows one socket and one child process. Does not know what a plan means. The child is a new program, not a fork:
+a user's script needs no `__main__` guard, and nothing of this process is copied. No torch here.
 
-It is used by one thread at a time, as the core does. No wait outlives the child: its end closes the socket.
+Only one thread may use it at a time, as EngineCore does. A wait ends when the child ends: its socket closes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from quire.executor.messages import (
 )
 from quire.protocol.plan import StepPlan, StepResult
 
-LOOK_AGAIN_S = (
-    1.0  # how often a wait looks whether the child still lives, should the socket not tell
-)
-PATIENCE_S = 5.0  # how long a child may take to go when its socket is closed
+# how often a wait checks that the child is alive, in case the socket does not close
+LOOK_AGAIN_S = 1.0
+PATIENCE_S = 5.0  # how long a child may take to end after its socket is closed
 
 
 class ProcessExecutor:
-    """An Executor over one child.
+    """An Executor for one child process.
 
     Args:
-        target: "module:function", called in the child with `payload`; returns the worker.
+        target: "module:function"; the child calls it with `payload` to create the worker.
 
     Raises:
-        ConfigError, NotEnoughMemory, ...: what the child found wrong with the configuration.
-        StartupError: it could not make the worker for another reason; the child's traceback is in `detail`.
+        ConfigError, NotEnoughMemory, ...: the child found an error in the configuration.
+        StartupError: the child could not create the worker for another reason; `detail` has its traceback.
     """
 
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
@@ -58,7 +57,7 @@ class ProcessExecutor:
         self._asked = self._answered = 0
         self._kept: dict[
             int, StepResult | CallResult | CallFailed
-        ] = {}  # answers nobody asked for yet
+        ] = {}  # answers not requested yet
         self._dead: Exception | None = None
         try:
             self._send(StartWorker(target, payload, import_path()))
@@ -68,17 +67,17 @@ class ProcessExecutor:
             self.close()
             raise
 
-    # -- what an engine asks --------------------------------------------------------------------
+    # -- interface for the engine ---------------------------------------------------------------
     def launch(self, plan: StepPlan) -> StepFuture:
         return _Step(self, self._ask(plan))
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """As `Executor.call`. Functions and classes among the arguments travel by their names.
+        """Like `Executor.call`. Functions and classes among the arguments are sent by name.
 
         Raises:
-            what the function raised, with the child's traceback as a note; QuireError if that is no
-            exception of ours or of Python's.
-            ConfigError, TypeError: an argument, or the value, cannot go to another process.
+            the function's own exception, with the child's traceback as a note; QuireError if its type is
+            neither Quire's nor Python's.
+            ConfigError, TypeError: an argument, or the result, cannot go to another process.
             EngineDeadError: the child has died.
         """
         answer = self.answer(self._ask(CallWorker(name, list(args))))
@@ -87,7 +86,7 @@ class ProcessExecutor:
         return [answer.value] if isinstance(answer, CallResult) else []
 
     def close(self) -> None:
-        """Close the socket, at which the child ends; kill it if it does not."""
+        """Close the socket, which ends the child; kill the child if it does not end."""
         if self._dead is None:
             self._dead = EngineDeadError("the worker was shut down")
         self._link.close()
@@ -99,13 +98,13 @@ class ProcessExecutor:
 
     # -- messages -------------------------------------------------------------------------------
     def _ask(self, message: Down) -> int:
-        """Send; the number of its answer."""
+        """Send a message and return the number of its answer."""
         self._send(message)
         self._asked += 1
         return self._asked
 
     def answer(self, number: int) -> StepResult | CallResult | CallFailed:
-        """Wait for answer `number`; each can be had once."""
+        """Wait for answer `number`. Each answer can be fetched once."""
         while number not in self._kept:
             message = self._receive()
             if isinstance(message, WorkerStarted | WorkerEnded):
@@ -123,7 +122,7 @@ class ProcessExecutor:
             self._bury()
 
     def _receive(self) -> Up:
-        """The next message. Raises what the child died of."""
+        """The next message. Raises the cause of death if the child has died."""
         self._alive()
         try:
             while not self._link.poll(LOOK_AGAIN_S):
@@ -141,8 +140,8 @@ class ProcessExecutor:
             raise self._dead
 
     def _bury(self, last: WorkerEnded | None = None) -> None:
-        """The child is dead or dying: say of what, now and from now on."""
-        while last is None:  # a last message may be there that we had no time to read
+        """The child is dead or dying: raise the cause, now and at every later use."""
+        while last is None:  # the child may have sent a last message
             try:
                 if not self._link.poll(0):
                     break
@@ -174,7 +173,7 @@ class ProcessExecutor:
 
 
 class _Step:
-    """A step on its way."""
+    """The future of a step in the child."""
 
     def __init__(self, executor: ProcessExecutor, number: int):
         self._executor, self._number = executor, number
@@ -208,7 +207,7 @@ def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
         ours.close()
         raise
     finally:
-        theirs.close()  # or its end would never be seen here
+        theirs.close()  # or this process would never see the child's end close
     return ours, child
 
 

@@ -1,8 +1,8 @@
 """A worker as a process: `python -m quire.executor.worker_process FD PARENT`.
 
-Knows one socket, what to call to make the worker, and how to die: with a last message that says why, and never
-later than its parent. One thread reads, so that whoever writes to us never waits for a step; the main thread
-works through what was read, in order.
+Knows one socket and how to create the worker. When the process ends, it sends a last message with the reason, and it
+never outlives its parent. One thread reads messages, so that the parent's writes never wait for a step. The main
+thread handles the messages in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.protocol.plan import StepPlan
 
 
 def watch_parent(parent: int) -> None:
-    """End this process within a second of its parent's end, should the socket not tell."""
+    """End this process within a second of its parent's end, in case the socket does not close."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -49,7 +49,7 @@ def watch_parent(parent: int) -> None:
 
 
 def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
-    """Until the parent closes its end, or dies: then there is nothing left to do here."""
+    """Read until the parent closes its end or dies. Then end this process: it has nothing left to do."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             inbox.put(decode_down(link.recv_bytes()))
@@ -57,14 +57,14 @@ def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
 
 
 def make(start: StartWorker) -> Any:
-    """The worker."""
+    """Create the worker."""
     extend_path(start.path)
     module, _, name = start.target.partition(":")
     return getattr(importlib.import_module(module), name)(start.payload)
 
 
 def serve(inbox: SimpleQueue[Down], link: Connection) -> None:
-    """Make the worker, then do as told; whatever escapes ends the process."""
+    """Create the worker, then handle messages; an exception that is not caught ends the process."""
     start = inbox.get()
     if not isinstance(start, StartWorker):
         raise TypeError(f"{type(start).__name__} came before Start")
@@ -85,7 +85,7 @@ def step(worker: Any, plan: StepPlan) -> bytes:
 
 
 def ask(worker: Any, message: Down) -> bytes:
-    """A function's failure is its caller's, not ours."""
+    """If the function fails, the caller gets its exception, and the worker goes on."""
     if not isinstance(message, CallWorker):
         raise TypeError(f"{type(message).__name__} came after Start")
     try:
@@ -114,4 +114,4 @@ def main(fd: int, parent: int) -> int:
 if __name__ == "__main__":
     code = main(int(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(code)  # the reading thread may hold the socket, and torch's threads are slow to go
+    os._exit(code)  # the reading thread may block on the socket, and torch's threads end slowly
