@@ -3,6 +3,7 @@
 Knows requests, groups and blocks. Does not know rows, budgets or which requests run next.
 
 A request's blocks, in one group with a window (`.` is the null block: the real block was already released):
+
     blocks    [ .  .  .  7  4  9  5 ]        index i has tokens i*block_size ... (i+1)*block_size - 1
                         ^first needed ^capacity
     tokens    |-- published --|-- computed --|-- room --|
