@@ -1,1 +1,1 @@
-"""Architectures, and how a checkpoint fills them. hf and registry know no torch."""
+"""Model architectures, and how a checkpoint fills them. hf_config and registry do not import torch."""

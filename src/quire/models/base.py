@@ -1,9 +1,9 @@
-"""The face that every model shows, and the decoder that families share: embeddings, layers, norm, head.
+"""The interface of every model, and the decoder that native families share: embeddings, layers, norm, head.
 
-Knows the order of things. Does not know caches, batches or files. A family is a subclass that says what one
-of its layers is (`layer`), and what else differs, as class attributes.
+Knows the order of these parts. Does not know caches, batches or files. A family is a subclass that builds its
+layers (`layer`), and sets other differences as class attributes.
 
-Shape suffixes: T tokens of this step, S places that want logits, D features, V words.
+Shape suffixes: T tokens of this step, S positions that need logits, D features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.models.hf_config import TextConfig
 
 
 class Decoder(nn.Module):
-    """Token ids and positions to hidden states. `layer(i)` makes layer i; see `Layers` for how it is called."""
+    """Turns token ids and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call."""
 
     def __init__(self, cfg: TextConfig, layer: Callable[[int], nn.Module], max_length: int):
         super().__init__()
@@ -37,19 +37,19 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What the worker and the engine ask of a model, native or generic."""
+    """What the worker and the engine require of a model, native or through Transformers."""
 
     description = "native"
-    """One sentence for the log: how it runs, and what is off."""
+    """One sentence for the log: how the model runs, and which features are off."""
 
     recordable = True
-    """Its steps may be recorded and replayed."""
+    """Whether its steps may be captured in graphs."""
     movable = True
-    """Its weights may be sent to another device and back."""
+    """Whether its weights may be moved to another device and back."""
 
     @property
     def per_request(self) -> bool:
-        """It keeps a cache of its own for each row, and `forget` matters."""
+        """Whether the model keeps a cache of its own for each row, so that `forget` must be called."""
         return False
 
     @property
@@ -69,19 +69,19 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def attention_layers(self) -> list[Attention]:
-        """In the order in which they run; none, if it keeps caches of its own."""
+        """In the order in which they run; empty if the model keeps caches of its own."""
         raise NotImplementedError
 
     def forget(self, rows: list[int]) -> None:
-        """Give back what is kept for rows that left or enter."""
+        """Free what is kept for rows that requests leave or enter."""
 
 
 class CausalLM(LanguageModel):
-    """A decoder and its head.
+    """A decoder and its LM head.
 
     Args:
         cfg: config.json of the text model.
-        max_length: the longest request there can be.
+        max_length: the longest possible request, in tokens.
     """
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
@@ -99,7 +99,7 @@ class CausalLM(LanguageModel):
         raise NotImplementedError
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """hidden_TD, normed."""
+        """hidden_TD, after the last norm."""
         return self.model(token_ids_T, positions_T)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:

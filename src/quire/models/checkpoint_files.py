@@ -1,7 +1,7 @@
-"""Checkpoint files: which of a directory hold the weights, how big they are, and their tensors one by one.
+"""Checkpoint files: which files of a directory are the weights, their sizes, and their tensors one by one.
 
-Knows safetensors, torch's pickles (read with weights_only, always: a pickle can run code) and a cache of
-numpy files. Does not know models. `weight_files` and `weight_bytes` do not load torch.
+Knows safetensors, torch's pickles (always read with weights_only: a pickle can run code) and a cache of
+numpy files. Does not know models. `weight_files` and `weight_bytes` do not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEMSIZE = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
-TABLE = re.compile(r"embed|wte|wpe")  # not multiplied, but looked up
+TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 LONGEST_HEADER = 100 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
@@ -93,18 +93,18 @@ def _single_safetensors(root: Path) -> list[Path]:
     if (root / "model.safetensors").is_file():
         return [root / "model.safetensors"]
     files = [f for f in sorted(root.glob("*.safetensors")) if not f.name.startswith(NOT_WEIGHTS)]
-    # Mistral's repositories hold the same weights twice, once under names of its own.
+    # Mistral's repositories have the same weights a second time, under other names.
     return [f for f in files if not f.name.startswith("consolidated")] or files
 
 
-# ------------------------------------------------------------------------------------ how big
+# ------------------------------------------------------------------------------------ sizes
 
 
 def header(file: Path) -> dict[str, dict[str, Any]]:
     """Name -> {"dtype", "shape", "data_offsets"} of a safetensors file.
 
     Raises:
-        ConfigError: it is damaged, for instance cut short by an unfinished download.
+        ConfigError: the file is damaged, for instance cut short by an unfinished download.
     """
     size = file.stat().st_size
     try:
@@ -131,7 +131,7 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_entry(name: str, tensor: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError, TypeError: what a header says of a tensor is of another form."""
+    """Raises ValueError, KeyError, TypeError: the header's entry for a tensor is malformed."""
     shape, offsets = tensor["shape"], tensor["data_offsets"]
     if not isinstance(tensor["dtype"], str):
         raise ValueError(f"the dtype of {name} is {tensor['dtype']!r}")
@@ -151,7 +151,7 @@ Stored = tuple[str, str, Sequence[int]]
 def weight_bytes(
     path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
 ) -> int:
-    """Bytes of the weights on disk; for dummy weights without files, a forecast from config.json.
+    """Bytes of the weights on disk; for dummy weights without files, an estimate from config.json.
 
     Raises: as `weight_files` and `header`.
     """
@@ -159,7 +159,7 @@ def weight_bytes(
 
 
 def on_disk(found: Iterable[Stored] | int) -> int:
-    """Bytes of these tensors as they are stored."""
+    """Bytes of these tensors in their files."""
     if isinstance(found, int):
         return found
     return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in found)
@@ -168,8 +168,8 @@ def on_disk(found: Iterable[Stored] | int) -> int:
 def in_memory(
     found: Iterable[Stored] | int, itemsize: int, scheme: str | None = None, small_head: bool = True
 ) -> int:
-    """A forecast of what they take when they are loaded: floats of `itemsize` bytes, linears and, with `small_head`,
-    the head as `scheme` (of config/quantized.ONLINE) makes them, all else as it is stored."""
+    """An estimate of the bytes of the loaded weights: floats of `itemsize` bytes; linears and, with `small_head`, the
+    head as `scheme` (a key of config/quantization.ONLINE) quantizes them; all else as in the files."""
     if isinstance(found, int):
         return found
     total, heads, tables = 0.0, 0, 0
@@ -184,7 +184,7 @@ def in_memory(
             total += count * BYTES[scheme]
         else:
             total += count * (itemsize if is_float else ITEMSIZE.get(kind, 2))
-    if scheme is not None and small_head:  # a tied head is a weight of its own then
+    if scheme is not None and small_head:  # a tied head is quantized to a weight of its own
         return int(total + (heads or tables) * HEAD_BYTES)
     return int(total + heads * itemsize)
 
@@ -192,7 +192,7 @@ def in_memory(
 def stored_tensors(
     path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
 ) -> list[Stored] | int:
-    """The tensors in the files, or only their bytes where files do not tell; of dummy weights without files a forecast.
+    """The tensors in the files, or only their bytes for pickles; for dummy weights without files an estimate.
 
     Raises: as `weight_files` and `header`.
     """
@@ -212,7 +212,7 @@ def stored_tensors(
 
 
 def _forecast(config: Mapping[str, Any]) -> list[Stored]:
-    """Of a dense decoder, in 16 bits."""
+    """The tensors of a dense 16-bit decoder with this config."""
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
@@ -221,7 +221,7 @@ def _forecast(config: Mapping[str, Any]) -> list[Stored]:
         rows = head * (2 * heads + 2 * kv) + 3 * int(config["intermediate_size"])
         vocab = int(config["vocab_size"])
     except (KeyError, TypeError):
-        return []  # a config of another shape: what loading takes will be seen afterwards
+        return []  # an unfamiliar config: the memory is measured after loading
     found: list[Stored] = [("linear", "BF16", (rows, hidden))] * layers
     found.append(("embed_tokens.weight", "BF16", (vocab, hidden)))
     if not config.get("tie_word_embeddings"):
@@ -229,11 +229,11 @@ def _forecast(config: Mapping[str, Any]) -> list[Stored]:
     return found
 
 
-# ------------------------------------------------------------------------------------ their tensors
+# ------------------------------------------------------------------------------------ tensors
 
 
 def tensors(path: str, load_format: str = "auto") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor, on the CPU; those of safetensors and pt lie in the mapped file.
+    """(name, tensor) of every tensor, on the CPU; those of safetensors and pt are views of the mapped file.
 
     Raises: as `weight_files`; ConfigError: a file is damaged.
     """
@@ -248,10 +248,12 @@ def tensors(path: str, load_format: str = "auto") -> Iterator[tuple[str, Tensor]
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    header(file)  # a clear error for a cut file, and no fault on its missing pages
+    header(
+        file
+    )  # gives a clear error for a truncated file, and prevents a fault on its missing pages
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
+            for name in opened.keys():  # noqa: SIM118 - it is not a dict
                 yield name, opened.get_tensor(name)
     except SafetensorError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
@@ -265,10 +267,12 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles by other tools: they load, or fail below
+            warnings.simplefilter(
+                "ignore"
+            )  # about pickles of other tools: they load, or fail below
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # written before torch 1.6: no zip, so it cannot be mapped
+            except RuntimeError:  # written before torch 1.6: not a zip, so it cannot be mapped
                 state = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -284,7 +288,7 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _from_numpy(folder: Path, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint as numpy files beside it, written at the first load; bfloat16 is kept as its bits."""
+    """Read a copy of the checkpoint as numpy files, written beside it at the first load; bfloat16 is stored as bits."""
     import numpy as np
     import torch
 
@@ -305,6 +309,6 @@ def _from_numpy(folder: Path, files: list[Path]) -> Iterator[tuple[str, Tensor]]
                 f"load_format=npcache writes to {folder}, which failed: {error}"
             ) from None
     for name, (file, dtype) in json.loads(index.read_text(encoding="utf-8")).items():
-        array = np.load(folder / file, mmap_mode="c")  # copy on write: torch wants a writable one
+        array = np.load(folder / file, mmap_mode="c")  # copy-on-write: torch needs a writable array
         tensor = torch.from_numpy(array)
         yield name, tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

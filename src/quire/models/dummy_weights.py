@@ -1,6 +1,6 @@
-"""Weights without a checkpoint.
+"""Random weights for a model without a checkpoint.
 
-Knows the names and shapes that layers give. Does not know what any family is made of.
+Knows the names and shapes that layers give. Does not know the layers of any family.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slots import slots_of
 
-LARGE = 1 << 22  # elements of a tensor that is drawn on the device
+LARGE = 1 << 22  # elements; larger tensors are drawn on the device
 
 
 def random_tensors(
     model: nn.Module, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """A tensor for every slot, drawn from (seed, name) alone: small normal numbers; norms near one.
+    """A random tensor for every slot, from (seed, name) alone: small normal values; norms near one.
 
-    Values that come out are as harmless as those of a fresh model, so that speed and plumbing can be tried
-    without a download. Large tensors are drawn on the device, and are others on another kind of device; a model of small
-    ones is the same everywhere.
+    Activations stay as small as those of a freshly initialized model, so that one can test speed and wiring without
+    a download. Large tensors are drawn on the device and differ between kinds of devices; a model with only small
+    tensors is the same everywhere.
     """
     done: set[tuple[int, str]] = set()
     for name, slot in slots_of(model).items():
@@ -34,7 +34,7 @@ def random_tensors(
             if (id(slot.layer), slot.name) in done:
                 continue
             if isinstance(slot.layer, Linear) and slot.layer.parts:
-                continue  # by its parts, so that packed and split checkpoints are alike
+                continue  # filled part by part, so that fused and split checkpoints get the same weights
         done.add((id(slot.layer), slot.name))
         like = slot.layer.get_parameter(slot.name)
         if slot.optional:

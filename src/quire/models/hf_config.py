@@ -1,9 +1,9 @@
-"""Where a checkpoint is and what its config.json means: one set of names for all dialects.
+"""Finds a checkpoint and reads its config.json: one set of names for all dialects.
 
 Knows files, the hub's client and the spellings of config.json. Does not know torch, layers or weights.
 
 Dialects: Transformers 4 (`rope_theta` beside `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, maybe one
-for each kind of layer, `dtype`); text models alone or inside a wrapper for pictures and sound (`text_config`).
+for each kind of layer, `dtype`); text models alone or inside a wrapper for images and sound (`text_config`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
 
-# ------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------ location
 
 
 def locate(model: ModelConfig, load: LoadConfig) -> str:
-    """The local directory of a checkpoint: a directory, a model of the package, or a hub id (fetched).
+    """The local directory of a checkpoint, given as a directory, an embedded model, or a hub id (downloaded).
 
     Raises:
-        ModelNotFound: it is nowhere; the message says where it was looked for and what to do.
+        ModelNotFound: it was not found; the message says where the search looked and what to do.
     """
     name = model.model
     directory = Path(name).expanduser()
@@ -49,12 +49,12 @@ def locate(model: ModelConfig, load: LoadConfig) -> str:
 
 
 def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
-    """The local directory of the tokenizer: `path`, where the model is, or what `tokenizer` names, without weights.
+    """The local directory of the tokenizer: `path`, the model's directory, or that of `tokenizer`, without weights.
 
-    The front end and the engine ask this, so that text and grammars have one vocabulary.
+    The frontend and the engine both call this, so that text and grammars use the same vocabulary.
 
     Raises:
-        ModelNotFound: it is nowhere.
+        ModelNotFound: it was not found.
     """
     name = model.tokenizer
     if name is None or name == model.model:
@@ -66,7 +66,7 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
 
 
 def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
-    """A hub repository, fetched, or as the local cache has it when the hub cannot be reached."""
+    """Download a hub repository, or find it in the local cache if the hub cannot be reached."""
     import huggingface_hub as hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -90,9 +90,7 @@ def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
         ) from None
     except RepositoryNotFoundError:
         reason = "the hub has no such repository, or it is private and needs --hf-token"
-    except (
-        Exception
-    ) as error:  # network errors have another class with each HTTP client of the hub's
+    except Exception as error:  # the class of network errors depends on the hub's HTTP client
         reason = f"the hub cannot be asked ({_first_line(error)})"
     try:
         return hub.snapshot_download(name, local_files_only=True, **about)
@@ -107,7 +105,7 @@ def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
 
 
 def _patterns(files: list[str]) -> list[str]:
-    """What of a repository to fetch: of several weight formats, the first we read."""
+    """Which files of a repository to fetch: of several weight formats, the first that Quire reads."""
     for pattern in WEIGHT_FILES:
         if any(Path(file).match(pattern) for file in files):
             return [*WANTED_FILES, pattern]
@@ -118,14 +116,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-# ------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------ config.json
 
 
 def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
-    """config.json with `hf_overrides` put over it, of the text model if that is nested in a wrapper.
+    """config.json with `hf_overrides` applied; of a wrapper, the config of its text model.
 
     Raises:
-        ModelNotFound: no config.json there. ConfigError: it is no JSON object, or its rotary positions are none.
+        ModelNotFound: there is no config.json. ConfigError: it is not a JSON object, or its rope entry is malformed.
     """
     file = Path(path) / "config.json"
     try:
@@ -162,11 +160,11 @@ MOST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
 }
-"""More than ten times what the largest models have: with more, a config.json is damaged, and the start would take for ever."""
+"""Over ten times the values of the largest models: a higher value means damage, and startup would take forever."""
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a number that no model has."""
+    """Raises ConfigError: a value is too large for any model."""
     for key, most in MOST.items():
         value = config.get(key)
         if isinstance(value, int | float) and not -1 <= value <= most:
@@ -180,7 +178,7 @@ BESIDE = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Where older writers left what belongs under `quantization_config`, and whose it is then."""
+"""Files in which older tools wrote what belongs under `quantization_config`, and their quant_method."""
 
 
 def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -215,17 +213,17 @@ TEXT_ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
 }
-"""model_type of a nested text model -> the architecture it is when it stands alone."""
+"""model_type of a nested text model -> the architecture of the same model without a wrapper."""
 
 WRAPPED = "quire_wrapper"
-"""Key of a nested text config: the architecture it was nested in. The loader then drops its prefixes."""
+"""Key of a nested text config: the wrapper's architecture. The loader then drops its name prefixes."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's config, from inside its wrapper if it has one; otherwise the same.
+    """The config of the text model inside a wrapper; the same config if there is no wrapper.
 
-    What describes the whole checkpoint (dtype, end tokens, quantization, tied head) is kept from the wrapper where
-    the text model does not say it itself.
+    Takes what describes the whole checkpoint (dtype, end tokens, quantization, tied head) from the wrapper if the
+    text model does not set it.
     """
     nest = next((key for key in NESTS if isinstance(config.get(key), Mapping)), None)
     if nest is None:
@@ -239,7 +237,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if merged.get(key) is None and outer.get(key) is not None:
             merged[key] = outer[key]
-    # The head belongs to the wrapper, and so does the word on whether it is tied.
+    # The head belongs to the wrapper, so its tie_word_embeddings counts.
     if outer.get("tie_word_embeddings"):
         merged["tie_word_embeddings"] = True
     wrapper = list(outer.get("architectures") or [])
@@ -269,11 +267,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-"""By model_type ("" for all): what a key that is left out means. Facts of Transformers' config classes."""
+"""By model_type ("" for all): the defaults of absent keys, as in Transformers' config classes."""
 
 
 class TextConfig:
-    """config.json of a text model as attributes, spelled one way, with what is left out filled in.
+    """config.json of a text model as attributes, with one spelling per name and with defaults filled in.
 
     An attribute that the file does not have raises ConfigError (also an AttributeError, so `getattr` with a
     default works).
@@ -303,13 +301,13 @@ class TextConfig:
         return default if value is None else value
 
     def rope(self, kind: str | None = None) -> dict[str, Any]:
-        """The rotary parameters of a kind of layer (`full_attention`, ...)."""
+        """The rotary parameters of a layer type (`full_attention`, ...)."""
         parameters = self.values["rope_parameters"]
         nested = parameters.get(kind) if kind else None
         return nested if isinstance(nested, dict) else parameters
 
     def uses_window(self, layer: int) -> bool:
-        """Does this layer see only `sliding_window` tokens? By `layer_types`, else by Qwen's rule."""
+        """Whether this layer sees only `sliding_window` tokens, by `layer_types`, else by Qwen's rule."""
         if not self.get("sliding_window"):
             return False
         if types := self.get("layer_types"):
@@ -318,22 +316,22 @@ class TextConfig:
 
 
 class MissingField(ConfigError, AttributeError):
-    """config.json lacks a value that the model cannot do without."""
+    """config.json lacks a value that the model needs."""
 
 
 def _family(kind: str) -> str:
-    """qwen3_vl_text -> qwen3: text models inside wrappers follow the defaults of the family they came from."""
+    """qwen3_vl_text -> qwen3: a text model inside a wrapper has the defaults of its family."""
     return {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}.get(
         kind, kind
     )
 
 
 ROPE_NAMES = {"su": "longrope", "mrope": "default"}
-"""Old names. With text alone the three positions of mrope are one, so it is the plain kind."""
+"""Old names. For text alone the three positions of mrope are equal, so it is the default type."""
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters from either dialect: {"rope_type", "rope_theta", ...}, or a dict of such by layer type."""
+    """Rotary parameters of either dialect: {"rope_type", "rope_theta", ...}, or a dict of these by layer type."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     types = set(config.get("layer_types") or ())
     if given and set(given) <= types | {"full_attention", "sliding_attention", "chunked_attention"}:
@@ -352,7 +350,7 @@ def _one_rope(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     out.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     if config.get("partial_rotary_factor") is not None:
         out.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    # Phi-3 writes the trained length beside the parameters, and there it has the last word.
+    # Phi-3 writes the original length beside the parameters, and there that value counts.
     trained = config.get("original_max_position_embeddings")
     longest = config.get("max_position_embeddings")
     if trained:

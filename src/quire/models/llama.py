@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the many that are published under its name (Yi, TinyLlama, SmolLM, InternLM 3, ...)."""
+"""Llama 1 to 3, and the many models that use its architecture (Yi, TinyLlama, SmolLM, InternLM 3, ...)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""From a checkpoint to a model that is ready to run.
+"""Builds a model from a checkpoint, ready to run.
 
-Knows which tensors go where, by the names that layers give (`layers/weight_slots.py`), and the names that wrappers
-put around them. Does not know file formats (`checkpoint_files.py`), or what any family is made of.
+Knows which tensors go where, by the names that layers give (`layers/weight_slots.py`), and the prefixes that wrappers
+add to these names. Does not know file formats (`checkpoint_files.py`), or the layers of any family.
 
-    choose        native class, or the code of Transformers
+    choose        native model or Transformers backend
     construct     on "meta": shapes and names, no memory
     fill          tensor by tensor, from the mapped file; a whole tensor in the right dtype becomes the
                   parameter itself, parts are copied side by side (q, k, v; gate, up)
-    check         nothing missing, nothing of the decoder left over
+    check         no tensor is missing, and no tensor of the decoder is unused
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ log = get_logger(__name__)
 WRAPPERS = re.compile(
     r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model|llm)\.|^thinker\.(?=model\.|lm_head\.)"
 )
-"""What checkpoints of text models inside wrappers put before the names of the text model."""
+"""The prefixes that wrapper checkpoints put before the names of their text model."""
 
 UNUSED = re.compile(
     r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias"
     r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)"
     r"|(?:\w+_proj|lm_head)\.(?:(?:input|output)_(?:global_)?(?:scale|zero_point)|weight_shape))$"
 )
-"""What old checkpoints store and everybody works out; scales of caches and activations, which find their own here."""
+"""Tensors that are recomputed (rotary buffers, masks), and scales of caches and activations, which are not used."""
 
 HOST = torch.device("cpu")
-SHOWN = 5  # names in a message
+SHOWN = 5  # names in a message, at most
 
 
 def build_model(
     resolved: Resolved, platform: Platform, offload: Offload | None = None
 ) -> LanguageModel:
-    """The model that `resolved` names, with its weights, on the platform's device, in eval mode, without gradients.
+    """The model of `resolved`, with its weights, on the platform's device, in eval mode, without gradients.
 
-    `offload`: what of the weights stays on the host.
+    `offload`: which weights stay on the host.
 
     Raises:
-        ModelNotFound: no weights there.
-        ConfigError: they are not the weights that config.json describes; the message names the tensors.
-        Unsupported: Transformers has no such model, or none that can be run correctly.
+        ModelNotFound: there are no weights.
+        ConfigError: the weights do not match config.json; the message names the tensors.
+        Unsupported: Transformers does not have this model, or it cannot be run correctly.
     """
     bind(platform.kernels)
     impl, reason = registry.choose_impl(
@@ -104,7 +104,7 @@ def build_model(
 
 
 def is_apart(platform: Platform) -> bool:
-    """Whether it is a device of its own, whose kernels multiply floats."""
+    """Whether the platform is an accelerator, whose kernels multiply floats."""
     return "triton" in platform.kernels
 
 
@@ -156,7 +156,7 @@ def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> 
 def _with_weights(
     model: CausalLM, resolved: Resolved, platform: Platform, offload: Offload | None
 ) -> str:
-    """Fill the model and bring its weights into the form in which they are used; where they came from, in words."""
+    """Load the weights, then quantize, pack and fuse them. Returns a description of their source."""
     at_home: set[nn.Module] = set()
     if offload is not None:
         dtype = getattr(torch, resolved.dtype)
@@ -171,14 +171,14 @@ def _with_weights(
         source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
         found = tensors(resolved.path, load_format)
         if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
-            # disable=None: where nobody watches a terminal, no bar.
+            # disable=None: no progress bar unless stderr is a terminal.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
     wrapped, scheme = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
     apart = is_apart(platform)
-    # On a device of its own a model need not fit before it is made small; on the host its parts wait in files.
+    # On an accelerator, quantize each linear as it is loaded: the 16-bit model need not fit.
     early = partial(quantize_layer, name=scheme) if scheme and apart else None
     fill(model, found, platform.device, wrapped=wrapped, at_home=at_home, early=early)
-    for module in model.modules():  # buffers; the weights are there, or in another form by now
+    for module in model.modules():  # move buffers; weights are already on the device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
@@ -196,13 +196,13 @@ def _with_weights(
         model.recordable = model.movable = False
     if "native" in platform.kernels:
         fuse_model(model)
-        # Little of them is still in use: norms, the table of embeddings.
+        # Only norms and the embedding table still use the mapped files.
         release_file_pages(files, (*model.parameters(), *model.buffers()))
     return source
 
 
 def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
-    """Where the checkpoint is quantized: layers that take its tensors. The model is still on "meta"."""
+    """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
     stored = stored_quantization(resolved.hf_config)
     if stored is None:
         return
@@ -213,7 +213,7 @@ def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
-    """A window that no request outgrows is none: its blocks need not be looked after one by one."""
+    """Remove windows that no request can exceed: the layer then needs no blocks freed behind its window."""
     for layer in model.attention_layers():
         if layer.window is not None and layer.window >= max_model_len:
             layer.window = None
@@ -229,7 +229,7 @@ def _model_class(target: str) -> Any:
 
 @contextmanager
 def construction(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, parameters are born in `dtype` and on "meta": they have shapes, and no memory."""
+    """Inside, parameters are created in `dtype` on "meta": they have shapes, and no memory."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -239,7 +239,7 @@ def construction(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# ------------------------------------------------------------------------------------ filling
+# ------------------------------------------------------------------------------------ fill
 
 
 def fill(
@@ -251,18 +251,18 @@ def fill(
     at_home: Collection[nn.Module] = (),
     early: Callable[[Linear], object] | None = None,
 ) -> None:
-    """Put (name, tensor) pairs where they belong, each once, then let schemes repack. Parts of plain weights still wait
-    for `Layer.join`.
+    """Put each (name, tensor) pair into its slot, once, then let quantization methods repack. Parts of plain weights
+    stay deferred until `Layer.join`.
 
-    `wrapped`: the checkpoint is of a larger model, whose other parts are passed over. `at_home`: layers whose weights
-    stay on the host. `early`: is given each plain linear as soon as all of it is there.
+    `wrapped`: the checkpoint is a wrapper, whose other parts are skipped. `at_home`: layers whose weights stay on the
+    host. `early`: called with each plain linear as soon as it is complete.
 
     Raises:
-        ConfigError: tensors are missing, have other shapes, or belong to the decoder and have no place in it.
+        ConfigError: tensors are missing, have other shapes, or belong to the decoder but fit no slot.
     """
     slots = slots_of(model)
     filled: set[str] = set()
-    aside: dict[str, Tensor] = {}  # a second table of a model that says it has one
+    aside: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
     odd: list[str] = []
     outside: list[str] = []
     whole = _Whole()
@@ -300,13 +300,13 @@ def fill(
 
 
 class _Whole:
-    """Which plain linears are whole, by the numbers that came."""
+    """Tracks which plain linears are complete, by counting elements."""
 
     def __init__(self) -> None:
         self.left: dict[nn.Module, int] = {}
 
     def takes(self, slot: WeightSlot) -> bool:
-        """Whether its layer is whole with this."""
+        """Count this slot's tensor; whether it completes its layer."""
         layer = slot.layer
         if not isinstance(layer, Linear) or layer.quant_method is not UNQUANTIZED:
             return False
@@ -316,22 +316,22 @@ class _Whole:
 
 
 def _own_name(called: str, slots: Mapping[str, WeightSlot]) -> str:
-    """The name as a text model that stands alone has it."""
+    """The tensor's name in a text model without a wrapper."""
     if called in slots:
         return called
     name = WRAPPERS.sub("", called)
-    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without its head
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without an LM head
         name = f"model.{name}"
     return name
 
 
 def _nothing(name: str, tensor: Tensor) -> bool:
-    """A bias of zeros, which GPTQ's writers add to every layer."""
+    """Whether it is a bias of zeros, which GPTQ tools write for every layer."""
     return name.endswith("_proj.bias") and not tensor.any()
 
 
 def _of_the_decoder(name: str, num_layers: int) -> bool:
-    """Would leaving it out change what the decoder computes? (Layers that config.json cuts off would not.)"""
+    """Whether the decoder would compute something else without it. (Not of layers that config.json cuts off.)"""
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
         return int(layer[1]) < num_layers
     return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
@@ -344,7 +344,7 @@ def _settle_head(
     aside: Mapping[str, Tensor],
     device: torch.device,
 ) -> None:
-    """A tied head that is in the checkpoint too: the same table, or the config is wrong and it counts."""
+    """Handle a head in the checkpoint of a tied model: if it differs from the embeddings, it replaces the tied head."""
     table = aside.get("lm_head.weight")
     if table is None:
         return
@@ -366,7 +366,7 @@ def _settle_head(
 
 
 def _missing(slots: Mapping[str, WeightSlot], filled: set[str]) -> list[str]:
-    """Names of what no tensor came for. A parameter is whole by one tensor, or by all of its parts."""
+    """Names of tensors that are missing. A parameter is complete with one whole tensor, or with all of its parts."""
     by_parameter: dict[tuple[int, str], list[str]] = {}
     for name, slot in slots.items():
         by_parameter.setdefault((id(slot.layer), slot.name), []).append(name)

@@ -1,6 +1,6 @@
-"""What loading may not take beside the weights themselves: memory of the C library's heap, and pages of the files.
+"""Limits memory that loading uses beside the weights: glibc's heap, and resident pages of mapped files.
 
-Knows Linux and glibc; elsewhere nothing happens. Does not know models.
+Knows Linux and glibc; does nothing elsewhere. Does not know models.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 WHILE_LOADING = 1 << 20
-AFTER = 32 << 20  # the most that glibc would have come to by itself
+AFTER = 32 << 20  # the highest value to which glibc adapts its threshold
 SMAPS = Path("/proc/self/smaps")
 AREA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
 
 
 @contextmanager
 def separate_blocks() -> Iterator[None]:
-    """Inside, every larger block is a mapping of its own, and is given back as soon as it is let go.
+    """Inside, malloc maps every large block on its own, so that `free` returns it to the system at once.
 
-    By itself glibc takes blocks of some megabytes from the heap once one has been let go, and weights that stay lie
-    between such that went: measured, a model in int8 took 30 % more than its weights so, and 7 % more this way.
+    By default glibc takes blocks of some megabytes from the heap after the first such block was freed; then weights
+    lie between freed blocks. Measured: an int8 model took 30 % more than its weights so, and 7 % more this way.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -36,17 +36,17 @@ def separate_blocks() -> Iterator[None]:
     try:
         yield
     finally:
-        # A step's activations come and go: they are not to be mapped anew each time.
+        # A step's activations are freed and allocated again: do not map them anew each time.
         libc.mallopt(MMAP_THRESHOLD, AFTER)
         libc.mallopt(TRIM_THRESHOLD, 2 * AFTER)
         libc.malloc_trim(0)
 
 
 def release_file_pages(files: Iterable[str | Path], held: Iterable[Tensor]) -> int:
-    """Give back what was read of mapped files; how many bytes. They stay mapped, and in the system's cache.
+    """Drop resident pages of mapped files; returns their bytes. They stay mapped, and in the system's page cache.
 
-    Only mappings in which one of the tensors `held` lies: another may be gone, and its place another thread's, before
-    its pages are let go. And none that was written to: its changes are nowhere else.
+    Only mappings that contain one of the tensors `held`: another mapping may be gone and its address in use by another
+    thread before its pages are dropped. And no mapping that was written to, because its changes would be lost.
     """
     names = {str(Path(file).resolve()) for file in files}
     libc = ctypes.CDLL(None, use_errno=True)
@@ -64,7 +64,7 @@ def release_file_pages(files: Iterable[str | Path], held: Iterable[Tensor]) -> i
 
 
 def _unchanged(smaps: str, names: set[str]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, resident bytes) of mappings of these files that are as the files are."""
+    """(start, end, resident bytes) of mappings of these files that were not written to."""
     area: re.Match[str] | None = None
     resident = 0
     for line in smaps.splitlines():

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers all look back a window, if the checkpoint has one (7B v0.1 only)."""
+"""Mistral: Llama with a sliding window in all layers, if the checkpoint has one (7B v0.1 only)."""
 
 from __future__ import annotations
 

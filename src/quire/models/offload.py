@@ -1,16 +1,16 @@
-"""Weights that stay in the host's memory and are brought to the device for each forward pass, a layer ahead of its use.
+"""Weight offload: weights stay in host memory, and each layer is copied to the device ahead of its use.
 
-Knows layers, two places on the device that they take in turn, and in which order copies and computing must come. Does not
-know streams or memory: a `Copier`, which the platform gives, does.
+Knows layers, two places on the device that they use in turn, and how copies and computation must be ordered. Does not
+know streams or memory: the platform's `Copier` does.
 
     host      layer a      layer b      layer c      layer d   ...      spread over the model, so that each
-                 │            │            │            │               copy has as many layers to hide behind
+                 │            │            │            │               copy overlaps with as many layers
     device    place 0      place 1      place 0      place 1
                  │
-    copy of c:   begins when what a computes with place 0 is done;  c computes when its copy is
+    copy of c:   begins when a has computed with place 0;  c computes when its copy is done
 
-A layer always has the same place, so its tensors are views of that place and never change. Steps are not recorded: a
-graph cannot wait for a copy that was begun before it; and where weights travel, the host's share of a step is small.
+A layer always has the same place, so its tensors are fixed views of that place. Steps are not captured: a graph cannot
+wait for a copy that began before it, and with offload the host's share of a step is small.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from quire.quantization.base import PreparedLinearMethod
 
 log = get_logger(__name__)
 
-CHUNK = 64 << 20  # bytes; the host's allocator rounds up to powers of two
+CHUNK = 64 << 20  # bytes; PyTorch's pinned allocator rounds up to powers of two
 ALIGNED = 256
 PLACES = 2
 GIB = 1 << 30
 
-Pair = tuple[Tensor, Tensor]  # into, source: bytes
+Pair = tuple[Tensor, Tensor]  # (destination, source): bytes
 
 
 class Copier(Protocol):
-    """A device's copies beside its computing."""
+    """A device's copies that overlap with computation."""
 
     def host(self, size: int) -> Tensor:
-        """Bytes of the host that the device reads by itself."""
+        """Allocate pinned bytes on the host."""
         ...
 
     def device(self, size: int) -> Tensor:
-        """Bytes of the device."""
+        """Allocate bytes on the device."""
         ...
 
     def mark(self) -> Any:
-        """All that the caller has queued on the device until now."""
+        """A mark after everything that the caller has queued on the device so far."""
         ...
 
     def copy(self, pairs: Sequence[Pair], after: Any) -> Any:
-        """Queue copies that begin when the mark `after` is reached; the mark of their end."""
+        """Queue copies that begin when the mark `after` is reached; returns the mark of their end."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """What the caller queues from now on comes after the mark."""
+        """Make everything that the caller queues from now on wait for the mark."""
         ...
 
 
 class Ring:
-    """Who has which place, and what must be over before what.
+    """Tracks which layer is in which place, and orders copies and computation.
 
     Args:
-        copies: of each layer that travels, from the host to its place: layer i has place i % 2.
+        copies: for each offloaded layer, the copies from the host to its place: layer i uses place i % 2.
     """
 
     def __init__(self, copier: Copier, copies: Sequence[Sequence[Pair]]):
@@ -73,14 +73,14 @@ class Ring:
         self.copied: list[Any] = [None] * PLACES
 
     def before(self, layer: int) -> None:
-        """What is queued next may read the layer's weights."""
+        """Make what is queued next wait for the layer's weights."""
         place = layer % PLACES
-        if self.held[place] != layer:  # the first pass, or one that did not run to its end
+        if self.held[place] != layer:  # the first pass, or one after a failed pass
             self._bring(layer)
         self.copier.wait(self.copied[place])
 
     def after(self, layer: int) -> None:
-        """Nothing that is queued from now on reads them in this pass: the next layer of this place may come."""
+        """The layer is done in this pass: copy the next layer into its place."""
         following = layer + PLACES
         self._bring(following if following < len(self.copies) else layer % PLACES)
 
@@ -93,7 +93,7 @@ class Ring:
 
 
 class _Part(NamedTuple):
-    """A tensor of a layer, and how its owner is given another."""
+    """A tensor of a layer, and the object that has it as an attribute."""
 
     owner: Any
     name: str
@@ -111,7 +111,7 @@ def linears(layer: nn.Module) -> list[Linear]:
 
 
 def parts_of(layer: nn.Module) -> list[_Part]:
-    """Tensors of its linears, in whatever form."""
+    """The tensors of the layer's linears, plain or quantized."""
     found = []
     for linear in linears(layer):
         found += [_Part(linear, name, p.data) for name, p in linear.named_parameters() if not p.is_meta]  # fmt: skip
@@ -122,7 +122,7 @@ def parts_of(layer: nn.Module) -> list[_Part]:
 
 
 class Offload:
-    """What `cpu_offload_gb` asks for: relieves the device of at least so many bytes, if the model's layers have them.
+    """Implements `cpu_offload_gb`: frees at least so many bytes of the device, if the layers have them.
 
     Args:
         wanted: bytes.
@@ -133,12 +133,12 @@ class Offload:
         self.chosen: list[nn.Module] = []
 
     def choose(self, layers: Sequence[nn.Module], shrink: float = 1.0) -> set[nn.Module]:
-        """Of a model that has no weights yet: the layers that will travel; their linears, to be filled on the host.
+        """Choose layers to offload, before the weights are loaded. Returns their linears, to be loaded on the host.
 
-        Two layers more than asked for, since two places stay on the device.
+        Chooses two layers more than needed, since the two places stay on the device.
 
         Args:
-            shrink: what a weight takes once it is loaded, as a share of what it takes by its shape.
+            shrink: the size of a loaded weight, as a share of its size by shape and dtype.
         """
         size = max(shrink * sum(p.numel() * p.element_size() for m in linears(layer) for p in m.parameters()) for layer in layers)  # fmt: skip
         count = min(len(layers), -int(-self.wanted // size) + PLACES)
@@ -146,7 +146,7 @@ class Offload:
         return {linear for layer in self.chosen for linear in linears(layer)}
 
     def take(self) -> None:
-        """The weights are there, on the host: from now on they travel."""
+        """Move the loaded weights into pinned memory and install the copies. Call once, after loading."""
         packed = [_Packed(self.copier, parts_of(layer)) for layer in self.chosen]
         room = max(each.size for each in packed)
         places = [self.copier.device(room) for _ in range(min(PLACES, len(packed)))]
@@ -164,7 +164,7 @@ class Offload:
 
 
 class _Packed:
-    """A layer's tensors in memory of the host, one after the other."""
+    """A layer's tensors in pinned host memory, one after the other."""
 
     def __init__(self, copier: Copier, parts: Sequence[_Part]):
         self.parts: list[tuple[int, _Part]] = []
@@ -176,7 +176,7 @@ class _Packed:
         self.chunks = [copier.host(size) for size in sizes]
         for index, (at, part) in enumerate(self.parts):
             self._write(at, part.tensor.contiguous().flatten().view(torch.uint8))
-            # Only its shape is wanted from now on: what held it is let go, one tensor after the other.
+            # From now on only its shape is needed: free the memory, one tensor after the other.
             part.become(part.tensor.to("meta"))
             self.parts[index] = at, part._replace(tensor=part.tensor.to("meta"))
 
@@ -189,7 +189,7 @@ class _Packed:
             at, source = at + len(piece), source[len(piece) :]
 
     def laid_in(self, place: Tensor) -> list[Pair]:
-        """The tensors become views of a place; the copies that fill it."""
+        """Make the tensors views of a place; returns the copies that fill it."""
         for at, part in self.parts:
             like = part.tensor
             part.become(place[at : at + like.nbytes].view(like.dtype).view(like.shape))

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on queries, keys and values, and in some checkpoints a window in the upper layers."""
+"""Qwen 2 and 2.5: biases on queries, keys and values; some checkpoints have a window in the upper layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3: a norm on each head's query and key, heads of a size of their own, no biases unless asked."""
+"""Qwen 3: a norm on each head's query and key, an explicit head size, no biases unless the config sets them."""
 
 from __future__ import annotations
 

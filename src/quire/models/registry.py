@@ -1,6 +1,6 @@
-"""Which architectures have a model of ours, and whose code runs for a checkpoint. No torch.
+"""Registry of native models, and the choice between them and the Transformers backend. Does not import torch.
 
-To add one: a file in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
+To add a model: a file in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
 package: `register("MyForCausalLM", "my_package.module:MyModel")`.
 """
 
@@ -26,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 
 
 def register(architecture: str, target: str) -> None:
-    """Name a model class: "module:Class". The last registration of an architecture counts."""
+    """Register a model class: "module:Class". A later registration of an architecture replaces the earlier one."""
     if target.count(":") != 1:
         raise ConfigError(f"model {architecture}: {target!r} is not of the form module:Class")
     MODELS[architecture] = target
@@ -38,7 +38,7 @@ def choose_impl(
     """("native" or "transformers", why).
 
     Raises:
-        ConfigError: model_impl is unknown, or asks for native code that there is not.
+        ConfigError: model_impl is unknown, or requires a native model that does not exist.
     """
     if model_impl not in IMPLS:
         raise ConfigError(f"model_impl={model_impl!r}: choose {', '.join(IMPLS)}")
@@ -55,11 +55,11 @@ def choose_impl(
 
 
 def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
-    """Why our model cannot run this checkpoint; empty: it can."""
+    """Why the native model cannot run this checkpoint; empty: it can."""
     if architecture not in MODELS:
         return f"{architecture} has no native model"
     if not MODELS[architecture].startswith("quire."):
-        return ""  # who registers a model knows what it can
+        return ""  # a registered model checks its own config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in (*ROPE_TYPES, "su", "mrope"):

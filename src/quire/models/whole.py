@@ -1,6 +1,6 @@
-"""A model as the kernels are told of it, from token ids to logits: its table, its layers, its norm, its head.
+"""Describes a model to the CPU kernels, from token ids to logits: embedding table, layers, last norm, head.
 
-Knows native models whose layers are one call (`quantization/fused.py`). Does not know rows or sampling.
+Knows native models whose decoder is fused (`quantization/fused.py`). Does not know rows or sampling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class CModel(ctypes.Structure):
-    """`Model` of kernels/step.h. `alive` keeps what it points to."""
+    """Mirrors `Model` of kernels/step.h. `alive` keeps references to what it points to."""
 
     alive: tuple[Any, ...]
     _fields_: ClassVar[Sequence[Any]] = [
@@ -33,7 +33,7 @@ class CModel(ctypes.Structure):
 
 
 def native_model(model: object) -> CModel | None:
-    """None if some part of it is not one that the kernels have, or its cache is not there yet."""
+    """None if the kernels do not support some part of the model, or its cache is not allocated yet."""
     if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
         return None
     if type(model).forward is not CausalLM.forward or type(model).logits is not CausalLM.logits:
@@ -56,7 +56,7 @@ def native_model(model: object) -> CModel | None:
 
 
 def _table(embedding: Embedding) -> tuple[int, bool] | None:
-    """Where it lies, and whether it is packed."""
+    """The table's address, and whether it is packed; None if the kernels do not support it."""
     if type(embedding) is not Embedding or embedding.scale is not None:
         return None
     weight = embedding.weight

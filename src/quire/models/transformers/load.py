@@ -1,8 +1,8 @@
-"""A checkpoint -> the text model that Transformers makes of it, with weights, and nothing else of it in memory.
+"""Loads a checkpoint's text model through Transformers, with as little else in memory as possible.
 
 Knows the auto classes and the loader of Transformers. Does not know how the model will be run. A wrapper with
-a picture or sound tower loads as its language model alone where Transformers has a class for that; otherwise
-whole, and `model.py` drops what a text pass never touches.
+an image or sound tower loads as its language model alone if Transformers has a class for that; otherwise it
+loads whole, and `model.py` drops what a text pass never uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from quire.config.engine import Resolved
 from quire.errors import ConfigError, Unsupported
 
-# Where wrappers keep the language model in their checkpoints, and where its own class has it.
+# Prefixes of the language model's names in wrapper checkpoints, and in its own class.
 TEXT_NAMES = {
     r"^model\.language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
@@ -37,7 +37,7 @@ def load(resolved: Resolved, device: torch.device | str) -> PreTrainedModel:
     """The model with its weights, in eval mode, on `device`.
 
     Raises:
-        ConfigError: the checkpoint lacks weights that the model needs, or brings them in other shapes.
+        ConfigError: the checkpoint lacks weights that the model needs, or has them in other shapes.
         Unsupported: Transformers has no text-generating class for this checkpoint.
     """
     config = read_config(resolved)
@@ -57,10 +57,10 @@ def load(resolved: Resolved, device: torch.device | str) -> PreTrainedModel:
 
 
 def read_config(resolved: Resolved) -> PreTrainedConfig:
-    """The checkpoint's config, wrapper included, with `hf_overrides` put over it.
+    """The checkpoint's config, wrapper included, with `hf_overrides` applied.
 
     Raises:
-        ConfigError: Transformers does not know the model type, and its own code is not trusted.
+        ConfigError: Transformers does not know the model type, and the checkpoint's own code is not trusted.
     """
     asked = resolved.asked.model
     try:
@@ -115,7 +115,7 @@ def _class_of(
             quantization = getattr(config, "quantization_config", None)
             if quantization is not None:
                 text.quantization_config = quantization
-            # A wrapper ties by its own config.json as often as by the text model's.
+            # Some wrappers set tying in their own config, others in the text model's.
             text.tie_word_embeddings = bool(
                 getattr(config, "tie_word_embeddings", False)
                 or getattr(text, "tie_word_embeddings", False)
@@ -166,7 +166,7 @@ def _read(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no load report of Transformers: what matters of it becomes an error above."""
+    """Silence Transformers' progress bars and load report: its problems are raised as errors above."""
     loggers = [logging.getLogger(name) for name in ("transformers",)]
     levels = [logger.level for logger in loggers]
     bars = transformers.utils.logging.is_progress_bar_enabled()
@@ -186,13 +186,13 @@ def _quiet() -> Iterator[None]:
 
 
 def freeze_rope(model: nn.Module, max_model_len: int) -> list[str]:
-    """Make rotary frequencies that depend on the longest request of a pass the same for every pass.
+    """Fix rotary frequencies that would depend on the longest request of a pass.
 
-    Transformers picks them by the largest position it sees, so a request's numbers would depend on its
-    batch mates and change in the middle of its text. Here `max_model_len` decides, once.
+    Transformers chooses them by the largest position in a pass, so a request's values would depend on the other
+    requests of the batch and change in the middle of its text. Here `max_model_len` decides, once.
 
     Returns:
-        One clause for each kind of rope that was frozen away from its short form.
+        One clause for each kind of rope that was fixed to its long form.
     """
     said = []
     modules: list[Any] = list(model.modules())

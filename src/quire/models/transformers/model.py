@@ -1,16 +1,16 @@
-"""Any text model of Transformers, with the face of our own models.
+"""Transformers backend: any text model of Transformers, with the interface of native models.
 
-    packed        attention is ours, everything else is the model's code; paging, prefix caching and preemption
-                  work as for native models
-    per request   the model's own cache, one pass a row; slower, for models that mix tokens elsewhere too
+    packed        Quire's attention, with the model's own code for all else; paging, prefix caching and
+                  preemption work as for native models
+    per request   the model's own cache, one pass per row; slower, for models that also mix tokens elsewhere
 
-Which of the two is decided at load: the config's word first (`modes.py`), then what the layers
-ask of attention in one pass (`packed.py`), then whether the numbers agree (`self_check.py`).
-A model that agrees in neither way is refused.
+The mode is decided at load: first by the config (`modes.py`), then by what the layers pass to attention in
+one forward pass (`packed.py`), then by whether the logits agree (`self_check.py`).
+A model that fails in both modes is refused.
 
 Knows one forward pass. Does not know blocks, plans, sampling, or any architecture by name.
 
-Shape suffixes: T tokens of this step, S places that want logits, D hidden size, V words.
+Shape suffixes: T tokens of this step, S positions that need logits, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class TransformersModel(LanguageModel):
 
     Attributes:
         mode: "packed" or "per request".
-        per_request: True in mode "per request": no attention layers of ours, `forget` matters.
+        per_request: True in mode "per request": no attention layers of Quire, and `forget` must be called.
         supports_prefix_caching: False in mode "per request".
-        description: one sentence for the log: which way, why, and what is off.
+        description: one sentence for the log: which mode, why, and which features are off.
     """
 
     mode: Mode
-    recordable = False  # its code may ask the device for numbers, which cannot be replayed
+    recordable = False  # the model's code may read values from the device, which a graph cannot do
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, step_tokens: int = 0):
         """Wrap a model that has its weights.
 
         Raises:
-            Unsupported: neither way agrees with the model's own plain pass.
+            Unsupported: in neither mode do the logits agree with the model's own forward pass.
         """
         super().__init__()
         self.model = model
@@ -87,11 +87,11 @@ class TransformersModel(LanguageModel):
 
     @classmethod
     def build(cls, resolved: Resolved, platform: _OnDevice) -> TransformersModel:
-        """Load the checkpoint that `resolved` names and decide how to run it.
+        """Load the checkpoint of `resolved` and choose the mode.
 
         Raises:
             ConfigError: the checkpoint is incomplete, or needs code that is not trusted.
-            Unsupported: no text model in it, or one that neither way can run.
+            Unsupported: it has no text model, or one that neither mode can run.
         """
         check_supported(resolved.hf_config, resolved.architecture)
         model = loading.load(resolved, platform.device)
@@ -100,7 +100,7 @@ class TransformersModel(LanguageModel):
         log.info("%s: %s", resolved.architecture, built.description)
         return built
 
-    # --------------------------------------------------------------------------------------- the face
+    # --------------------------------------------------------------------------------------- LanguageModel
 
     @property
     def per_request(self) -> bool:
@@ -115,11 +115,11 @@ class TransformersModel(LanguageModel):
         return _vocab_size(self.model)
 
     def attention_layers(self) -> list[Attention]:
-        """In the order in which a pass calls them; none in mode "per request"."""
+        """In the order in which a pass calls them; empty in mode "per request"."""
         return list(self._layers)  # type: ignore[arg-type]
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Hidden states of the step, [T, D], as the output layer wants them."""
+        """Hidden states of the step, [T, D], as the LM head needs them."""
         if self._caches is None:
             return self._run(token_ids_T[None], positions_T[None])[0][0]
         batch = current_batch()
@@ -137,13 +137,13 @@ class TransformersModel(LanguageModel):
         return torch.cat(parts)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """[S, V]: the head, with whatever scaling or capping the model's own forward does around it."""
+        """[S, V]: the LM head, with any scaling or capping that the model's own forward adds."""
         ids_1S = torch.zeros(1, len(hidden_SD), dtype=torch.long, device=hidden_SD.device)
         with self._trunk_says(hidden_SD[None]):
             return _logits_of(self.model(input_ids=ids_1S, use_cache=False))[0]
 
     def forget(self, rows: list[int]) -> None:
-        """Give back what is kept for rows that left or enter; nothing is, in mode "packed"."""
+        """Free what is kept for rows that requests leave or enter: caches, in mode "per request"."""
         if self._caches is not None:
             self._caches.forget(rows)
 
@@ -171,14 +171,14 @@ class TransformersModel(LanguageModel):
 
     @contextmanager
     def _trunk_says(self, hidden_1SD: Tensor) -> Iterator[None]:
-        """Inside, the model's forward skips its layers and goes on from these hidden states."""
+        """Inside, the model's forward skips its layers and continues with these hidden states."""
         self._trunk.__dict__["forward"] = lambda *_args, **_kwargs: _like(self._output, hidden_1SD)
         try:
             yield
         finally:
             del self._trunk.__dict__["forward"]
 
-    # --------------------------------------------------------------------------------------- choosing
+    # --------------------------------------------------------------------------------------- choice of the mode
 
     def _choose(self, max_model_len: int, step_tokens: int) -> None:
         mode, why = choose_mode(self.config.to_dict(), max_model_len, step_tokens)
@@ -236,7 +236,7 @@ class TransformersModel(LanguageModel):
         )
         try:
             logits_TV = self.logits(self._run(ids_T[None], positions_T[None])[0][0])
-        except Exception as error:  # whatever a model does with a pass that it did not expect
+        except Exception as error:  # model code may fail in any way with an unexpected pass
             raise packed.NotPackable(
                 f"a packed pass failed in its code ({type(error).__name__}: {error})"
             ) from error
@@ -277,7 +277,7 @@ class TransformersModel(LanguageModel):
         step: Callable[[list[tuple[int, int, Tensor]]], list[Tensor]],
         attention: str | None,
     ) -> str | None:
-        """`check.difference`, with `attention` under the model only while `step` runs."""
+        """`check.difference`; the model uses `attention` only while `step` runs."""
         before = self.model.config._attn_implementation
 
         def attended(pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
@@ -294,7 +294,7 @@ class TransformersModel(LanguageModel):
         return check.difference(ids, self._plain, attended, limit, spare=not exact)
 
     def _rounding(self, ids: list[Tensor]) -> float:
-        """See `check.rounding`: the two orders are the model's attention and the simplest one."""
+        """See `check.rounding`: compares the model's attention with eager attention."""
         before = self.model.config._attn_implementation
 
         def simply(ids_N: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class TransformersModel(LanguageModel):
 
 
 def find_trunk(model: PreTrainedModel) -> tuple[nn.Module, Any]:
-    """The submodule from which the model's forward gets hidden states, and an output of it as a sample.
+    """The submodule from which the model's forward gets hidden states, and a sample of its output.
 
     Raises:
         Unsupported: there is none: the model does not consist of a trunk and a head.
@@ -352,7 +352,7 @@ def find_trunk(model: PreTrainedModel) -> tuple[nn.Module, Any]:
 
 
 def runner_of(model: PreTrainedModel, trunk: nn.Module) -> nn.Module:
-    """What to call with text: the trunk, or in a wrapper with towers the language model inside it."""
+    """The module to call with text: the trunk, or in a wrapper with towers the language model inside it."""
     inner = model.get_decoder()
     if inner is not trunk and any(inner is module for module in trunk.modules()):
         return inner
@@ -360,9 +360,9 @@ def runner_of(model: PreTrainedModel, trunk: nn.Module) -> nn.Module:
 
 
 def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
-    """Free the weights of a wrapper that only pictures and sounds touch; returns what was dropped.
+    """Free the weights of a wrapper that only images and sounds use; returns the names of the dropped modules.
 
-    Nothing is dropped inside what runs text, nor anything that holds it, nor the head.
+    Keeps the text module and everything that contains it or is inside it, and the head.
     """
     if runner is model or not any(part is runner for part in model.modules()):
         return []
@@ -387,7 +387,7 @@ def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
 
 
 def _empty(tower: nn.Module) -> None:
-    """Leave its parameters in place but without numbers; on "meta" they would say a wrong device of the model."""
+    """Replace the tower's parameters by empty ones; on "meta" they would report a wrong device for the model."""
     for part in tower.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
             part.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))

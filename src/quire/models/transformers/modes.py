@@ -1,13 +1,13 @@
-"""Which way a Transformers model is run, and why: packed, or one cache per request.
+"""Chooses the mode of a Transformers model: packed, or one cache per request.
 
-    packed        all requests of a step side by side in one forward pass; keys and values go through our
-                  attention layers into our blocks, so prefix caching and preemption work as for native models.
-    per request   one forward pass a request, with a cache that Transformers keeps; correct for recurrent
-                  layers, alibi and sparse attention, but without paging and without prefix caching.
+    packed        one forward pass computes all requests of a step side by side; keys and values go through Quire's
+                  attention layers into its KV cache, so prefix caching and preemption work as for native models.
+    per request   one forward pass per request, with a cache of Transformers; correct for recurrent layers,
+                  alibi and sparse attention, but without paging and without prefix caching.
 
-Knows a config as a dict. Does not know torch or the model: what only the model can tell (does each layer go
-through the attention interface, with which mask?) is found out at build time by `packed.py` and
-`self_check.py`, which may turn "packed" into "per request", never the other way round.
+Knows a config as a dict. Does not know torch or the model. What only the model can show (does each layer go
+through the attention interface, with which mask?) is found at build time by `packed.py` and `self_check.py`,
+which may change "packed" to "per request", never the reverse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKED: Mode = "packed"
 PER_REQUEST: Mode = "per request"
 
 PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Layers that see another token only through attention; anything else would see its neighbour's tokens."""
+"""Layers that mix tokens only through attention; any other layer would mix tokens of different requests."""
 
 _OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 _RECURRENT = "it has recurrent layers, which would see the tokens of other requests"
@@ -41,7 +41,7 @@ PER_REQUEST_TYPES: dict[str, str] = {
     "diffllama": _TWICE,
     "doge": _OWN_MASK,
 }
-"""model_type -> why, for those whose config does not say it in `layer_types`."""
+"""model_type -> why, for models whose config does not show it in `layer_types`."""
 
 UNSUPPORTED_TYPES: dict[str, str] = {
     "recurrent_gemma": "it keeps its state outside the cache classes of Transformers",
@@ -51,14 +51,14 @@ UNSUPPORTED_TYPES: dict[str, str] = {
     "xlm": "it is not a left-to-right model",
     "blt": "it reads bytes through an encoder of its own",
 }
-"""model_type -> why it cannot run at all; these fail before any weight is read."""
+"""model_type -> why it cannot run at all; these fail before weights are read."""
 
 
 def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
     """Refuse early what neither mode can run.
 
     Raises:
-        Unsupported: an encoder-decoder, or a model type of `UNSUPPORTED_TYPES`.
+        Unsupported: an encoder-decoder, or a model type in `UNSUPPORTED_TYPES`.
     """
     kind = str(hf_config.get("model_type", ""))
     reason = UNSUPPORTED_TYPES.get(kind)
@@ -72,7 +72,7 @@ def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
 
 
 def check_weights(quantized: bool, architecture: str) -> None:
-    """Raises Unsupported: these modules multiply by plain weights."""
+    """Raises Unsupported: the backend cannot multiply quantized weights."""
     if quantized:
         raise Unsupported(
             f"quantized weights of {architecture}, which runs through Transformers",
@@ -81,7 +81,7 @@ def check_weights(quantized: bool, architecture: str) -> None:
 
 
 def check_own_cache(dtype: str, kv_dtype: str, architecture: str) -> None:
-    """Of a model that is run per request. Raises Unsupported: Transformers keeps keys and values as they are."""
+    """For per-request mode. Raises Unsupported: Transformers' caches do not convert keys and values."""
     if kv_dtype != dtype:
         raise Unsupported(
             f"kv_cache_dtype={kv_dtype} for {architecture}, which keeps its cache itself",
@@ -92,11 +92,11 @@ def check_own_cache(dtype: str, kv_dtype: str, architecture: str) -> None:
 def choose_mode(
     hf_config: Mapping[str, Any], max_model_len: int | None = None, step_tokens: int = 0
 ) -> tuple[Mode, str]:
-    """What the config alone tells: the mode, and one clause that says why.
+    """Choose by the config alone: the mode, and one clause that says why.
 
     Args:
         hf_config: config.json of the text model, as a dict.
-        max_model_len: the longest request, in tokens; unset: the config's own limit.
+        max_model_len: the longest request, in tokens; None: the config's own limit.
         step_tokens: the most tokens of one step (max_num_batched_tokens).
     """
     kind = str(hf_config.get("model_type", ""))
@@ -119,7 +119,7 @@ def choose_mode(
 
 
 def _chunk(hf_config: Mapping[str, Any]) -> int:
-    """Tokens a chunk, 0 if no layer attends in chunks (Llama 4)."""
+    """Tokens per chunk, 0 if no layer uses chunked attention (Llama 4)."""
     types = hf_config.get("layer_types")
     if types is not None and "chunked_attention" not in types:
         return 0
@@ -127,7 +127,7 @@ def _chunk(hf_config: Mapping[str, Any]) -> int:
 
 
 def _tuning(hf_config: Mapping[str, Any]) -> int:
-    """From which token on the place in the pass, not the position, scales queries (Llama 4); 0: nowhere."""
+    """From this token on, the index in the pass, not the position, scales queries (Llama 4); 0: never."""
     if not hf_config.get("attn_temperature_tuning"):
         return 0
     return max(1, int(hf_config.get("floor_scale") or 0) - 1)

@@ -1,9 +1,9 @@
-"""Mode "packed": a Transformers model whose attention is ours.
+"""Mode "packed": a Transformers model that uses Quire's attention.
 
-Knows the attention interface of Transformers and what one forward pass told about each layer (`probe`).
-Does not know blocks, batches or backends: those are `layers/attention.py`'s. Fact: with an attention name
-that has no mask function registered, Transformers makes no mask at all, so a pass over [1, T] may hold
-any number of requests, each continued from wherever it was.
+Knows the attention interface of Transformers and what one forward pass shows of each layer (`probe`).
+Does not know blocks, batches or backends: `layers/attention.py` does. For an attention name without a
+registered mask function, Transformers makes no mask at all, so a pass over [1, T] may contain any number
+of requests, each continued from any position.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
 """
@@ -25,7 +25,9 @@ from quire.layers.attention import Attention
 
 ATTENTION = "quire"
 PROBE = "quire-probe"
-HANDLE = "quire_attention"  # on a Transformers attention module: our layer
+HANDLE = (
+    "quire_attention"  # the attribute of a Transformers attention module that has Quire's layer
+)
 PROBE_TOKENS = 6
 
 
@@ -35,7 +37,7 @@ class NotPackable(Exception):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a token sees: all before it, or the last `size`, or those of its chunk of `size`."""
+    """Which keys a token sees: all before it, or the last `size`, or those in its chunk of `size`."""
 
     kind: str  # "full", "window", "chunk", "other"
     size: int = 0
@@ -53,7 +55,7 @@ class AttentionCall:
     num_queries: int
     num_keys: int
     mask: MaskRule | None  # None: the layer got no mask
-    options: dict[str, Any]  # the keywords that were not None
+    options: dict[str, Any]  # the keyword arguments that were not None
 
 
 # ------------------------------------------------------------------------------------------- running
@@ -67,7 +69,7 @@ def attend(
     attention_mask: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The interface's function: [1, H, T, D], [1, K, T, D], [1, K, T, E] -> [1, T, H, E] contiguous."""
+    """The attention function: [1, H, T, D], [1, K, T, D], [1, K, T, E] -> [1, T, H, E] contiguous."""
     layer: Attention = getattr(module, HANDLE)
     out_THE = layer(
         query[0].transpose(0, 1).contiguous(),
@@ -78,14 +80,14 @@ def attend(
 
 
 def attach(calls: list[AttentionCall], max_model_len: int) -> list[Attention]:
-    """Make our attention layer for each call and hang it on the module that made the call.
+    """Make a Quire attention layer for each call, and attach it to the module that made the call.
 
     Raises:
-        NotPackable: a call asks for something that our attention has no word for.
+        NotPackable: a call needs something that Quire's attention does not support.
     """
     layers = [_layer(call, index, max_model_len) for index, call in enumerate(calls)]
     for call, layer in zip(calls, layers, strict=True):
-        # Past nn.Module.__setattr__: the layer belongs to us and is registered there.
+        # Not through nn.Module.__setattr__: TransformersModel owns and registers the layer.
         call.module.__dict__[HANDLE] = layer
     return layers
 
@@ -99,7 +101,7 @@ def detach(calls: list[AttentionCall]) -> None:
 
 _calls: list[AttentionCall] | None = None
 _masks: list[tuple[Tensor, MaskRule]] = []
-_probing = threading.Lock()  # who loads a second model meanwhile waits
+_probing = threading.Lock()  # two loads at once take turns
 
 
 @contextmanager
@@ -115,13 +117,13 @@ def _recording() -> Iterator[list[AttentionCall]]:
 
 
 def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> list[AttentionCall]:
-    """One forward pass over a few tokens in which each layer says what it wants.
+    """Run one forward pass over a few tokens and record each layer's attention call.
 
     Args:
         forward: called with ids and positions, [1, T] each; must run the decoder without a cache.
 
     Raises:
-        NotPackable: the layers do not all go through the interface, once each.
+        NotPackable: some layer does not call the attention interface exactly once.
     """
     register()
     before = model.config._attn_implementation
@@ -133,7 +135,7 @@ def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> l
             forward(ids_1T, torch.arange(PROBE_TOKENS, device=model.device)[None])
     except NotPackable:
         raise
-    except Exception as error:  # whatever a model does with a mask it did not expect
+    except Exception as error:  # model code may fail in any way with an unexpected mask
         raise NotPackable(f"a pass failed in its code ({type(error).__name__}: {error})") from error
     finally:
         use(model, before)
@@ -142,17 +144,17 @@ def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> l
 
 
 def register() -> None:
-    """Tell Transformers our two names; doing so again changes nothing."""
+    """Register the two attention names with Transformers; a repeated call changes nothing."""
     AttentionInterface.register(ATTENTION, attend)
     AttentionInterface.register(PROBE, _record)
     AttentionMaskInterface.register(PROBE, _record_mask)
 
 
 def use(model: PreTrainedModel, name: str) -> None:
-    """Make `name` the attention of every layer.
+    """Make `name` the attention implementation of every layer.
 
     Raises:
-        NotPackable: the model's code does not use the interface.
+        NotPackable: the model's code does not use the attention interface.
     """
     if not model._can_set_attn_implementation():
         raise NotPackable(
@@ -197,7 +199,7 @@ def _record(
             options={name: value for name, value in options.items() if value is not None},
         )
     )
-    # Any numbers of the right shape will do: each token's own value.
+    # Any values of the right shape will do: return each token's own value.
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
@@ -205,17 +207,17 @@ def _record(
 def _record_mask(
     *args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
 ) -> Any:
-    """A mask as the eager attention would get it, remembered together with its rule."""
-    kwargs["allow_is_causal_skip"] = False  # None would tell nothing
+    """Make the mask that eager attention would get, and remember it with its rule."""
+    kwargs["allow_is_causal_skip"] = False  # else there may be no mask to record
     mask = eager_mask(*args, mask_function=mask_function, local_size=local_size, **kwargs)
-    # Over so few tokens a wide window looks like no window: number the masks where no score is hidden anyway.
+    # Over so few tokens a wide window equals no window: mark each mask by its diagonal, which hides no score.
     mask.diagonal(dim1=-2, dim2=-1).fill_(-1.0 - len(_masks))
     _masks.append((mask, _rule(mask_function, local_size)))
     return mask
 
 
 def _rule_of(mask: Any) -> MaskRule | None:
-    """The rule behind a mask that a layer got; a slice of a mask that we made counts as that mask."""
+    """The rule of the mask that a layer got, recognized by identity or by equal values."""
     if mask is None:
         return None
     if isinstance(mask, Tensor):
@@ -226,7 +228,7 @@ def _rule_of(mask: Any) -> MaskRule | None:
 
 
 def _rule(mask_function: Callable[..., Any], local_size: int | None) -> MaskRule:
-    """Ask the mask function about well chosen places, and see which rule answers the same."""
+    """Find the rule that agrees with the mask function at selected positions."""
     size = local_size or 0
     places = (
         sorted({0, 1, size - 1, size, size + 1, 2 * size, 2 * size + size // 2, 3 * size + 1})
@@ -307,7 +309,7 @@ def _scale(call: AttentionCall) -> float:
 
 
 def _window(call: AttentionCall, max_model_len: int) -> int | None:
-    """Tokens a query sees, itself counted; None: all. The mask is what counts, not the keyword beside it."""
+    """Tokens a query sees, itself included; None: all. If there is a mask, it counts, not the keyword argument."""
     rule = call.mask
     if rule is None:
         window = call.options.get("sliding_window")

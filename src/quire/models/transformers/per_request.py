@@ -1,8 +1,8 @@
-"""Mode "per request": a cache of Transformers for each row, and one forward pass a row.
+"""Mode "per request": one Transformers cache for each row, and one forward pass per row.
 
-Knows rows by number and where each stands. Does not know the plan, blocks or sampling. A row that starts
-again at position 0 (a new request, or one that was preempted) gets a fresh cache whatever was there, so a
-missed `forget` can cost memory but never correctness.
+Knows row numbers and the length of each cache. Does not know plans, blocks or sampling. A row that starts at
+position 0 (a new request, or one after a preemption) always gets a new cache, so a missed `forget` can cost
+memory but never correctness.
 
 Shape suffixes: T tokens of one row in this step, D hidden size.
 """
@@ -19,18 +19,18 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Row:
-    cache: Any  # None until the model made its own kind
+    cache: Any  # None until the model has made its own kind
     length: int = 0
 
 
 class OwnCaches:
-    """Row number -> cache.
+    """Maps row numbers to caches.
 
     Args:
         forward: (ids_1T, positions_1T, cache) -> (hidden_1TD, cache).
-        new_cache: makes an empty cache, or None where the model makes its own at the first pass.
-        one_by_one: continue token by token; for models that are right when they start with many tokens
-            or continue with one, and wrong when they continue with several (some recurrent layers).
+        new_cache: makes an empty cache, or None if the model makes its own in the first pass.
+        one_by_one: continue token by token; for models that can start with many tokens or continue with
+            one, but are wrong when they continue with several (some recurrent layers).
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class OwnCaches:
         return len(self._rows)
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Give back the caches of rows that left or are about to be seated anew."""
+        """Free the caches of rows that requests leave or enter."""
         for row in rows:
             self._rows.pop(row, None)
 
     def run(self, row: int, start: int, ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Continue `row`, which has `start` tokens behind it. Returns hidden_TD.
+        """Continue `row`, which has computed `start` tokens. Returns hidden_TD.
 
         Raises:
-            RuntimeError: the row's cache does not hold exactly `start` tokens; its request must be
+            RuntimeError: the row's cache does not have exactly `start` tokens; its request must be
                 computed again from its first token.
         """
         if start == 0:
@@ -65,7 +65,7 @@ class OwnCaches:
         if state is None or state.length != start:
             have = "no cache" if state is None else f"a cache of {state.length} tokens"
             raise RuntimeError(f"row {row} continues at token {start} but has {have}")
-        state.length = -1  # until the pass is through; a failed pass leaves the cache unusable
+        state.length = -1  # until the pass is done; a failed pass leaves the cache unusable
         step = 1 if self.one_by_one and start else len(ids_T)
         parts = []
         for at in range(0, len(ids_T), step):

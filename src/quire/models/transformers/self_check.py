@@ -1,13 +1,13 @@
-"""The guard: does a model, run our way, say what it says run plainly?
+"""Self check: does a Transformers model give the same logits in Quire's mode as in its own forward pass?
 
-Every model of the generic backend passes here before it serves. Two short random prompts are computed in
-awkward pieces, side by side, and compared with the model's own plain pass over each. Whatever mixes tokens in
-a way that `modes.py` has never heard of shows as a difference here, not as bad text later.
+Every model of the Transformers backend passes this check before it serves. Two short random prompts are computed in
+uneven pieces, side by side, and compared with the model's own pass over each whole prompt. A model that mixes tokens
+in a way that `modes.py` does not know fails here, instead of giving bad text later.
 
-Knows forward functions. Does not know backends: packed attention is computed here by a few lines of its own,
-so a wrong kernel and a wrong model cannot be taken for each other.
+Knows forward functions. Does not know backends: a short implementation here computes packed attention, so that a
+wrong kernel cannot be mistaken for a wrong model.
 
-Shape suffixes: T tokens of one pass, N of one prompt, H query heads, K key/value heads, D head size, V words.
+Shape suffixes: T tokens of one pass, N of one prompt, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.layers.attention import Attention
 
 CHECK = "quire-check"
 PROMPT_LENGTHS = (11, 8)
-# (prompt, first token, number of tokens), by step: chunks, a decode beside a chunk, the later row first.
+# (prompt, first token, number of tokens), by step: chunks, a decode beside a chunk, the rows in reverse order.
 STEPS = (
     ((0, 0, 5), (1, 0, 3)),
     ((1, 3, 1), (0, 5, 4)),
@@ -33,7 +33,7 @@ STEPS = (
     ((0, 10, 1),),
 )
 EXACT = 1e-3  # float32: largest relative difference of a token's logits
-ROUGH = 0.05  # shorter formats, where rounding could not be measured
+ROUGH = 0.05  # 16-bit formats, if rounding cannot be measured
 
 
 def prompts(vocab_size: int, device: torch.device | str) -> list[Tensor]:
@@ -52,13 +52,13 @@ def difference(
     limit: float,
     spare: bool,
 ) -> str | None:
-    """Compare pieces with whole prompts; None if they agree, else a clause that says how far they are apart.
+    """Compare pieces with whole prompts; None if they agree, else a clause that says how much they differ.
 
     Args:
-        plain: ids_N -> logits_NV by the model's untouched forward.
-        step: [(row, start, ids_T), ...] -> logits_TV of each, run together.
+        plain: ids_N -> logits_NV by the model's own forward.
+        step: [(row, start, ids_T), ...] -> logits_TV of each, computed together.
         limit: largest relative difference of a token's logits.
-        spare: a quarter of the tokens may miss it: in short formats a router may tip over by rounding.
+        spare: a quarter of the tokens may exceed it: in 16 bits, rounding may change a router's choice.
     """
     wanted = [plain(ids_N).float() for ids_N in ids]
     if not all(bool(torch.isfinite(w).all()) for w in wanted):
@@ -80,7 +80,7 @@ def difference(
 def rounding(
     ids: list[Tensor], one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
 ) -> float:
-    """The limit that rounding alone calls for, from two orders of the same sums; ROUGH if they are one."""
+    """The limit that rounding alone justifies, measured between two orders of summation; ROUGH if they are equal."""
     middle = float(torch.cat([_apart(one(i).float(), other(i).float()) for i in ids]).median())
     return max(0.02, 3 * middle) if middle > 0 else ROUGH
 
@@ -94,7 +94,7 @@ def _apart(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
 
 
 class _Rows:
-    """Keys and values of the check, kept by layer and row."""
+    """The check's keys and values, by layer and row."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -115,7 +115,7 @@ class _Rows:
 
 
 def _attention(layer: Attention, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, start: int) -> Tensor:
-    """What `layer` promises, in float32, of tokens start .. start + T over their row's N keys."""
+    """The attention of `layer` in float32, for tokens start .. start + T over their row's N keys."""
     groups = layer.num_heads // layer.num_kv_heads
     k_NHD = k_NKD.float().repeat_interleave(groups, 1)
     v_NHD = v_NKD.float().repeat_interleave(groups, 1)
@@ -137,12 +137,12 @@ def _attention(layer: Attention, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, st
 
 
 _rows: _Rows | None = None
-_checking = threading.Lock()  # who loads a second model meanwhile waits
+_checking = threading.Lock()  # two loads at once take turns
 
 
 @contextmanager
 def checking() -> Iterator[_Rows]:
-    """While inside, the attention named CHECK keeps the rows it yields."""
+    """Inside, the attention implementation CHECK uses the rows that this yields."""
     global _rows
     with _checking:
         _rows = _Rows()
@@ -153,7 +153,7 @@ def checking() -> Iterator[_Rows]:
 
 
 def register(handle: str) -> None:
-    """Tell Transformers the name; `handle`: the attribute that holds our layer on an attention module."""
+    """Register CHECK with Transformers; `handle`: the attribute of an attention module that has Quire's layer."""
 
     def attend(
         module: nn.Module,
