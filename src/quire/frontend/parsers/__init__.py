@@ -1,1 +1,1 @@
-"""Model output -> reasoning, content and tool calls: one engine, and a table for each format."""
+"""Output parsers: model output -> reasoning, content and tool calls. One parser, and a state table per format."""

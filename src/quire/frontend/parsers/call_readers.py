@@ -1,7 +1,7 @@
-"""Readers of one tool call: a JSON object with a name and arguments, or a call as Python writes it.
+"""Incremental readers of one tool call: a JSON object with name and arguments, or a Python call expression.
 
-Knows how a call is written. What is read goes to a sink (the parser) at once. Each character is read once. Does
-not know what stands around a call.
+They pass what they read to a CallSink (the parser) at once, and read each character once. Knows the syntax of a call.
+Does not know the text around it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CallSink(Protocol):
     known_only: bool
 
     def begin(self, name: str) -> None:
-        """Raises Malformed: that is no tool's name."""
+        """Raises MalformedValue: not a valid tool name."""
 
     def arguments(self, text: str) -> None: ...
 
@@ -56,7 +56,7 @@ class CallObject:
                 try:
                     reached = self._reader.feed(text, at)
                 except MalformedValue:
-                    self._read_on(self._reader)  # what came before it
+                    self._read_on(self._reader)  # forward what precedes the error
                     raise
                 try:
                     self._read_on(self._reader)
@@ -133,7 +133,7 @@ class CallObject:
         if not self._first and reader.out:
             self._first = reader.out[0][0]
         if self._first != "{" and not reader.done:
-            return  # a string that holds them
+            return  # arguments as a JSON string: wait for its end
         text = reader.take()
         if self._first == '"':
             text = complete_value(json.loads(text), only="{")
@@ -190,7 +190,7 @@ class PythonCall:
         return at
 
     def _step(self, text: str, at: int) -> int:
-        """-1: it needs more text."""
+        """Returns the new position; -1: it needs more text."""
         if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
             word = found[0]
             if len(word) > MOST_WORD:

@@ -1,13 +1,13 @@
-"""Text that is shown, less the white space that is only layout around marks.
+"""Trims white space around markers from the emitted text, as text arrives.
 
-Knows text and borders. Does not know why there is a border.
+Knows text and borders. Does not know markers.
 """
 
 from __future__ import annotations
 
 
 class TrimmedText:
-    """Shown text, of which white space at the end waits until more comes."""
+    """Emitted text; withholds trailing white space until more text follows."""
 
     def __init__(self, border: bool = False) -> None:
         self.out: list[str] = []
@@ -16,9 +16,9 @@ class TrimmedText:
         """White space since the border."""
         self.begun = False
         self.border = border
-        """Nothing came since a mark."""
+        """No text since a marker."""
         self.left = False
-        """A mark led away."""
+        """The parser left this text for another state."""
 
     def add(self, text: str) -> None:
         body = text.rstrip()
@@ -26,7 +26,7 @@ class TrimmedText:
             (self.lead if self.border else self.held).append(text)
             return
         if self.border:
-            # Where text follows text, the white space of one side of what was between them is kept.
+            # Between two pieces of text, keep the white space of only one side of the border.
             rest = body.lstrip()
             if self.begun:
                 space = "".join(self.held) or "".join(self.lead) + body[: len(body) - len(rest)]

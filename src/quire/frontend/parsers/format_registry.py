@@ -1,6 +1,6 @@
-"""Which format a model writes: by the name that a user gives, or by its chat template.
+"""Format registry: chooses a model's tool and reasoning formats, by configured name or by its chat template.
 
-Knows names (also those that vLLM accepts) and signs. Does not parse. `choose_tools` and `choose_reasoning` say why.
+Knows names (vLLM's included) and the signs by which a template shows a format. Does not parse output.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LATER = {
     "hf": "auto reads the checkpoint's response_template",
     "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
 }  # fmt: skip
-"""Names that others know and we refuse, with a remedy where there is one."""
+"""Names that vLLM accepts and Quire does not support yet -> what to use instead, if anything."""
 
-# The first of which all signs are there is taken: those with the rarest signs come first.
+# `auto` takes the first format whose signs are all in the template; formats with the rarest signs come first.
 TOOL_ORDER = (
     "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
     "seed_oss", "step3", "gemma4", "functiongemma", "hy_v3", "glm45", "qwen3_coder", "minicpm5", "deepseek_v3",
@@ -52,14 +52,14 @@ REASONING_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """A format's name ("": none) and why it is that one."""
+    """A format's name ("": none) and the reason for the choice."""
 
     name: str
     why: str
 
 
 class FormatRegistry:
-    """Formats by name: ours, and those that plugins add."""
+    """Formats by name: built-in ones and those of plugins."""
 
     def __init__(self) -> None:
         self.tools: dict[str, ToolFormat] = dict(TOOLS)
@@ -72,10 +72,10 @@ class FormatRegistry:
         self.reasoning[name] = reasoning
 
     def choose_tools(self, asked: str | None, template: str) -> FormatChoice:
-        """`template`: the chat template's text, or the checkpoint's response_template.
+        """`template`: text of the chat templates and of the checkpoint's response_template.
 
         Raises:
-            ConfigError: a name that is not known.
+            ConfigError: an unknown name.
         """
         signs = {name: self.tools[name].signs for name in TOOL_ORDER}
         return _choose(asked, template, "tool_call_parser", self.tools, TOOL_NAMES, signs)

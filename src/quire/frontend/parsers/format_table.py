@@ -1,25 +1,25 @@
-"""What a format is: a table of states, and in each the texts that lead to another.
+"""Format tables: a format is a table of parser states, each with the markers that lead to other states.
 
-Knows the notation. Does not know any format, and reads no text; `engine` does that.
+Knows the notation. Does not know any format, and does not parse (`stream_parser` does).
 
-    "content": State("content", {"<tool_call>": "call"}),
-    "call": State("call", then="close"),
-    "close": State("close", {"</tool_call>": "content"}),
+    "content": ParserState("content", {"<tool_call>": "call"}),
+    "call": ParserState("call", then="close"),
+    "close": ParserState("close", {"</tool_call>": "content"}),
 
-A state's kind says what becomes of the text in it:
+A state's kind defines the meaning of its text:
 
-    content, reasoning   it is shown as such, until one of the marks
-    skip                 white space only, and then a mark; anything else leads to `other`
-    close                the same, after a call that is complete
-    name, key, value     a tool's name, a parameter's name, its value: all the text before a mark
-    text                 a value that is a string, whatever the tool says
-    head                 the text before a mark says by `routes` what comes
-    call                 a JSON object with a name and arguments
-    arguments            one object of `dialect`: the arguments
-    python               a call as Python writes it
+    content, reasoning   emitted as such, up to a marker
+    skip                 white space, then a marker; anything else leads to `other`
+    close                the same, after a complete call
+    name, key, value     a tool's name, a parameter's name, its value: all text up to a marker
+    text                 a value that is a string, whatever the tool's schema says
+    head                 the text up to a marker chooses the next state, by `routes`
+    call                 a JSON object with name and arguments
+    arguments            the arguments: one object in `dialect`
+    python               a Python call expression
 
-A target may be preceded by "end " (the call is complete), "peek " (the mark is not taken: it belongs to what
-follows) or "drop " (it is layout: not shown, whatever comes).
+A prefix of a target: "end " (the call is complete), "peek " (do not consume the marker: it belongs to the next state),
+"drop " (the marker is layout: never emit it).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READERS = ("call", "arguments", "python")
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """Where a mark leads."""
+    """The effect of a marker."""
 
     to: str
     ends: bool = False
@@ -50,24 +50,24 @@ class Transition:
 class ParserState:
     kind: Kind
     on: Mapping[str, str] = field(default_factory=dict)
-    """Mark -> target."""
+    """Marker -> target."""
     then: str = ""
-    """Where a reader leads when it is done."""
+    """Next state when a reader is done."""
     other: str = ""
-    """Where text leads that is no mark (skip, close); unset: it is malformed."""
+    """Next state for text that is not a marker (skip, close); unset: such text is malformed."""
     routes: tuple[tuple[str, str], ...] = ()
-    """Of a head: text that it holds -> target, the first that fits; after the text stands a tool's name."""
+    """For a head: substring -> target, first match; if the target is a reader, a tool's name follows the substring."""
     spaced: bool = False
-    """A head may have white space in it."""
+    """The head may contain white space."""
     gives_id: bool = False
     """The head is the call's id."""
     exact: bool = False
-    """Of a value: line breaks at its beginning and its end are its own."""
+    """For a value: line breaks at its start and end belong to it."""
     dialect: str = "json"
 
 
 class FormatMarks:
-    """A state's marks, ready to be found."""
+    """A state's markers, compiled for searching."""
 
     def __init__(self, on: Mapping[str, str]):
         self.go = {mark: read(target) for mark, target in on.items()}
@@ -77,7 +77,7 @@ class FormatMarks:
         self.longest = max(map(len, texts), default=1) - 1
 
     def held(self, text: str, start: int) -> int:
-        """Characters at the end of text[start:] that may be the beginning of a mark."""
+        """Number of characters at the end of text[start:] that may be the start of a marker."""
         for length in range(min(self.longest, len(text) - start), 0, -1):
             if text[-length:] in self.beginnings:
                 return length
@@ -91,34 +91,34 @@ def read(target: str) -> Transition:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """How one parameter is written when the grammar decides; KEY stands for its name."""
+    """How a grammar writes one parameter; KEY is a placeholder for its name."""
 
     begin: str
-    """Before a value, which is JSON."""
+    """Before a JSON value."""
     end: str
     text: str = ""
-    """Before a text, which is written as it is; where that is another mark."""
+    """Before a verbatim string, if that differs from `begin`."""
     before_end: str = ""
-    """Between JSON and the end."""
+    """Between a JSON value and the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrap:
-    """How a call is written when the grammar, and not the model, decides; NAME stands for the tool's name."""
+    """How a grammar writes a call; NAME is a placeholder for the tool's name."""
 
     begin: str
-    """Before the arguments, which are JSON where nothing below says another form."""
+    """Before the arguments, which are JSON unless `parameter` or `dialect` is set."""
     end: str
     between: str = ""
     first: str = ""
     """Before all calls."""
     last: str = ""
     one: bool = False
-    """There cannot be several."""
+    """The format allows only one call."""
     parameter: Parameter | None = None
-    """Arguments stand one by one, each in marks of its own."""
+    """Each argument has markers of its own."""
     dialect: str = ""
-    """Arguments are written in this dialect (`literals`)."""
+    """The arguments are in this dialect (`literal_constraints`)."""
 
 
 @dataclass(frozen=True)
@@ -128,42 +128,42 @@ class ToolFormat:
     states: Mapping[str, ParserState]
     start: str = "content"
     known_only: bool = False
-    """Nothing but a tool's name tells a call from an answer in JSON: another name is no call."""
+    """Only the name of a known tool distinguishes a call from an answer in JSON."""
     ids: Literal["random", "short"] = "random"
-    """short: nine letters and digits, as some templates demand."""
+    """short: nine letters and digits, which some templates require."""
     signs: tuple[str, ...] = ()
-    """Texts in a chat template by which the format is recognised: all of them are there."""
+    """A chat template that contains all these texts uses the format."""
     wrap: Wrap | None = None
     whole: bool = False
-    """It tells reasoning from content as well."""
+    """The format also separates reasoning from content."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks its thoughts."""
+    """How a family of models marks reasoning."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
     after: str = ""
-    """What models write between the end and the answer."""
+    """What models write between the end marker and the answer."""
     answer: str = ""
     """What an answer must begin with."""
     implied: bool = False
-    """The output begins with thoughts, whether it says so or not."""
+    """The output begins with reasoning, even without a start marker."""
     again: bool = False
-    """Thoughts may come between parts of the answer."""
+    """Reasoning may occur between parts of the answer."""
     calls_end: bool = False
-    """A tool call ends the thoughts too."""
+    """A tool call also ends reasoning."""
     frame: tuple[str, ...] = ()
-    """Marks around the answer, which are not shown."""
+    """Markers around the answer, which are not emitted."""
     signs: tuple[str, ...] = ()
     whole: str = ""
-    """The tool format that tells thoughts and content apart itself."""
+    """Name of the tool format that separates reasoning and content itself."""
 
 
 @dataclass(frozen=True)
 class ParserTable:
-    """A tool format and a way of reasoning, as one table."""
+    """A tool format and a reasoning format, combined."""
 
     states: Mapping[str, ParserState]
     start: str
@@ -172,7 +172,7 @@ class ParserTable:
 
     @cached_property
     def marks(self) -> Mapping[str, FormatMarks]:
-        """By state."""
+        """State name -> its compiled markers."""
         return {name: FormatMarks(state.on) for name, state in self.states.items()}
 
 
@@ -186,7 +186,7 @@ PLAIN = ToolFormat({"content": ParserState("content")})
 def compose(
     tools: ToolFormat | None, reasoning: ReasoningFormat | None, opened: bool | None = None
 ) -> ParserTable:
-    """`opened`: whether the prompt ends within thoughts (True), or after them (False)."""
+    """Combine two formats. `opened`: the prompt ends inside reasoning (True), after it (False), or unknown (None)."""
     tools = tools or PLAIN
     states = dict(tools.states)
     if reasoning is None or tools.whole:

@@ -1,7 +1,7 @@
-"""Arguments as Python or Gemma writes them, as parts of a structural tag, from a tool's schema.
+"""Constraints for arguments in Python or Gemma syntax: a tool's schema -> parts of a structural tag.
 
-Knows both ways to write values, and the plain part of JSON schemas: types, lists of values, items, properties. What
-else a schema says cannot be said here: then there is no part, and the call is written in another format.
+Knows both syntaxes and the simple part of JSON Schema: types, enumerations, items, properties. For any other keyword
+it returns None, and the caller uses another format.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SAYS = {
     "boolean": {"enum", "const"}, "null": set(), "array": {"items"},
     "object": {"properties", "required", "additionalProperties"},
 }  # fmt: skip
-MOST_OPTIONAL = 24  # properties of which none must be there: each may be the first
-MOST_NESTED = 32  # values in values, and choices among them
+MOST_OPTIONAL = 24  # leading optional properties: each may come first, so each is an alternative
+MOST_NESTED = 32  # nesting of values and of anyOf
 INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
@@ -27,14 +27,14 @@ NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 @dataclass(frozen=True, slots=True)
 class LiteralDialect:
     words: Mapping[Any, str]
-    """How true, false and null are written."""
+    """Spelling of true, false and null."""
     equals: str
     """Between an argument's name and its value."""
     key: tuple[str, str]
-    """Around the keys of objects, the sign after them included."""
+    """Before and after an object key, the separator from the value included."""
     comma: str
     quote: str = ""
-    """Around a text that has no escapes; empty: texts are quoted as Python does."""
+    """Delimiter of strings without escapes; empty: Python's quotes and escapes."""
 
 
 PYTHON = LiteralDialect({True: "True", False: "False", None: "None"}, "=", ('"', '": '), ", ")
@@ -57,7 +57,7 @@ NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 
 
 def arguments(dialect: str, schema: Mapping[str, Any]) -> list[JSON] | None:
-    """What stands between the brackets of a call; None: it cannot be said."""
+    """The parts between the brackets of a call; None: the schema cannot be expressed."""
     if schema.get("type", "object") != "object" or "properties" not in schema:
         return any_arguments(dialect) if set(schema) <= {"type", *SILENT} else None
     return _Writer(DIALECTS[dialect]).members({"type": "object", **schema}, top=True)
@@ -78,7 +78,7 @@ class _Writer:
     depth: int = 0
 
     def value(self, schema: Any) -> JSON | None:
-        """One value; None: the schema says what we cannot."""
+        """One value; None: the schema cannot be expressed."""
         if not isinstance(schema, Mapping) or self.depth >= MOST_NESTED:
             return None
         self.depth += 1
@@ -135,7 +135,7 @@ class _Writer:
         return [_optional(_sequence([item, more]))]
 
     def members(self, schema: Mapping[str, Any], top: bool = False) -> list[JSON] | None:
-        """In the schema's order; `top`: as arguments."""
+        """The properties in the schema's order; `top`: as arguments of the call."""
         properties, required = schema.get("properties"), schema.get("required", [])
         if (
             not set(schema) <= {"type", *SAYS["object"], *SILENT}
@@ -154,7 +154,7 @@ class _Writer:
         return self._separated(parts)
 
     def _separated(self, parts: list[tuple[JSON, bool]]) -> list[JSON] | None:
-        """Each part, or some of them; which comes first decides where commas stand."""
+        """All required parts and any optional ones. One alternative per possible first part, which has no comma."""
         leading = next((at for at, (_, must) in enumerate(parts) if must), len(parts))
         if leading > MOST_OPTIONAL:
             return None

@@ -1,6 +1,6 @@
-"""How one model writes: its tool calls and its thoughts, and what a request makes of that.
+"""One model's tool and reasoning formats, and the parser of a request's outputs.
 
-Knows which formats were chosen, and why. Does not know HTTP. One for each model, parsers for each output.
+Knows which formats are chosen, and why. Does not know HTTP. One ModelFormats per model, one parser per output.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quire.frontend.parsers.tool_schemas import ToolSchemas
 
 
 class ModelFormats:
-    """Chosen by name or by the chat template.
+    """A model's formats, chosen by name or by the chat template.
 
     Args:
-        specials: special tokens' texts: they are left out of a text unless marks hold them.
+        specials: texts of the special tokens; the detokenizer skips them unless they are part of markers.
 
     Raises:
-        ConfigError: a name that is not known.
+        ConfigError: an unknown name.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class ModelFormats:
         self.specials = frozenset(specials)
 
     def opened(self, prompt: str, last: str = "") -> bool | None:
-        """Whether a prompt ends within thoughts (True) or after them (False); None: it says nothing.
+        """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.
 
-        `last`: the message that the output continues, if it does.
+        `last`: the message that the output continues, if any.
         """
         if self.reasoning is None or self.reasoning.whole:
             return None
@@ -61,9 +61,9 @@ class ModelFormats:
     def reading(
         self, tools: Sequence[Mapping[str, Any]], must: bool = False, opened: bool | None = None
     ) -> OutputFormat | None:
-        """How the outputs of a request are read; None: they are content as they are.
+        """The format for parsing a request's outputs; None: all output is content.
 
-        `tools`: those that may be called. `must`: the output is made to call one.
+        `tools`: the tools that may be called. `must`: a constraint forces the output to call one.
         """
         format = self.tools if tools else None
         if must:
@@ -79,15 +79,15 @@ class ModelFormats:
 
 @dataclass
 class OutputFormat:
-    """For the outputs of one request."""
+    """Makes the parsers for the outputs of one request."""
 
     grammar: ParserTable
     tools: ToolSchemas
     specials: frozenset[str] = frozenset()
     reasons: bool = False
-    """Thoughts are told apart."""
+    """The parser separates reasoning from content."""
     marks_are_special: bool = field(init=False)
-    """Special tokens must not be left out of the text: some of them are marks."""
+    """Some special tokens are in markers, so the detokenizer must not skip special tokens."""
 
     def __post_init__(self) -> None:
         marks = [mark for state in self.grammar.states.values() for mark in state.on]

@@ -1,6 +1,6 @@
-"""Formats from outside: a file with `register(registry)`, or an entry point of the group `quire.parsers`.
+"""Parser plugins: a file with `register(registry)`, or an entry point of the group `quire.parsers`.
 
-Knows how to load them. Does not know what they add.
+Knows how to load them. Does not know the formats that they add.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ REMEDY = (
 
 
 def registry(files: Iterable[str] = ()) -> FormatRegistry:
-    """All formats that there are.
+    """The registry with the built-in formats and those of all plugins.
 
     Raises:
-        ConfigError: a plugin is not there, has no `register`, or fails.
+        ConfigError: a plugin does not exist, has no `register`, or fails.
     """
     made = FormatRegistry()
     for point in entry_points(group=GROUP):

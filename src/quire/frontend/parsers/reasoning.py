@@ -1,4 +1,4 @@
-"""How families of models mark their thoughts, each a row."""
+"""Reasoning formats: how families of models mark reasoning, one entry each."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The one parser: text as it is generated -> reasoning, content and tool calls, by a format's table.
+"""Streaming parser: generated text -> reasoning, content and tool calls, driven by a format's state table.
 
-Knows tables, marks and white space. Does not know any format. The result does not depend on how the text was cut
-into deltas, each character is read once, and nothing that a model writes raises an exception:
+Knows tables, markers and white space. Does not know any format. The result does not depend on how the text is split
+into deltas, the parser reads each character once, and no model output raises an exception:
 
-    a call that goes wrong before its name is given out becomes content, with all that began it;
-    one that goes wrong later keeps the arguments given so far, and what follows becomes content.
+    a call that is malformed before its name is emitted becomes content, its start included;
+    one that is malformed later keeps the arguments emitted so far, and the rest becomes content.
 
-Why is kept in `reasons`. White space next to marks is layout and is not shown.
+`reasons` records why. White space next to markers is layout and is not emitted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CUT = "the output ended within a tool call"
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of a call; id and name come with the first."""
+    """New data of one call; the first delta has id and name."""
 
     index: int
     arguments: str = ""
@@ -42,7 +42,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What is new."""
+    """New reasoning, content and call deltas."""
 
     reasoning: str = ""
     content: str = ""
@@ -65,11 +65,11 @@ def new_id(kind: str) -> str:
 
 
 class StreamParser:
-    """One output. `feed` it the text, then `finish`.
+    """Parses one output. `feed` it the text, then `finish`.
 
     Args:
-        tools: what may be called; types of parameters come from there.
-        make_id: a fresh id of that kind.
+        tools: the tools that may be called, with their parameter types.
+        make_id: makes a new call id of a kind (`ParserTable.ids`).
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class StreamParser:
         self.known_only = grammar.known_only
         self.reasons: list[str] = []
         self.calls = 0
-        """Calls that were begun."""
+        """Number of calls begun."""
         self.thought = 0
-        """Characters of thoughts and of the marks around them."""
+        """Number of characters of reasoning and of its markers."""
         self._state = grammar.states[grammar.start]
         self._marks = grammar.marks[grammar.start]
         self._buffer, self._at = "", 0
@@ -107,11 +107,11 @@ class StreamParser:
 
     @property
     def waiting(self) -> int:
-        """Characters of which it is not known yet what they are."""
+        """Number of characters not classified yet."""
         return len(self._buffer) - self._at
 
     def feed(self, text: str) -> ParsedDelta:
-        """What is certain after this text and was not before."""
+        """Add text; returns what it settles."""
         self._buffer = self._buffer[self._at :] + text
         self._at = 0
         self._run()
@@ -133,7 +133,7 @@ class StreamParser:
         return ParsedDelta(self._flows["reasoning"].take(), self._flows["content"].take(), calls)
 
     def finish(self) -> ParsedDelta:
-        """What was waiting for more text."""
+        """End the output; returns what was withheld."""
         kind = self._state.kind
         if kind in VALUES or (kind == "key" and self._announced):
             self._cut(kind, self._buffer[self._at :])
@@ -143,7 +143,7 @@ class StreamParser:
         if kind in ("content", "reasoning"):
             self._show(kind, rest)
         elif kind == "close":
-            pass  # the call is complete, only its end is missing
+            pass  # the call is complete, only its end marker is missing
         elif self._announced:
             self._note(CUT)
         else:
@@ -156,7 +156,7 @@ class StreamParser:
         return self._taken()
 
     def _cut(self, kind: str, rest: str) -> None:
-        """The output ended within a parameter: what there is of it, without an end."""
+        """The output ended inside a parameter: emit its text so far, without closing it."""
         if kind == "key":
             self.arguments((", " if self._parameters else "{") + '"')
         elif not self._text_value:
@@ -174,7 +174,7 @@ class StreamParser:
             self.reasons.append(reason)
 
     def _give_up(self, error: MalformedValue) -> None:
-        """What was taken for a call is content after all."""
+        """The call is malformed: return to the content state, which emits its text as content."""
         self._note(f"malformed tool call: {error}")
         if self._announced:
             self._raw.append(error.lost)
@@ -183,7 +183,7 @@ class StreamParser:
 
     # -- from state to state --------------------------------------------------------------------
     def _take(self, count: int) -> None:
-        """Text of a call, kept for the case that it is none."""
+        """Consume text of a call; keep it until the call is announced, as it may become content."""
         if not self._announced:
             self._raw.append(self._buffer[self._at : self._at + count])
         self._at += count
@@ -201,7 +201,7 @@ class StreamParser:
         self._to(target, marked=True)
 
     def _to(self, target: Transition, marked: bool = False) -> None:
-        """`marked`: a mark led there; else what was kept is text."""
+        """Enter a state. `marked`: by a marker; otherwise the kept text is content (or reasoning)."""
         state, before = self.grammar.states[target.to], self._state.kind
         if before in ("content", "reasoning"):
             self._flows[before].left = True
@@ -224,9 +224,9 @@ class StreamParser:
             self.arguments(quoted(self._key) + ": " + ('"' if self._text_value else ""))
             self._parameters += 1
 
-    # -- the sink of calls ----------------------------------------------------------------------
+    # -- CallSink -------------------------------------------------------------------------------
     def begin(self, name: str) -> None:
-        """A call's name is known. Raises Malformed."""
+        """Set the name of the call. Raises MalformedValue."""
         name = name.strip()
         if not name or len(name) > MOST_WORD or any(char.isspace() for char in name):
             raise MalformedValue(f"{name[:40]!r} is no tool's name")
@@ -235,7 +235,7 @@ class StreamParser:
         self._name = name
 
     def arguments(self, text: str) -> None:
-        """JSON of the call's arguments; the first makes the call known."""
+        """Emit JSON of the call's arguments; the first piece announces the call."""
         if not self._announced:
             self._announced = True
             self._raw.clear()
@@ -247,7 +247,7 @@ class StreamParser:
         self._calls[-1][1].append(text)
 
     def _end_arguments(self) -> None:
-        """The end of a call whose parameters come one by one."""
+        """End a call whose parameters have markers of their own."""
         self.arguments("}" if self._parameters else "{}")
         self._end_call()
 
@@ -256,7 +256,7 @@ class StreamParser:
         self._name = self._id = self._key = ""
         self._parameters = 0
 
-    # -- what each kind of state does with text; False: it needs more ---------------------------
+    # -- one method per kind of state; returns False if it needs more text ----------------------
     def _shown(self) -> bool:
         text, at, marks = self._buffer, self._at, self._marks
         found = marks.pattern.search(text, at) if marks.pattern is not None else None
@@ -291,7 +291,7 @@ class StreamParser:
         return True
 
     def _spelled(self) -> bool:
-        """A name, a key or a head: the text before a mark."""
+        """A name, a key or a head: the text up to a marker."""
         text, at, marks = self._buffer, self._at, self._marks
         found = marks.pattern.search(text, at) if marks.pattern is not None else None
         stop = found.start() if found is not None else len(text) - marks.held(text, at)
@@ -350,7 +350,7 @@ class StreamParser:
         return True
 
     def _value_piece(self, piece: str, ended: bool) -> None:
-        """A string as it comes, without the line break at its beginning and its end (unless they are its own)."""
+        """Emit a piece of a string, without a line break at the start and end of the string (unless `exact`)."""
         if self._state.exact:
             self._value_text(piece)
             return
@@ -404,5 +404,5 @@ class StreamParser:
 
 
 def unwrapped(text: str) -> str:
-    """Without one line break at its beginning and one at its end."""
+    """The text without one line break at its start and one at its end."""
     return text.removeprefix("\n").removesuffix("\n")

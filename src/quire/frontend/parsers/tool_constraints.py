@@ -1,7 +1,7 @@
-"""What the grammar demands of calls and answers: structural tags.
+"""Tool constraints: structural tags that force or shape tool calls and answers.
 
-Knows formats and the shape of structural tags. Does not know grammars. Calls are written as the model's own format
-writes them, where a grammar can write it, and else as a JSON list (`formats.ANY_CALLS`).
+Knows formats and the form of structural tags. Does not know grammars. Calls use the model's own format if a grammar
+can express it, else a JSON list (`tool_formats.ANY_CALLS`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from quire.protocol.structured_outputs import KINDS, StructuredOutputsParams
 
 JSON = dict[str, Any]
 
-MOST_SAID = (
-    10_000  # members of schemas for calls that are not JSON: they are read in the event loop
-)
-MOST_PARTS = 50_000  # of calls that are not JSON; 128 tools of six parameters have 20,000
+MOST_SAID = 10_000  # schema members for calls that are not JSON: the event loop converts them
+MOST_PARTS = 50_000  # tag parts for calls that are not JSON; 128 tools of six parameters: 20,000
 ANY_OBJECT: JSON = {"type": "object"}
 FREE_KEY = r"[^<>\"\s]{1,64}"
 ANY_TEXT: JSON = {"type": "any_text"}
 GAP: JSON = {"type": "optional", "content": {"type": "const_string", "value": "\n"}}
 TO_THE_END = r"(.|\n)*"
-# What a schema may say beside its parameters, and a text beside its type, where each parameter has marks of its own.
+# For formats with one marker per parameter: the allowed keywords of a tool's schema, and of a string parameter.
 ROOT = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "description", "title",
      "$schema", "default", "examples", "strict")
@@ -36,9 +34,9 @@ ROOT = frozenset(
 TEXT = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))  # fmt: skip
 
 
-# -- demands --------------------------------------------------------------------------------------
+# -- constraints ----------------------------------------------------------------------------------
 def forced(format: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()) -> ToolFormat:
-    """The format in which calls are written that must come: the model's, or one that any model can follow."""
+    """The format for forced calls: the model's own if a grammar can express it, else ANY_CALLS."""
     sayable = format is not None and _calls(format, tools, True, "parameter") is not None
     return format if format is not None and sayable else ANY_CALLS
 
@@ -47,7 +45,7 @@ def calls_only(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool,
     reasoning: ReasoningFormat | None = None, opened: bool | None = None,
 ) -> JSON:  # fmt: skip
-    """A structural tag: thoughts, if the model has any, and then one of the tools or several."""
+    """A structural tag: optional reasoning, then one or more tool calls."""
     calls = _calls(format, tools, parallel, "parameter")
     if calls is None:
         raise ValueError("the format cannot be said")
@@ -58,16 +56,16 @@ def auto_calls(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str,
     reasoning: ReasoningFormat | None = None, opened: bool | None = None,
 ) -> JSON | None:  # fmt: skip
-    """A structural tag: any text, in which calls have their form; None: it cannot be said.
+    """A structural tag: free text with well-formed calls; None: a grammar cannot express the format.
 
-    Where a call opens, it is one of the tools, with arguments of its schema if the tool is strict (or all are, by
-    `level`), and else with any.
+    A call names one of the tools. Its arguments follow the schema if the tool is strict or `level` is "parameter";
+    otherwise they are free.
     """
     calls = _calls(format, tools, parallel, level)
     if format.wrap is None or calls is None:
         return None
     if reasoning is not None and reasoning.answer:
-        # Answers have a mark too, so there is no free text at all.
+        # Answers have a marker too, so there is no free text.
         thought = {"type": "star", "content": _between(reasoning.starts[0], reasoning.ends[0])}
         answer = _sequence([*_text(reasoning.answer), {"type": "regex", "pattern": TO_THE_END}])
         return _whole([thought, {"type": "or", "elements": [answer, _sequence(calls)]}])
@@ -86,9 +84,9 @@ def answer_or_calls(
     form: StructuredOutputsParams, reasoning: ReasoningFormat | None, opened: bool | None,
     calls: Sequence[JSON] = (),
 ) -> StructuredOutputsParams:  # fmt: skip
-    """The same form for the answer alone: the model may think first, and may call instead, by `calls`.
+    """Apply a constraint to the answer only: reasoning may precede it, and `calls` may replace it.
 
-    A form that cannot be so put stays as it is.
+    Returns the constraint unchanged if a structural tag cannot express it or need not.
     """
     inner = _as_part(form)
     before = [] if reasoning is None else _thoughts(reasoning, opened)
@@ -105,7 +103,7 @@ def answer_or_calls(
 def calls_of(
     format: ToolFormat | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
 ) -> list[JSON]:  # fmt: skip
-    """Calls and nothing else, as parts of a tag; []: they cannot be said."""
+    """Calls only, as parts of a tag; []: a grammar cannot express them."""
     return [] if format is None else _calls(format, tools, parallel, level) or []
 
 
@@ -134,7 +132,7 @@ def _calls(
 
 
 def weighs_at_most(most: int, parts: Any) -> bool:
-    """Whether there are so many parts within parts, if each is counted as often as it is written."""
+    """Whether there are at most that many nested parts, counting a shared part as often as it is serialized."""
     todo, count = [parts], 0
     while todo:
         one = todo.pop()
@@ -147,7 +145,7 @@ def weighs_at_most(most: int, parts: Any) -> bool:
 
 
 def _enclosed(wrap: Wrap, calls: list[JSON]) -> list[JSON]:
-    """The same as tags, each of which begins with the mark that opens calls."""
+    """The calls as tags that each begin with the opening marker."""
     (inner,) = (part for part in calls if part["type"] == "tags_with_separator")
     if not wrap.first:
         return list(inner["tags"])
@@ -155,7 +153,7 @@ def _enclosed(wrap: Wrap, calls: list[JSON]) -> list[JSON]:
 
 
 def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None:
-    """One call; None: the tool's schema cannot be said in this format."""
+    """One call; None: this format cannot express the tool's schema."""
     found = function(tool)
     name = str(found.get("name"))
     schema = ANY_OBJECT if free else found.get("parameters") or ANY_OBJECT
@@ -175,7 +173,7 @@ def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None
 def _parameters(
     parameter: Parameter, tools: ToolSchemas, name: str, schema: Mapping[str, Any]
 ) -> list[JSON] | None:
-    """One part for each parameter, in the schema's order."""
+    """One part for each parameter, in the schema's order; None: the schema cannot be expressed."""
     if "properties" not in schema and set(schema) <= ROOT:
         return [_free_parameters(parameter)]
     properties, required = schema.get("properties"), schema.get("required", [])
@@ -205,7 +203,7 @@ def _parameters(
 
 
 def _as_text(schema: Mapping[str, Any]) -> JSON | None:
-    """A string as it stands between marks, without quotes; None: not every text will do, and no list says which."""
+    """A string between markers, without quotes; None: the schema restricts it other than by a list of values."""
     if not set(schema) <= TEXT:
         return None
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -221,7 +219,7 @@ def _as_text(schema: Mapping[str, Any]) -> JSON | None:
 
 
 def _free_parameters(parameter: Parameter) -> JSON:
-    """Any parameters, with any text."""
+    """Any parameters with any values."""
     before, _, after = (parameter.text or parameter.begin).partition("KEY")
     named = [*_text(before), {"type": "regex", "pattern": FREE_KEY}]
     text: JSON = {"type": "tag", "begin": after, "content": ANY_TEXT, "end": parameter.end}

@@ -1,6 +1,7 @@
-"""The formats of tool calls, each a table: those whose calls are JSON or Python, and the list of all.
+"""Tool call formats: tables for calls in JSON or Python syntax, and the list of all formats.
 
-Knows what models write. The notation is `table`'s. Formats with parameters one by one are in `parameters`.
+Knows what models write. `format_table` defines the notation; `tool_formats_xml` has the formats with one marker per
+parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from quire.frontend.parsers.format_table import ParserState, ToolFormat, Wrap
 def tagged(
     begin: str, end: str, *, signs: tuple[str, ...] = (), separator: str = "\n", newline: str = "\n"
 ) -> ToolFormat:
-    """`begin {"name": ..., "arguments": {...}} end`, again and again."""
+    """`begin {"name": ..., "arguments": {...}} end`, repeated."""
     states = {
         "content": ParserState("content", {begin: "call"}),
         "call": ParserState("call", then="close"),
@@ -45,7 +46,7 @@ def listed(
 
 
 def pythonic(begin: str, end: str) -> dict[str, ParserState]:
-    """`begin [f(a=1), g()] end`; the brackets may be left out where there are marks around."""
+    """`begin [f(a=1), g()] end`; the brackets are optional if there is an `end`."""
     closing = {end: "content"} if end else {}
     inner = {",": "item", "]": "closed"} | closing
     opening = (
@@ -65,7 +66,7 @@ def pythonic(begin: str, end: str) -> dict[str, ParserState]:
 
 HERMES = tagged("<tool_call>", "</tool_call>", signs=("<tool_call>", '"arguments"'))
 
-# What an output of nothing but calls may begin with. Anything else is content to its end.
+# For outputs that consist of calls only. An output that begins otherwise is content, except after <|python_tag|>.
 _BARE_OBJECT = {
     "content": ParserState("content", {"<|python_tag|>": "tag"}),
     "opening": ParserState("skip", {"<|python_tag|>": "tag", "{": "peek call"}, other="content"),
@@ -130,7 +131,7 @@ LFM2 = ToolFormat(
     wrap=Wrap("NAME(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", dialect="python"),
 )
 
-# [TOOL_CALLS][{...}] in old checkpoints; [TOOL_CALLS]name[ARGS]{...}, or without [ARGS], in newer ones.
+# Old checkpoints write [TOOL_CALLS][{...}]; newer ones [TOOL_CALLS]name[ARGS]{...}, [ARGS] optional.
 MISTRAL = ToolFormat(
     {
         "content": ParserState("content", {"[TOOL_CALLS]": "open"}),
@@ -341,7 +342,7 @@ TOOLS: dict[str, ToolFormat] = {
     **tool_formats_xml.FORMATS,
 }
 
-# What a constraint makes of an output where the model's own format is none that it can write.
+# Constrained outputs use this format when a grammar cannot express the model's own.
 ANY_CALLS = ToolFormat(
     _BARE_LIST,
     start="opening",

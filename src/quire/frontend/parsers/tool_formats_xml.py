@@ -1,6 +1,6 @@
-"""The formats of tool calls whose parameters stand one by one, each in marks of its own.
+"""Tool call formats in XML style: each parameter has markers of its own.
 
-Knows what models write. The notation is `table`'s.
+Knows what models write. `format_table` defines the notation.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from quire.frontend.parsers.format_table import Parameter, ParserState, ToolFormat, Wrap
 
 GAP = "\n"
-"""Between what stands on lines of its own, where a grammar writes. At the end of a call, where calls stand within
-outer marks: llguidance takes the longest token, so nothing that may follow a call may begin like the outer end."""
+"""Line break that a grammar writes between parts. Within outer markers it belongs to a call's end: llguidance matches
+the longest token, so no text that may follow a call may begin like the outer end marker."""
 
 
 def tagged_parameters(
@@ -29,17 +29,17 @@ def tagged_parameters(
     """`outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
 
     Args:
-        typed: marks after a key that say that a text follows, or another value.
-        lines: values stand on lines of their own.
-        exact: line breaks around a value are its own.
-        together: several calls stand within one outer mark.
+        typed: markers after a key, for a string value and for any other value.
+        lines: values are on lines of their own.
+        exact: line breaks around a value belong to it.
+        together: one pair of outer markers encloses several calls.
     """
     begin, named, end = call
     first, after_key, last = parameter
     known = {first: "key", end: "end content"}
     states = {"content": ParserState("content", {begin: "name"})}
     if outer is not None:
-        known |= {end: "end more", outer[1]: "end content"}  # where the call's own end was left out
+        known |= {end: "end more", outer[1]: "end content"}  # the model may omit the call's own end
         states = {
             "content": ParserState("content", {outer[0]: "calls"}),
             "calls": ParserState("skip", {begin: "name"}),
@@ -66,7 +66,7 @@ def tagged_parameters(
 
 
 def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
-    """The same for calls that stand within outer marks."""
+    """The same wrap for calls within one pair of outer markers."""
     return replace(wrap, end=wrap.end + GAP, between="", first=outer[0] + GAP, last=outer[1])
 
 
@@ -96,14 +96,14 @@ def pairs(
     call: tuple[str, str], outer: tuple[str, str] | None, named: str, signs: tuple[str, ...],
     mark: str = "", more: Mapping[str, ParserState] | None = None,
 ) -> ToolFormat:  # fmt: skip
-    """`call NAME named (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* call`; `named` may be nothing.
+    """`call NAME named (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* call`; `named` may be empty.
 
-    `mark` stands before `arg_key` and `arg_value`; `more` takes the place of states.
+    `mark` is a prefix of `arg_key` and `arg_value`; `more` replaces or adds states.
     """
     begin, end = call
     key, value = f"{mark}arg_key>", f"{mark}arg_value>"
     after = "end more" if outer else "end content"
-    # A name also ends where the first parameter begins, or the call ends.
+    # The first parameter or the end of the call also ends a name.
     ends = {f"<{key}": "peek parameters", **({named: "parameters"} if named else {})}
     states = {
         "content": ParserState(
@@ -126,7 +126,7 @@ def pairs(
 
 
 def also(suffix: str, format: ToolFormat) -> ToolFormat:
-    """The same with `suffix` at the end of each mark, or of some."""
+    """The format that also accepts each marker with `suffix` before its `>`."""
     states = {
         name: replace(state, on={**{f"{mark[:-1]}{suffix}>": to for mark, to in state.on.items()}, **state.on})
         for name, state in format.states.items()
@@ -165,7 +165,7 @@ FORMATS: dict[str, ToolFormat] = {
             ("<tool_call", "<arg_key", "<tool_sep"),
         ),
     ),
-    # A call may be JSON; a parameter may have its type beside it, which the tool's schema has as well.
+    # A call may be JSON. A parameter may state its type, which is ignored: the tool's schema has it.
     "k2_horizon": pairs(
         ("<ifm|tool_call>", "</ifm|tool_call>"), ("<ifm|tool_calls>", "</ifm|tool_calls>"), "",
         ("<ifm|tool_call>",), "ifm|",
@@ -179,7 +179,7 @@ FORMATS: dict[str, ToolFormat] = {
             "type": ParserState("head", {"</ifm|arg_type>": "between"}),
         },
     ),
-    # A value may stand in <![CDATA[ ]]>, and is then any text.
+    # A value inside <![CDATA[ ]]> may be any text.
     "minicpm5": ToolFormat(
         {
             **_MINICPM5.states,

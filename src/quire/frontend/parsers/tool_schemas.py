@@ -1,6 +1,6 @@
-"""The tools of a request, as far as reading calls needs them: names, and the types of parameters.
+"""A request's tools, as far as parsing calls needs them: names and parameter types.
 
-Knows tool definitions as chat requests have them. Does not check schemas, and does not know texts around calls.
+Knows the tool definitions of chat requests. Does not check schemas. Does not know the text around calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_BRANCHES = 64
 
 
 def function(tool: Any) -> Mapping[str, Any]:
-    """The function of a tool, in either of its shapes; {} for anything else."""
+    """A tool's function, from the nested or the flat form; {} for anything else."""
     if not isinstance(tool, Mapping):
         return {}
     inner = tool.get("function", tool)
@@ -28,7 +28,7 @@ def function(tool: Any) -> Mapping[str, Any]:
 
 
 class ToolSchemas:
-    """What may be called."""
+    """Parameter schemas of the tools that may be called, by name."""
 
     def __init__(self, tools: Iterable[Any] = ()):
         self.parameters: dict[str, Mapping[str, Any]] = {}
@@ -42,7 +42,7 @@ class ToolSchemas:
         return name in self.parameters
 
     def types(self, name: str, key: str) -> frozenset[str]:
-        """JSON types that a parameter may have; empty when nothing says so."""
+        """JSON types that a parameter may have; empty if the schema names none."""
         properties = self.parameters.get(name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         found: set[str] = set()
@@ -65,11 +65,11 @@ class ToolSchemas:
         return frozenset(found)
 
     def is_text(self, name: str, key: str) -> bool:
-        """Whether a parameter is a string and nothing else: its text is then taken as it is."""
+        """Whether a parameter can only be a string; its text is then used verbatim."""
         return self.types(name, key) == {"string"}
 
     def value(self, name: str, key: str, text: str) -> str:
-        """A parameter's text as JSON of the type that its schema has, if it can be."""
+        """Convert a parameter's text to JSON of its schema's type; if that fails, to a JSON string."""
         types, bare = self.types(name, key), text.strip()
         if types == {"string"}:
             return quoted(text)
@@ -96,7 +96,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _read(text: str) -> tuple[str | None, Any]:
-    """As JSON, and as a value; (None, None): it is none."""
+    """The text as JSON and as a Python value; (None, None) if it is not JSON."""
     text = PYTHON.get(text, text)
     try:
         value = json.loads(text, parse_constant=_no_constant)

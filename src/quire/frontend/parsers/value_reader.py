@@ -1,8 +1,7 @@
-"""Values as models write them -> JSON, a piece at a time.
+"""Incremental value reader: a value in a model's syntax -> JSON.
 
-Knows three dialects: JSON, Python's literals, and Gemma's (bare keys, strings between marks). What comes out has
-the spacing of Python's json.dumps whatever came in, so that equal values are equal texts. Each character is read
-once. Does not know calls.
+Knows three dialects: JSON, Python literals, and Gemma's (bare keys, strings between markers). The output always has the
+spacing of Python's json.dumps, so equal values are equal texts. Reads each character once. Does not know calls.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ MOST_WORD = 256  # characters of a number, a name, a key without quotes
 
 
 class MalformedValue(Exception):
-    """The text is not what it began as. Says why, and where: `at`."""
+    """The text is not a valid value or call. The message gives the reason, `at` the position."""
 
     at = 0
     lost = ""
-    """What was read before `at` and given to nobody."""
+    """Text consumed before `at` and not emitted."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class ValueDialect:
     """json, python, or none."""
     words: Mapping[str, str] | None = None
     bare: bool = False
-    """Keys without quotes, and words too."""
+    """Allows keys and words without quotes."""
     tuples: bool = False
     trailing: bool = False
-    """A comma before the end of a list."""
+    """Allows a comma before the end of a list or an object."""
 
 
 JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
@@ -66,14 +65,14 @@ def quoted(text: str) -> str:
 
 
 def inside(text: str) -> str:
-    """As it stands in a JSON string."""
+    """The text escaped as inside a JSON string."""
     return quoted(text)[1:-1]
 
 
 class ValueReader:
-    """One value. `feed` it text; `out` collects JSON; `done` once it is complete.
+    """Reads one value. `feed` it text; `out` collects JSON; `done` once it is complete.
 
-    `only`: the characters that it may begin with; "": any.
+    `only`: the characters that the value may begin with; "": any.
     """
 
     def __init__(self, dialect: str, only: str = ""):
@@ -87,16 +86,16 @@ class ValueReader:
         self._quote = ""
 
     def take(self) -> str:
-        """What is new."""
+        """The JSON since the last `take`."""
         new = "".join(self.out)
         self.out.clear()
         return new
 
     def feed(self, text: str, at: int) -> int:
-        """Read text[at:]; where it stopped: at the end of the value, or where more text is needed.
+        """Read text[at:]; returns where it stopped: at the end of the value, or where it needs more text.
 
         Raises:
-            Malformed: no value; `at` of the exception is where it was seen.
+            MalformedValue: not a value; its `at` is the position of the error.
         """
         steps = {
             "value": self._value, "key": self._key, "colon": self._colon, "after": self._after,
@@ -118,7 +117,7 @@ class ValueReader:
             at = reached
         return at
 
-    # -- each reads on from `at`, and gives where it came to; -1: it needs more text ------------------
+    # -- each method reads from `at` and returns the new position; -1: it needs more text -------------
     def _value(self, text: str, at: int) -> int:
         char = text[at]
         if self.only and not self._closers and char not in self.only:
@@ -211,7 +210,7 @@ class ValueReader:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        """A number or a name; it is not taken before its end is seen, for it may be neither."""
+        """A number or a word; waits for its end, because only the complete word shows whether it is valid."""
         found = WORD.match(text, at)
         word = "" if found is None else found[0]
         if at + len(word) == len(text) and len(word) <= MOST_WORD:
@@ -238,7 +237,7 @@ class ValueReader:
             return at + 1
         if char == "\\":
             return self._escape(text, at)
-        self.out.append(inside(char))  # a line break as it is: it ought to be escaped
+        self.out.append(inside(char))  # a raw control character, such as a line break: escape it
         return at + 1
 
     def _marked_string(self, text: str, at: int, quote: str) -> int:
@@ -288,13 +287,13 @@ class ValueReader:
 
 
 def complete_value(text: str, dialect: str = "json", only: str = "") -> str:
-    """A value that is all there, as JSON.
+    """Convert a complete value to JSON.
 
     Raises:
-        Malformed: it is not one value.
+        MalformedValue: the text is not exactly one value.
     """
     reader = ValueReader(dialect, only)
-    at = reader.feed(text + " ", 0)  # a number ends where something else follows
+    at = reader.feed(text + " ", 0)  # the space ends a number
     if not reader.done or text[at:].strip():
         raise MalformedValue("it is not one value")
     return reader.take()
