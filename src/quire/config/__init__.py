@@ -1,1 +1,1 @@
-"""What can be chosen: frozen dataclasses, one section a file; `engine.py` is the tree of them."""
+"""The configuration: frozen dataclasses, one section a file; `engine.py` combines them."""

@@ -1,13 +1,13 @@
-"""API keys: those of --api-key, and the key file with each key's name, weight and limits.
+"""API keys: those of --api-key, and the key file, which gives each key a name, a weight and limits.
 
     - name: team-a
       key: sk-...
       weight: 2                    # twice the share of a key of weight 1 (the default)
-      requests_per_minute: 60      # a request counts its prompts times n. These three: no limit unless given
+      requests_per_minute: 60      # a request counts its prompts times n. Default of all three limits: no limit
       tokens_per_minute: 100000
       max_concurrency: 8
 
-The file is JSON or YAML. This module reads and checks keys. It does not know requests.
+The file is JSON or YAML. This module reads and checks keys. Does not know requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from quire.errors import ConfigError
 
 PLAIN = "--api-key"
-"""Tenant names of the keys of --api-key begin with this text; no name in a key file may."""
+"""Tenant names of --api-key keys begin with this text; names in a key file must not."""
 LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
 
 
@@ -41,10 +41,10 @@ class TenantKey:
 
 
 def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
-    """The keys of --api-key, or of the variable that replaces it.
+    """The keys of --api-key, or of the environment variable that replaces it.
 
     Raises:
-        ConfigError: a key is empty, or a header cannot carry it; keys are never part of the message.
+        ConfigError: a key is empty, or an HTTP header cannot contain it; the message never contains the key.
     """
     if given is None:
         return []
@@ -57,12 +57,12 @@ def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[s
 
 
 def check_key(source: str, key: str) -> None:
-    """Refuse a key that cannot guard a server.
+    """Refuse a key that cannot protect a server.
 
-    An empty key equals the missing header of a request without a key, so it would let every request in.
+    A request without a key has an empty key, so an empty key would let every request in.
 
     Raises:
-        ConfigError: the key is empty, has white space around it, or holds control characters.
+        ConfigError: the key is empty, has surrounding white space, or contains control characters.
     """
     if not key.strip():
         raise ConfigError(
@@ -78,7 +78,7 @@ def read_keys(path: str) -> list[TenantKey]:
     """The entries of a key file.
 
     Raises:
-        ConfigError: not there, not such a file, or an entry is wrong; keys are never part of the message.
+        ConfigError: the file is missing or invalid, or an entry is wrong; the message never contains a key.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")

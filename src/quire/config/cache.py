@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes and how it is cut."""
+"""CacheConfig: the size and the format of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KV_DTYPES = {
     "fp8_per_token_head": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
-"""What kv_cache_dtype may say besides auto -> the element's own name (kvcache/specs.py)."""
+"""The values of kv_cache_dtype besides auto -> the name of the element format (kvcache/specs.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

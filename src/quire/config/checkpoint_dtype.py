@@ -1,4 +1,4 @@
-"""The number format in which a checkpoint is stored: config.json's word, or the first weight file's header."""
+"""The number format of a checkpoint, from config.json or from the first weight file's header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_HEADER = 100 << 20
 
 
 def stored_dtype(path: str, config: Mapping[str, Any]) -> str:
-    """float32, float16 or bfloat16; float32 where neither says, as Transformers has it."""
+    """float32, float16 or bfloat16; float32 if neither file says, as in Transformers."""
     for key in ("dtype", "torch_dtype"):
         if isinstance(config.get(key), str):
             name = str(config[key]).removeprefix("torch.")
@@ -24,7 +24,7 @@ def stored_dtype(path: str, config: Mapping[str, Any]) -> str:
 
 
 def header_dtype(path: str) -> str | None:
-    """What most tensors of the first safetensors file are; None without such a file."""
+    """The format of most tensors of the first safetensors file; None if there is no such file."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         return None
@@ -38,6 +38,6 @@ def header_dtype(path: str) -> str | None:
     except (
         OSError, ValueError, struct.error, TypeError, KeyError, AttributeError, RecursionError
     ):  # fmt: skip
-        return None  # a broken file is the loader's to report
+        return None  # the loader reports a broken file
     kinds.pop(None, None)
     return kinds.most_common(1)[0][0] if kinds else None

@@ -1,4 +1,4 @@
-"""How long a text a model was made for, read from its config.json."""
+"""The context length of a model, read from its config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS = (
-    "max_position_embeddings",  # most
+    "max_position_embeddings",  # most models
     "n_positions",  # GPT-2
     "max_seq_len",  # MPT, DBRX
     "seq_length",  # ChatGLM
@@ -17,19 +17,19 @@ KEYS = (
 )
 
 COUNTED = ("su", "longrope", "llama3", "mrope", "default", "proportional")
-"""Kinds of rotary scaling where the length in config.json is the scaled one already."""
+"""Types of rotary scaling with which the length in config.json already includes the scaling."""
 
 LEARNED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "codegen", "openai-gpt")
-"""Model types with a table of positions: beyond its end there is nothing to look up."""
+"""Model types with a table of learned positions: no position exists beyond its end."""
 
 WITHOUT_ANY = 2048
-"""For a config.json that names no length."""
+"""The length if config.json gives none."""
 
 
 def model_length(config: Mapping[str, Any]) -> tuple[int, str]:
-    """(tokens, the key that says so): the least of the keys there are, times the rotary scaling.
+    """(tokens, text that names the key): the smallest value of KEYS, times the rotary scaling.
 
-    The key is empty where config.json has none.
+    The text is empty if config.json has none of KEYS.
     """
     lengths = {
         key: config[key] for key in KEYS if isinstance(config.get(key), int) and config[key] > 0
@@ -44,7 +44,7 @@ def model_length(config: Mapping[str, Any]) -> tuple[int, str]:
     if kind in COUNTED or not isinstance(factor, (int, float)) or factor <= 1:
         return length, f"{key}={length}"
     if kind == "yarn":
-        # The factor counts from the length before scaling; max_position_embeddings may be either.
+        # The factor applies to the length before scaling; max_position_embeddings may be either length.
         original = rope.get("original_max_position_embeddings") or length
         return max(int(original * factor), length), f"{key}={length}, yarn factor {factor:g}"
     if "gemma3" in str(config.get("model_type", "")):
@@ -53,7 +53,7 @@ def model_length(config: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary scaling in either dialect; empty where there is none, or one for each kind of layer."""
+    """Rotary scaling under its new or old key; empty if there is none, or one for each kind of layer."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return {}

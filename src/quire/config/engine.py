@@ -1,6 +1,6 @@
-"""EngineConfig: the tree of all sections, made from flat keywords; Resolved: the same with no "auto" left.
+"""EngineConfig: all sections, made from flat keywords. Resolved: the same without any "auto".
 
-`LLM(max_num_seqs=4)` and `--max-num-seqs 4` both end in `EngineConfig.from_keywords(max_num_seqs=4)`.
+`LLM(max_num_seqs=4)` and `--max-num-seqs 4` both become `EngineConfig.from_keywords(max_num_seqs=4)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.config.structured import StructuredConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Everything that was asked for."""
+    """The configuration as the user gave it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -51,20 +51,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What the rooms are built from: every automatic choice made, every conflict checked (`resolve.py`)."""
+    """The configuration that engine and worker are built from: no "auto" left, conflicts checked (`resolve.py`)."""
 
     asked: EngineConfig
     path: str
     """Local directory of the checkpoint."""
     hf_config: dict[str, Any]
-    """config.json after overrides: of the text model, if it was nested in a wrapper."""
+    """config.json after overrides; if a wrapper nests the text model, only the text model's part."""
     architecture: str
     dtype: str
     """float32, bfloat16 or float16."""
     device: str
     """cpu, cuda."""
     max_model_len: int
-    """Upper bound before memory is known; `auto` is settled by the memory plan (engine/memory_plan.py)."""
+    """An upper bound; for `auto`, the memory plan decides (engine/memory_plan.py)."""
     auto_max_model_len: bool
     """The memory plan may lower max_model_len to what fits."""
     block_size: int
@@ -76,12 +76,12 @@ class Resolved:
     executor: str
     """uni or mp."""
     attention_backend: str | None = None
-    """The name asked for, aliases settled (`attention/base.py` looks it up); None: the platform's first that fits."""
+    """The requested backend without aliases (`attention/base.py` finds it); None: the platform's first that fits."""
     quantization: str | None = None
-    """The scheme to make of plain weights while loading; None: they stay as the checkpoint has them."""
+    """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
 
     @property
     def kv_dtype(self) -> str:
-        """Format of the cached keys and values, by its own name (kvcache/specs.py)."""
+        """Format of the cached keys and values: a name of kvcache/specs.py."""
         asked = self.asked.cache.kv_cache_dtype
         return KV_DTYPES.get(asked, asked) if asked != "auto" else self.dtype

@@ -1,4 +1,4 @@
-"""EngineArgs: the keywords as an object, for programs that build engines from a parsed command line."""
+"""EngineArgs: the engine's keywords as an object, for programs that parse their own command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.config.vllm_flags import OLD
 
 
 class EngineArgs:
-    """`EngineArgs(model=..., max_num_seqs=8)`: every field is an attribute; historic names are understood.
+    """`EngineArgs(model=..., max_num_seqs=8)`: every field is an attribute; vLLM's and old names are accepted.
 
     Raises:
         TypeError, ConfigError, Unsupported: as `quire.config.from_keywords.engine_config`.
@@ -29,7 +29,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Put every flag of an engine onto a parser of the program's own (--host and --port stay free for it)."""
+        """Add every engine flag to the program's own parser (not the server's, such as --host and --port)."""
         add_flags(parser, server=False)
         parser.set_defaults(
             **{name: option.default for name, option in options().items() if _engines(option)}
@@ -38,7 +38,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """From what that parser parsed; names that are not ours are the program's and left alone."""
+        """Create from the result of that parser; names that are not Quire's belong to the program and are ignored."""
         known = options()
         return cls(
             **{
@@ -50,7 +50,7 @@ class EngineArgs:
         )
 
     def create_engine_config(self) -> EngineConfig:
-        """The configuration, with attributes that were set since taken in."""
+        """The configuration, with the current values of the attributes."""
         asked = {
             name: getattr(self, name) for name, option in options().items() if _engines(option)
         }
@@ -68,10 +68,10 @@ def _engines(option: Option) -> bool:
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """A parser for programs that add our flags to their own: --max_num_seqs is --max-num-seqs."""
+    """A parser for programs that add Quire's flags to their own: --max_num_seqs equals --max-num-seqs."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, with each flag spelt as it was added."""
+        """Like argparse, but each flag is first spelt as it was added."""
         spelt = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         words = []
         for word in sys.argv[1:] if args is None else args:
@@ -83,4 +83,4 @@ class ProgramParser(argparse.ArgumentParser):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same, by the name that programs with AsyncLLM use."""
+    """The same class under the name that programs with AsyncLLM use."""

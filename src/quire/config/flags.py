@@ -1,4 +1,4 @@
-"""The command line, made from the dataclasses: parse it, and a YAML file, into keywords.
+"""The command line, derived from the dataclasses: parses flags and a YAML file into keywords.
 
 Knows how flags are spelt: dashes or underscores, --x=v or --x v, --no-x, JSON by dots (--hf-overrides.a.b 1), short
 forms (-tp 2, -O3). Does not know what a value means (`options.py`), old names' meanings (`from_keywords.py`), or how
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse, fed with normalised words. Errors end the program with status 2, as everywhere."""
+    """argparse with normalised words. An error ends the program with status 2, as usual."""
 
     def __init__(self, prog: str):
         super().__init__(
@@ -36,7 +36,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
-    """Words of a command line -> EngineConfig. Ends the program on --help (0) and on a mistake (2)."""
+    """Command line -> EngineConfig. Ends the program on --help (status 0) and on an error (status 2)."""
     parser = make_parser(prog)
     _help(argv, prog, parser)
     try:
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
 
 
 def make_parser(prog: str = "quire serve", *, positional: bool = True) -> FlagParser:
-    """A parser of every flag: fields and old names."""
+    """A parser of every flag: fields, vLLM's names and old names."""
     parser = FlagParser(prog)
     if positional:
         parser.add_argument("model_tag", nargs="?")
@@ -55,7 +55,7 @@ def make_parser(prog: str = "quire serve", *, positional: bool = True) -> FlagPa
 
 
 def add_flags(parser: argparse.ArgumentParser, *, server: bool = True) -> None:
-    """Every flag, by its dashed name, onto any argparse parser; without those of the server if not `server`."""
+    """Add every flag, with dashes, to any argparse parser; without the server's flags if not `server`."""
     for option in options().values():
         if server or option.section != "server":
             _add(parser, option.name, option.kind, option.short)
@@ -87,11 +87,11 @@ def _add(
 
 
 def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
-    """What a command line gives, config file included (the command line wins), by the names that were written.
+    """The keywords of a command line and its config file (the command line wins), under the names that were used.
 
     Raises:
-        ConfigError: a file that cannot be read, JSON that is none, two models.
-        UnknownName: a flag in no table.
+        ConfigError: an unreadable file, invalid JSON, or two models.
+        UnknownName: a flag that no table has.
     """
     words, dotted = normalise(argv, parser)
     space, rest = parser.parse_known_args(words)
@@ -127,13 +127,13 @@ def _one_model(asked: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
     return asked
 
 
-# Words
+# Normalisation
 
 
 def normalise(
     argv: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], dict[str, Any]]:
-    """Spell each flag one way, and take the dotted ones out: (words for argparse, JSON by field)."""
+    """Spell each flag in one way and separate the dotted ones: (words for argparse, JSON by field)."""
     known = parser._option_string_actions
     words: list[str] = []
     dotted: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def _dict_of(name: str, text: Any) -> dict[str, Any]:
 
 
 def loose(text: Any) -> Any:
-    """JSON if it is JSON, otherwise the text itself."""
+    """The parsed value if the text is JSON, otherwise the text."""
     if not isinstance(text, str):
         return text
     try:
@@ -235,13 +235,13 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
     """Keywords of a --config file: flat keys are flags, with dashes or underscores.
 
     Args:
-        but: names whose values here do not matter, the command line having its own.
+        but: names whose values are not checked here, because the command line overrides them.
 
     Raises:
-        ConfigError: not there, not YAML, not a mapping, a key that is no flag, or a value that its flag cannot take;
+        ConfigError: the file is missing, not YAML or not a mapping, a key is no flag, or its flag refuses a value;
             names file and line.
     """
-    import yaml  # 15 ms, and most command lines have none
+    import yaml  # takes 15 ms, and most command lines do not need it
 
     if not path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--config {path}: a file that ends in .yaml or .yml")
@@ -276,7 +276,7 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
 
 
 def _in_words(why: Any) -> str:
-    """A YAML error's line, and what is wrong there, without the text around it."""
+    """A YAML error's line and problem, without the surrounding text."""
     mark = why.problem_mark or why.context_mark
     begun = (
         f"{why.context} that begins in line {why.context_mark.line + 1}"
@@ -288,7 +288,7 @@ def _in_words(why: Any) -> str:
 
 
 def _check_value(where: str, name: str, value: Any) -> None:
-    """Raises ConfigError: what its flag cannot take, or a feature that is not here."""
+    """Raises ConfigError: the flag refuses the value, or the feature is not supported."""
     try:
         if (option := options().get(name)) is not None:
             coerce(option, value)

@@ -1,8 +1,8 @@
-"""From the names people use to the fields there are: every historic flag and keyword means something.
+"""From keywords to EngineConfig: fields, vLLM's names and old names are all handled.
 
-`engine_config` is the one way from flat keywords, of a program or a command line, to an EngineConfig: old names
-are translated (`vllm_flags.py`), the environment fills what was left out, values take their field's form, and a
-name that nobody knows is answered with the nearest one that somebody does. Does not know argv (`flags.py`).
+`engine_config` is the only way from flat keywords, of a program or a command line, to an EngineConfig. It translates
+old names (`vllm_flags.py`), fills missing fields from the environment, and converts values to their field's type. The
+error for an unknown name suggests the nearest known one. Does not know argv (`flags.py`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ logger = get_logger(__name__)
 Source = Literal["flag", "keyword"]
 
 OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
-"""Fields of the server that LLM(...) takes too, since users were told so."""
+"""Fields of the server that LLM(...) also accepts, because messages suggest them."""
 
 
 class UnknownName(TypeError):
-    """A keyword or flag that is in no table; the message has the nearest known one."""
+    """A keyword or flag that no table has; the message suggests the nearest known one."""
 
 
 def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> EngineConfig:
     """Flat keywords -> EngineConfig.
 
     Args:
-        keywords: by field name or any historic name; None means "not given".
-        source: `keyword` for LLM(...) and EngineArgs(...), where fields of the server are refused;
-            `flag` for the command line. Decides also how names are spelt in messages.
+        keywords: by field name or any old name; None means "not given".
+        source: `keyword` for LLM(...) and EngineArgs(...), which refuse fields of the server; `flag` for the
+            command line. It also decides how messages spell names.
 
     Raises:
-        UnknownName: a name in no table (a TypeError, as Python has it).
-        ConfigError: a value that its field cannot take.
-        Unsupported: a feature of later work.
+        UnknownName: a name that no table has (a TypeError, as for any Python function).
+        ConfigError: a field refuses its value.
+        Unsupported: a feature that is planned for later.
     """
     fields = translate(keywords, source)
     _check_environment(strict=bool(fields.get("fail_on_environ_validation")))
@@ -63,9 +63,9 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
 
 
 def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[str, Any]:
-    """Historic names -> fields, with one warning for each that has changed its name or does nothing.
+    """Old names -> fields, with one warning for each name that was renamed or has no effect.
 
-    A field that is given by its own name wins over one that an old name would fill; hf_overrides merge.
+    A field given under its own name wins over one that an old name fills; hf_overrides are merged.
     """
     known = options()
     fields: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def _apply(row: VllmFlag, value: Any, source: Source) -> dict[str, Any]:
 
 
 def is_quiet(row: VllmFlag, value: Any) -> bool:
-    """Is this value the same as not giving the name at all?"""
+    """Does this value have the same effect as leaving the name out?"""
     if value is None or value in ("", [], {}):
         return True
     if row.kind == "flag" and value is False and row.to is None:
@@ -143,7 +143,7 @@ def is_quiet(row: VllmFlag, value: Any) -> bool:
 
 
 def no_media(limits: Any) -> bool:
-    """limit_mm_per_prompt in any of its forms ({"image": 0}, {"image": {"count": 0}}, "image=0") that allows nothing."""
+    """Does limit_mm_per_prompt allow no media? Forms: {"image": 0}, {"image": {"count": 0}}, "image=0"."""
     if isinstance(limits, str):
         limits = {k: v for k, _, v in (part.partition("=") for part in limits.split(","))}
     if not isinstance(limits, dict):
@@ -158,7 +158,7 @@ def spelt(name: str, source: Source) -> str:
 
 
 def unknown(written: str, source: Source) -> str:
-    """What to say of a name that nobody knows."""
+    """The error message for an unknown name."""
     name = written.lstrip("-").replace("-", "_")
     no = name.removeprefix("no_")
     near = difflib.get_close_matches(no, [*options(), *OLD], n=1, cutoff=0.6)
@@ -196,8 +196,6 @@ def _check_environment(strict: bool) -> None:
             raise ConfigError(message)
         logger.warning("%s", message)
     for name in env.VARIABLES:
-        env.get(
-            name
-        )  # a value that is not of its kind is better said now than in the middle of a request
+        env.get(name)  # report an invalid value now rather than in the middle of a request
     if not env.get("USE_V1"):
         logger.warning("VLLM_USE_V1=0 means nothing: there is one engine")

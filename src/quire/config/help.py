@@ -1,4 +1,4 @@
-"""What --help prints: the dataclasses' own words, by section. The same at any terminal width, for a golden file."""
+"""The output of --help: the docstrings of the fields, by section. Independent of terminal width, for golden files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GROUPS = {
     "observabilityconfig": "observe",
     "structuredoutputsconfig": "structured",
 }
-"""Sections under the names that vLLM has for them, where those are others."""
+"""vLLM's names of sections, where they differ."""
 KINDS = {"int": "N", "float": "X", "text": "TEXT", "json": "JSON", "maybe": "[TEXT]"}
 
 
 def text(prog: str, topic: str = "") -> str:
-    """All flags by section; of one section (`cache`, `CacheConfig`), or those whose name has `topic` in it.
+    """All flags by section; or one section (`cache`, `CacheConfig`); or the flags whose name contains `topic`.
 
-    `all` shows the historic names as well, and what becomes of them.
+    `all` also shows vLLM's and old names, and how they are handled.
     """
     if topic.lower() in ("", "all"):
         return _everything(prog, old=bool(topic))

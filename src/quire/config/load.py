@@ -1,4 +1,4 @@
-"""How weights come from disk."""
+"""LoadConfig: how weights are read from disk."""
 
 from __future__ import annotations
 

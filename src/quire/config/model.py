@@ -1,4 +1,4 @@
-"""Which model, in which form: names, lengths and number formats."""
+"""ModelConfig: which model, in which form: names, lengths and number formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged and counted."""
+"""ObserveConfig: what is logged and counted."""
 
 from __future__ import annotations
 

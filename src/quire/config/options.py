@@ -1,6 +1,6 @@
-"""The dataclasses of the configuration, read as a list of options: name, kind, default, help.
+"""The fields of the configuration dataclasses as a list of options: name, kind, default, help.
 
-This is where a field becomes a flag and a keyword. Knows the spelling of values (25.6k, auto, JSON). Does not
+From this list each field becomes a flag and a keyword. Knows the spelling of values (25.6k, auto, JSON). Does not
 know the command line (`flags.py`), old names (`from_keywords.py`), or which values fit together (`resolve.py`).
 """
 
@@ -68,13 +68,13 @@ CHOICES = {
     "preemption_mode": ("recompute", "swap"),
     "uvicorn_log_level": ("critical", "error", "warning", "info", "debug", "trace"),
 }
-"""Values that a field may have. Names of backends and formats are not here: plugins add to them."""
+"""The allowed values of a field. Backends and formats are not here, because plugins can add some."""
 
 REPEATED = frozenset({"middleware"})
-"""Lists whose flag may be given again, to add to them; of others the last one counts."""
+"""Lists whose flag may be repeated to add items; for other flags the last one counts."""
 
 WORDS = {"max_model_len": ("auto",)}
-"""Words beside a number."""
+"""Words that a numeric field also accepts."""
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _default(one: Field[Any]) -> Any:
 
 
 def _kind(text: str) -> Kind:
-    """From the annotation, as it is written."""
+    """The kind of a field, from the text of its annotation."""
     parts = {part.strip() for part in text.split("|")}
     if "bool" in parts:
         return "maybe" if "str" in parts else "flag"
@@ -120,7 +120,7 @@ def _kind(text: str) -> Kind:
 
 @functools.cache
 def section_help(section: str) -> tuple[str, dict[str, str]]:
-    """A section's title, and each field's docstring: the string that stands under it in the source."""
+    """A section's title, and each field's docstring: the string below the field in the source."""
     kind = section_class(section)
     module = importlib.import_module(kind.__module__)
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -144,10 +144,10 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def human_int(text: str) -> int:
-    """'25.6k' -> 25600, '1K' -> 1024, '2M' -> 2097152: small letters are decimal, capitals binary.
+    """'25.6k' -> 25600, '1K' -> 1024, '2M' -> 2097152: lower-case letters are decimal, capitals binary.
 
     Raises:
-        ValueError: not such a number, or one with a fraction left.
+        ValueError: not such a number, or the result is not whole.
     """
     match = _HUMAN.fullmatch(text.strip().replace("_", ""))
     if not match:
@@ -166,10 +166,10 @@ def human_int(text: str) -> int:
 
 
 def coerce(option: Option, value: Any) -> Any:
-    """A value from Python, JSON or YAML in the form that the field wants.
+    """Convert a value from Python, JSON or YAML to the type of the field.
 
     Raises:
-        ConfigError: it cannot be; names the field and what it takes.
+        ConfigError: impossible; the message names the field and the values that it accepts.
     """
     if value is None:
         return option.default
@@ -220,7 +220,7 @@ def _flag(value: Any) -> bool:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """A dict, the JSON text of one, or an old configuration object with such attributes."""
+    """A dict, from itself or from JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -232,5 +232,5 @@ def json_object(value: Any) -> dict[str, Any]:
 
 
 def dtype_name(value: Any) -> str:
-    """'half' or torch.float16 -> as written, without its module: 'torch.float16' -> 'float16'."""
+    """The name of a dtype without its module: 'half' -> 'half', torch.float16 -> 'float16'."""
     return str(value).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""How many devices and how processes are made. Sizes above 1 come with their own feature."""
+"""ParallelConfig: numbers of devices, and how processes are made. Sizes above 1 are not supported yet."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How weights are quantized: the names that `--quantization` takes, and what a checkpoint's config.json says of its own.
+"""Quantization: the values of `--quantization`, and the quantization that a checkpoint's config.json describes.
 
-Knows names, numbers and patterns. Does not know torch, tensors or arithmetic (`quantization/` does).
+Knows names, numbers and patterns. Does not know torch, tensors or arithmetic: `quantization/` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ONLINE = {
     "int4_g32": "as int4 with groups of 32",
     "fp8": "as int8: a CPU multiplies bytes, not 8-bit floats",
 }
-"""Made while loading, from weights of 16 or 32 bits (or of an fp8 checkpoint)."""
+"""Methods applied while loading, to weights of 16 or 32 bits (or to an fp8 checkpoint). This table: on a CPU."""
 
 APART = {
     "int8": "8 bits, a scale a row; activations 8 bits, a scale a token; the head as it is",
@@ -28,7 +28,7 @@ APART = {
     "int4_g32": "as int4 with groups of 32",
     "fp8": "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is",
 }
-"""The same on a device of its own."""
+"""The same methods on an accelerator."""
 
 BYTES = {
     "int8": 1.0,
@@ -37,10 +37,10 @@ BYTES = {
     "int4_g32": 0.5 + 5 / 32,
     "fp8": 1.0,
 }
-"""Of one weight of a linear made so, with its share of its group's scale and zero point."""
+"""Bytes for each weight of a linear layer, including its part of the group's scale and zero point."""
 
 HEAD_BYTES = 1.0
-"""The same of the head, whatever the scheme."""
+"""The same for the head, with every method."""
 
 SAME = {
     "fp8_per_tensor": "fp8",
@@ -54,10 +54,10 @@ SAME = {
     "awq_marlin": "awq",
     "compressed_tensors": "compressed-tensors",
 }
-"""Names of vLLM's for what has another one here."""
+"""vLLM's names -> Quire's names."""
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8")
-"""Values of `quant_method` in config.json that are served."""
+"""The supported values of `quant_method` in config.json."""
 
 LATER = (
     *("bitsandbytes", "gguf", "torchao", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "quark", "auto-round", "inc"),
@@ -65,7 +65,7 @@ LATER = (
     *("bitnet", "higgs", "fp_quant", "experts_int8", "moe_wna16", "modelopt_mixed", "humming", "deepseek_v4_fp8"),
     *("online", "bitblas", "marlin", "gptq_marlin_24", "qqq", "rtn", "ptpc_fp8", "deepspeedfp", "tpu_int8", "ipex"),
 )  # fmt: skip
-"""Known by name, and not served."""
+"""Known methods that are not supported."""
 
 INSTEAD = (
     "serve its bfloat16 or float16 form, with --quantization int8 or int4 if it should be small"
@@ -73,16 +73,17 @@ INSTEAD = (
 
 
 def online_schemes() -> dict[str, str]:
-    """Name for `--quantization` -> what it does, of each that is made while loading."""
+    """The methods applied while loading: value of `--quantization` -> description."""
     return {name: says for name, says in ONLINE.items() if name != "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """How one linear's weight lies in a checkpoint.
+    """How a checkpoint stores the weight of one linear layer.
 
-    `kind`: gptq, awq, ct-packed, ct-int or float. `group`: inputs that share a scale, -1: all of them.
-    `strategy`: tensor, channel, block or group. `ordered`: groups are not neighbours, a tensor g_idx says whose is what.
+    `kind`: gptq, awq, ct-packed, ct-int or float. `group`: number of inputs that share a scale, -1: all of them.
+    `strategy`: tensor, channel, block or group. `ordered`: a group's inputs are not adjacent; tensor g_idx gives each
+    input's group.
     """
 
     kind: str
@@ -92,11 +93,11 @@ class WeightLayout:
     block: tuple[int, int] = (128, 128)
     symmetric: bool = True
     ordered: bool = False
-    shifted: bool = False  # stored zero points are one too small (GPTQ's first format)
-    inverse: bool = False  # the scale is called weight_scale_inv; it multiplies all the same
+    shifted: bool = False  # stored zero points are one too small (the first GPTQ format)
+    inverse: bool = False  # the scale is called weight_scale_inv, but it is multiplied as well
 
     def says(self, apart: bool = False, online: str | None = None) -> str:
-        """apart: on a device of its own. online: what `--quantization` makes of 8-bit floats."""
+        """Describe it. apart: on an accelerator. online: the `--quantization` method applied to 8-bit floats."""
         one = "row" if self.strategy == "group" else self.strategy
         per = f"groups of {self.group}" if self.group > 0 else f"a scale a {one}"
         if self.kind == "float" and online not in (None, "fp8"):
@@ -118,10 +119,10 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
-    """What config.json says of a quantized checkpoint.
+    """The quantization that config.json describes.
 
-    `groups`: (targets, layout); `ignored`, `only`: names or patterns of layers that are plain, or the only ones that are not;
-    `changed`: (pattern, layout or None) that goes before `groups`.
+    `groups`: (targets, layout). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
+    quantized ones. `changed`: (pattern, layout or None), which takes precedence over `groups`.
     """
 
     method: str
@@ -132,7 +133,7 @@ class CheckpointQuantization:
     head: bool = False
 
     def layout_of(self, name: str) -> WeightLayout | None:
-        """Of a linear, by its name in the checkpoint; None: its weight is plain."""
+        """The layout of a linear layer, by its name in the checkpoint; None: its weight is not quantized."""
         if name == "lm_head" and not self.head:
             return None
         if any(_named(pattern, name) for pattern in self.ignored):
@@ -145,7 +146,7 @@ class CheckpointQuantization:
         for special in (
             True,
             False,
-        ):  # a group that names the layer goes before one that takes every linear
+        ):  # a group that names the layer takes precedence over one for every linear
             for targets, layout in self.groups:
                 for target in targets:
                     if (target != "Linear") == special and (not special or _named(target, name)):
@@ -153,7 +154,7 @@ class CheckpointQuantization:
         return None
 
     def says(self, apart: bool = False, online: str | None = None) -> str:
-        """For the log: what there is, and what it becomes."""
+        """For the log: the stored format and what loading makes of it."""
         kinds = [layout.says(apart, online) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
@@ -163,26 +164,26 @@ class CheckpointQuantization:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """The name alone, and as checkpoints of wrapped models have it."""
+    """The name itself, and its forms in checkpoints of wrapped models."""
     inner = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{inner}"
 
 
 def _named(pattern: str, name: str) -> bool:
-    """`re:` and a pattern, or some parts of the name one after the other."""
+    """Whether `pattern` matches: `re:` and a regular expression, or consecutive parts of the name."""
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], each) for each in _spellings(name))
     return any(f".{pattern}." in f".{each}." for each in _spellings(name))
 
 
-# ------------------------------------------------------------------------------------ what was asked
+# ------------------------------------------------------------------------------------ what is requested
 
 
 def scheme_asked(asked: str | None) -> str | None:
-    """The name as it is called here; None: as the checkpoint says.
+    """Quire's name of the requested method; None: as the checkpoint says.
 
     Raises:
-        Unsupported: a method that is not served. ConfigError: no method at all.
+        Unsupported: a known method that is not supported. ConfigError: an unknown method.
     """
     if asked in (None, "none", "auto"):
         return None
@@ -196,10 +197,10 @@ def scheme_asked(asked: str | None) -> str | None:
 
 
 def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | None:
-    """The scheme to make while loading, or None.
+    """The method to apply while loading, or None.
 
     Raises:
-        ConfigError: the checkpoint is of another method, or not quantized.
+        ConfigError: the checkpoint uses another method, or is not quantized.
     """
     name = scheme_asked(asked)
     if name is None or (stored is not None and name == stored.method):
@@ -225,11 +226,11 @@ def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | N
 
 
 def stored_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | None:
-    """What config.json says; None: weights are plain.
+    """The quantization that config.json describes; None: the weights are not quantized.
 
     Raises:
-        Unsupported: a method, or a variant of one, that is not served; the message says which.
-        ConfigError: it makes no sense.
+        Unsupported: an unsupported method, or an unsupported variant of one; the message says which.
+        ConfigError: the description is invalid.
     """
     says = config.get("quantization_config") or config.get("compression_config")
     if not says:
@@ -260,7 +261,7 @@ def _gptq(says: Mapping[str, Any]) -> CheckpointQuantization:
         bits=int(says["bits"]),
         group=int(says.get("group_size", -1)),
         symmetric=bool(says.get("sym", True)),
-        ordered=True,  # by g_idx, which is there in any case
+        ordered=True,  # by g_idx, which every GPTQ checkpoint has
         shifted=(says.get("checkpoint_format") or says.get("format") or "gptq") != "gptq_v2",
     )
     form = str(says.get("checkpoint_format") or says.get("format") or "gptq")

@@ -1,8 +1,8 @@
-"""What a flight recording keeps of a configuration, as JSON: what a replay needs, and no secret.
+"""The part of the configuration that a flight recording contains, as JSON: what a replay needs, and no secret.
 
-A recording outlives the server, and users attach it to reports. It holds no key, token, certificate or address, since
-only the fields below are written. A replay reads a recording of unknown origin: JSON names nothing to import, each
-value is checked for its type, and where the model lies and whether its code may run is never taken from it.
+A recording outlives the server, and users attach it to reports. Only the fields below are written, so it contains no
+key, token, certificate or address. A replay reads recordings of unknown origin. JSON cannot name anything to import,
+and each value's type is checked. The model's path and the permission to run its code are never taken from it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quire.config.structured import StructuredConfig
 from quire.errors import ConfigError
 
 MOST_BYTES = 16 << 20
-"""Of a file that is read: a recorded configuration has a few thousand bytes."""
+"""The largest file that is read; a recorded configuration has a few thousand bytes."""
 
 
 class Settled(Struct):
-    """Fields of `Resolved` that decide what a step computes."""
+    """Fields of `Resolved` that affect what a step computes."""
 
     dtype: str
     device: str
@@ -46,7 +46,7 @@ class Settled(Struct):
 
 
 class RecordedModel(Struct):
-    """Fields of `ModelConfig` that decide what a step computes."""
+    """Fields of `ModelConfig` that affect what a step computes."""
 
     model_impl: str
     dtype: str
@@ -60,13 +60,13 @@ class RecordedModel(Struct):
 
 
 class RecordedConfig(Struct):
-    """The file."""
+    """The content of the file."""
 
     path: str
     """Where the model was: shown to the user, never opened."""
     architecture: str
     left_out: list[str]
-    """Functions and classes that the user gave, by name: shown to the user, never imported."""
+    """Names of functions and classes that the user gave: shown to the user, never imported."""
     load_format: str
     settled: Settled
     model: RecordedModel
@@ -77,7 +77,7 @@ class RecordedConfig(Struct):
 
 
 def for_recording(payload: bytes) -> bytes:
-    """The file, of what `wire.to_wire` made."""
+    """The content of the file, from the result of `serialize.resolved_to_bytes`."""
     sent = msgspec.msgpack.decode(payload)
     resolved, asked = sent["resolved"], sent["asked"]
     model = dict(asked["model"])
@@ -102,7 +102,7 @@ def _name(thing: Any) -> str:
 
 
 def from_recording(data: bytes) -> RecordedConfig:
-    """Raises ConfigError: it is no file of `for_recording`; what is wrong with it."""
+    """Raises ConfigError: not a file of `for_recording`; the message says what is wrong."""
     if len(data) > MOST_BYTES:
         raise ConfigError(f"the recorded configuration has {len(data)} bytes, at most {MOST_BYTES}")
     try:
@@ -112,7 +112,7 @@ def from_recording(data: bytes) -> RecordedConfig:
 
 
 def asked_of(recorded: RecordedConfig, model: str) -> EngineConfig:
-    """What to resolve for a replay with the checkpoint `model`, whose code is not run."""
+    """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run."""
     fields = {name: getattr(recorded.model, name) for name in RecordedModel.__struct_fields__}
     return EngineConfig(
         model=ModelConfig(model=model, trust_remote_code=False, **fields),
@@ -125,10 +125,10 @@ def asked_of(recorded: RecordedConfig, model: str) -> EngineConfig:
 
 
 def as_recorded(resolved: Resolved, recorded: RecordedConfig) -> Resolved:
-    """With the choices that the recorded engine made, instead of those for this machine.
+    """`resolved` with the choices of the recorded engine instead of those for this machine.
 
     Raises:
-        ConfigError: the model is another one than the recorded engine had.
+        ConfigError: the model's architecture differs from the recorded one.
     """
     if resolved.architecture != recorded.architecture:
         raise ConfigError(

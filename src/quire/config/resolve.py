@@ -1,7 +1,7 @@
-"""One pass from what was asked to what will be: every "auto" filled, every conflict refused, each decision logged.
+"""From EngineConfig to Resolved: replaces every "auto", refuses every conflict, logs each decision.
 
 Knows the configuration, the checkpoint's config.json and the facts of the device. Does not know torch, weights,
-or how much memory there will be (`engine/memory_plan.py` does that sum afterwards).
+or the amount of memory (`engine/memory_plan.py` uses that afterwards).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DTYPES = {
 }
 
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo2", "glm4")
-"""Model types whose activations leave float16's range."""
+"""Model types whose activations exceed the range of float16."""
 
 
 class PlatformDefaults(Protocol):
-    """What is asked of `platforms/detect.py`, which is a storey above."""
+    """The part of `platforms/detect.py` that is used here; that module is in a higher layer."""
 
     @property
     def device(self) -> str: ...
@@ -59,19 +59,19 @@ def resolve(
     *,
     per_request_cache: bool = False,
 ) -> Resolved:
-    """Fill in what was left open.
+    """Replace every open choice by a value.
 
     Args:
-        asked: what the user wrote.
+        asked: the user's configuration.
         path: local directory of the checkpoint.
-        hf_config: its config.json as `models/hf.read_config` gives it: hf_overrides put over it, the text model's
-            part if it is nested.
-        facts: of the device.
-        per_request_cache: the model keeps a cache of its own for each request, so that prefixes cannot be shared.
+        hf_config: its config.json as `models/hf_config.read_config` returns it: with hf_overrides, and only the text
+            model's part if that is nested.
+        facts: about the device.
+        per_request_cache: the model keeps its own cache for each request, so prefixes cannot be shared.
 
     Raises:
-        ConfigError: two wishes contradict each other, or one contradicts the model; names the flag to change.
-        Unsupported: a feature that is known by name and not here yet.
+        ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.
+        Unsupported: a known feature that is not implemented yet.
     """
     config = dict(hf_config)
     check(asked, config)
@@ -106,7 +106,7 @@ def resolve(
 
 
 def overridden(config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
-    """config.json with hf_overrides put over it: nested dicts merge, a function is called with a copy.
+    """config.json with hf_overrides applied: nested dicts are merged, a function is called with a copy.
 
     Raises:
         ConfigError: the function returned something that is not a dict.
@@ -148,7 +148,7 @@ def _dtype(
             scheme_asked(asked.model.quantization) in ONLINE
             or stored_quantization(config) is not None
         )
-        kept = "bfloat16" if small and facts.device == "cpu" else stored  # its kernels take that
+        kept = "bfloat16" if small and facts.device == "cpu" else stored  # the CPU kernels need it
         dtype = facts.preferred_dtype(kept)
         if dtype == "float16" and fragile:
             dtype = "bfloat16"
@@ -166,7 +166,7 @@ def _dtype(
 
 
 def _length(asked: EngineConfig, config: Mapping[str, Any]) -> tuple[int, bool]:
-    """(most tokens of a request, may the memory plan lower it?)"""
+    """(the most tokens of a request, whether the memory plan may lower it)"""
     own, where = model_length(config)
     wanted = asked.model.max_model_len
     if wanted is None or wanted in ("auto", -1):
@@ -205,7 +205,7 @@ def _allow_long(length: int, own: int, where: str, config: Mapping[str, Any]) ->
 def _step(
     asked: EngineConfig, facts: PlatformDefaults, length: int, chunked: bool
 ) -> tuple[int, int]:
-    """(requests at once, tokens a step)"""
+    """(the most requests at once, tokens a step)"""
     wish = asked.scheduler
     rows = facts.max_num_seqs if wish.max_num_seqs is None else wish.max_num_seqs
     tokens = wish.max_num_batched_tokens
@@ -278,7 +278,7 @@ def _executor(asked: EngineConfig) -> str:
 
 
 def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
-    """The name to look up, aliases settled; whether the platform has it is for `attention/base.py` to say."""
+    """The requested name without aliases. `attention/base.py` checks whether the platform has it."""
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
     if name == "XFORMERS":
@@ -289,7 +289,7 @@ def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
         and facts.device == "cpu"
         and wanted == env.get("ATTENTION_BACKEND")
     ):
-        # A variable is often set for a whole fleet; a flag is meant for this server, and refused later.
+        # A variable is often set for many servers, so it is ignored here; a flag is for this server and refused later.
         logger.warning(
             "VLLM_ATTENTION_BACKEND=%s is not for %s: using its own; --attention-backend insists",
             wanted,
@@ -300,7 +300,7 @@ def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
 
 
 def _say(resolved: Resolved, facts: PlatformDefaults) -> None:
-    """One line with what was decided, each by the name of the flag that changes it."""
+    """Log one line with all decisions, each under the name of the flag that changes it."""
     logger.info(
         "%s on %s (%s): dtype=%s max_model_len=%d%s max_num_seqs=%d max_num_batched_tokens=%d block_size=%d"
         " enable_chunked_prefill=%s enable_prefix_caching=%s depth=%d executor=%s",

@@ -1,4 +1,4 @@
-"""Who runs, how many at once, and how far the host runs ahead."""
+"""SchedulerConfig: how many requests run at once, in which order, and how far the host runs ahead."""
 
 from __future__ import annotations
 

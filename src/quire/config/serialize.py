@@ -1,9 +1,9 @@
-"""A Resolved as bytes, for a process of our own: msgpack of plain values, no pickle.
+"""A Resolved as bytes, for another Quire process: msgpack of plain values, no pickle.
 
-Functions and classes travel by their name, `module:Name`, and are found again by import. Only the fields in NAMED may hold them, and only
-an extension type of msgpack marks such a name. A checkpoint's config.json, a request's body and any other JSON
-have no extension types, so no value in them can name what is imported. Knows the tree of dataclasses. Does not
-know the sender or the receiver.
+Functions and classes are sent by name, `module:Name`, and imported by the receiver. Only the fields in NAMED may
+contain them, and only a msgpack extension type marks such a name. JSON (a checkpoint's config.json, a request's body)
+has no extension types, so no value in it can cause an import. Knows the tree of dataclasses. Does not know the
+sender or the receiver.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from quire.config.options import section_class
 from quire.errors import ConfigError
 
 NAME = 1
-"""The code of the extension type whose data is a name, `module:Name`."""
+"""The code of the msgpack extension type for names, `module:Name`."""
 NAMED = {"model": ("hf_overrides", "logits_processors")}
-"""Section -> its fields that may hold functions and classes, all given by the user's own flags or keywords."""
+"""Section -> the fields that may contain functions and classes; only the user's own flags or keywords set them."""
 WHERE = "the working directory is not searched: put the folder of the module into PYTHONPATH"
 
 
@@ -33,7 +33,7 @@ def resolved_to_bytes(resolved: Resolved) -> bytes:
     """Encode.
 
     Raises:
-        ConfigError: a function or class that the other process could not import (a lambda, or defined in a
+        ConfigError: the other process could not import a function or class (a lambda, or one defined in a
             function or in the program's main file).
     """
     plain = {
@@ -44,10 +44,10 @@ def resolved_to_bytes(resolved: Resolved) -> bytes:
 
 
 def resolved_from_bytes(data: bytes) -> Resolved:
-    """Decode what `resolved_to_bytes` made in a process of this server. A file of another origin is no input for it.
+    """Decode the result of `resolved_to_bytes` from a process of this server. Never pass it a file of unknown origin.
 
     Raises:
-        ConfigError: a name in it cannot be imported here.
+        ConfigError: a name cannot be imported here.
     """
     sent = msgspec.msgpack.decode(data)
     extend_path(sent["path"])
@@ -96,14 +96,14 @@ def _plain(value: Any) -> Any:
 
 # -- functions and classes by name ----------------------------------------------------------------
 def marked(value: Any) -> Any:
-    """A function or class, or a list of such and of other values, with names in their place."""
+    """Replace functions and classes by their names, also in lists."""
     if isinstance(value, (list, tuple)):
         return [marked(item) for item in value]
     return Ext(NAME, name_of(value).encode()) if callable(value) else _plain(value)
 
 
 def revived(value: Any) -> Any:
-    """The opposite of `marked`.
+    """The inverse of `marked`.
 
     Raises:
         ConfigError: a name cannot be imported here.
@@ -116,7 +116,7 @@ def revived(value: Any) -> Any:
 
 
 def name_of(thing: Any) -> str:
-    """`module:Name` of a function or class, if another process can import it by that."""
+    """`module:Name` of a function or class, if another process can import it under that name."""
     module = getattr(thing, "__module__", None) or "__main__"
     name = getattr(thing, "__qualname__", "") or type(thing).__qualname__
     if module != "__main__" and "<" not in name:
@@ -132,7 +132,7 @@ def name_of(thing: Any) -> str:
 
 
 def by_name(name: str) -> Any:
-    """The thing that `module:Name` names."""
+    """The object that `module:Name` names."""
     module, _, path = name.partition(":")
     try:
         thing: Any = importlib.import_module(module)
@@ -143,17 +143,17 @@ def by_name(name: str) -> Any:
     return thing
 
 
-# -- where a child process looks for them ---------------------------------------------------------
+# -- where a child process searches for modules ---------------------------------------------------
 def import_path() -> list[str]:
-    """The folders of sys.path that a child process may search too.
+    """The folders of sys.path that a child process may also search.
 
-    For `python -m`, `python -c` and a terminal Python puts the working directory first, although the user did
-    not ask for it; a model's files may lie there, so it is left out. It stays where PYTHONPATH names it, and
-    where it is the folder of the script that runs.
+    For `python -m`, `python -c` and a terminal, Python puts the working directory first although the user did not
+    request it. It may contain a model's files, so it is removed. It stays if PYTHONPATH names it, or if it is the
+    folder of the running script.
     """
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # it was removed, so nothing is found in it
+    except FileNotFoundError:  # the directory was removed, so nothing can be found in it
         here = ""
     main = sys.modules.get("__main__")
     script = getattr(main, "__spec__", None) is None and hasattr(main, "__file__")
@@ -169,6 +169,6 @@ def extend_path(folders: list[str]) -> None:
 
 
 def _path_for(asked: EngineConfig) -> list[str]:
-    """The import path where the configuration names something to import; else nothing."""
+    """The import path if the configuration names something to import; else an empty list."""
     overrides, processors = asked.model.hf_overrides, asked.model.logits_processors
     return import_path() if callable(overrides) or processors or asked.server.middleware else []

@@ -1,4 +1,4 @@
-"""The HTTP server: where it listens, whom it answers, and what its answers carry."""
+"""ServerConfig: the HTTP server's address, keys, limits and response format."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ServerConfig:
 
     @property
     def needs_key(self) -> bool:
-        """Whether a request must bring a key. The address, the key check and the messages all ask here."""
+        """Whether a request must have a key. The choice of address, the key check and the messages all use this."""
         return bool(self.api_key) or self.api_key_file is not None
 
     max_answer_entries: int = 1 << 21

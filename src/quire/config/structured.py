@@ -1,4 +1,4 @@
-"""Structured output: which engine reads grammars, and what holds for every request that is constrained."""
+"""StructuredConfig: the grammar backend, and defaults for every constrained request."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StructuredOutputsOptions:
 
 
 def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
-    """Read `structured_outputs_config`.
+    """Parse `structured_outputs_config`.
 
     Raises:
-        ConfigError: a key that there is not, or a value that it does not take.
-        Unsupported: another engine's name.
+        ConfigError: an unknown key, or an invalid value.
+        Unsupported: a known backend that Quire does not have.
     """
     known = {one.name: one.type for one in fields(StructuredOutputsOptions)}
     made: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
 
 
 def backend(value: Any) -> str:
-    """An engine's name; old forms such as `xgrammar:no-fallback` carry options behind a colon."""
+    """The name of a backend; in old forms such as `xgrammar:no-fallback`, options follow a colon."""
     name = str(value).partition(":")[0]
     name = {"llguidance": "guidance"}.get(name, name)
     if name in ELSEWHERE:

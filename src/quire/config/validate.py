@@ -1,4 +1,4 @@
-"""Which wishes cannot be met: values out of range, and features that are known by name and not here yet."""
+"""Validation: refuses values out of range, and known features that are not implemented yet."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LATER_FORMATS = (
 
 
 def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
-    """Refuse what cannot be, before anything is loaded, and say what does nothing.
+    """Refuse invalid settings before anything is loaded, and warn about settings without effect.
 
     Raises:
-        ConfigError: a value out of its range.
-        Unsupported: a feature of later work.
+        ConfigError: a value is out of its range.
+        Unsupported: a feature that is planned for later.
     """
     check_wishes(asked)
     stored_quantization(config)
@@ -45,7 +45,7 @@ def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
 
 
 def check_wishes(asked: EngineConfig) -> None:
-    """The part that needs no checkpoint: asked before one is fetched, which can take an hour.
+    """The checks that need no checkpoint: they run before one is downloaded, which can take an hour.
 
     Raises: as `check`.
     """
@@ -151,7 +151,7 @@ def _formats(asked: EngineConfig) -> None:
 
 
 def _ignored(asked: EngineConfig) -> None:
-    """What is taken and does nothing, said once."""
+    """Warn about settings that are accepted but have no effect."""
     cache = asked.cache
     says = {
         f"swap_space={cache.swap_space:g}": (

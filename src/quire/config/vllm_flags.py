@@ -1,8 +1,8 @@
-"""Names of the field that are no field here: one row each, with what happens to it.
+"""vLLM's flags that are no field of Quire: one row each, with how Quire handles it.
 
-    A  accepted: it means something here (`to` says what), or what it asks for is so anyway
-    W  accepted with a warning that says why it does nothing here, or by what it was replaced
-    E  refused, naming what would be needed; its default passes
+    A  accepted: `to` gives its meaning in Quire, or Quire always behaves that way
+    W  accepted with a warning that says why it has no effect, or what replaces it
+    E  refused, with the missing feature's name; its default value is accepted
 
 Read by `from_keywords.py`. A flag is in a dataclass or in this table, never in both, never in neither.
 """
@@ -18,23 +18,23 @@ Treatment = Literal["A", "W", "E"]
 
 @dataclass(frozen=True, slots=True)
 class VllmFlag:
-    """One name."""
+    """One flag."""
 
     name: str
     kind: Literal["flag", "value", "list"]
-    """How it stands on a command line: --x, --x VALUE, --x A B."""
+    """Its form on a command line: --x, --x VALUE, --x A B."""
     treatment: Treatment
     say: str
-    """W: why it does nothing, or what replaces it. E: the feature and the remedy, with a colon between."""
+    """W: why it has no effect, or what replaces it. E: "feature: remedy"."""
     quiet: tuple[Any, ...] = ()
-    """Values that pass without a word, beside None and (of a flag) False."""
+    """Values that are accepted without a warning, besides None and (for a flag) False."""
     to: Callable[[Any], dict[str, Any]] | None = None
-    """The fields that it fills."""
+    """Returns the fields that it sets."""
 
 
 LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
 SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
-"""Features that other rooms refuse too: each with what to do without it."""
+"""Features that other packages refuse too: (name, what to do instead)."""
 
 OLD: dict[str, VllmFlag] = {}
 SHORT = {
@@ -56,7 +56,7 @@ SHORT = {
 
 
 def _rows(treatment: Treatment, say: str, names: str, *, kind: str = "") -> None:
-    """Rows of one treatment. `names` are words: name (a flag), name=default[,default] (a value), name* (a list)."""
+    """Add rows of one treatment. `names`: words: name (a flag), name=default[,default] (a value), name* (a list)."""
     for word in names.split():
         name, equals, defaults = word.partition("=")
         how = kind or ("value" if equals else "list" if name.endswith("*") else "flag")
@@ -91,7 +91,7 @@ def _to(
 
 
 # fmt: off
-# Later work: refused by name
+# Planned for later: refused by name
 
 _rows("E", ": ".join(LORA), """
     enable_lora lora_modules* default_mm_loras= fully_sharded_loras enable_mixed_moe_lora_format
@@ -148,7 +148,7 @@ _rows("E", "plugins for this: register one by an entry point of the group quire.
     quantization_param_path= quantization_config= """)
 _rows("E", "gRPC, rendering servers and scale-out: use the HTTP server", "grpc omni tokens_only enable_scale_out")
 
-# What this engine does not need: taken, and said
+# Not needed by this engine: accepted with a warning
 
 _rows("W", "nothing is compiled, and steps are recorded when they are first wanted (cudagraph_capture_sizes, enforce_eager)", """
     compilation_config= optimization_level= performance_mode=balanced max_cudagraph_capture_size=
@@ -182,7 +182,7 @@ _rows("W", "it means nothing to this engine", """
     device_ids* disable_frontend_logging model_class_overrides= enable_multi_modal_encoder_data_parallel""")
 _rows("A", "a reasoning parser says so by itself", "enable_reasoning")
 
-# What lives on under another name
+# Accepted under another name
 
 
 def _hf(key: str) -> Callable[[Any], dict[str, Any]]:
@@ -195,7 +195,7 @@ def _structured(key: str) -> Callable[[Any], dict[str, Any]]:
 
 def _guided_backend(value: Any) -> dict[str, Any]:
     name = str(value).partition(":")[0]
-    name = name if name in ("guidance", "xgrammar") else "auto"  # the others are no more
+    name = name if name in ("guidance", "xgrammar") else "auto"  # other backends no longer exist
     return {"structured_outputs_config": {"backend": name}}
 
 
