@@ -80,9 +80,7 @@ class Sampler:
             int, tuple[int, Tensor | None]
         ] = {}  # rows with logprobs: number of the best tokens, or given tokens
         self.prompts: dict[int, int] = {}  # rows with prompt logprobs: number of the best tokens
-        self.broken: dict[
-            int, str
-        ] = {}  # rows with unusable parameters: they fail at the first step
+        self.broken: dict[int, str] = {}  # rows with unusable parameters, which fail when they run
         # Rows that need more than a draw by temperature, top-k and top-p.
         self.particular: set[int] = set()
 
