@@ -1,1 +1,1 @@
-"""Seeing: metrics and the statistics line. Pure Python, no torch."""
+"""Observability: metrics, the statistics log line, traces. Pure Python, no torch."""

@@ -1,4 +1,4 @@
-"""Histogram buckets by family, under the names that dashboards were made for. Seconds, tokens or counts."""
+"""Histogram buckets by family, with the bounds that dashboards for vLLM expect. Seconds, tokens or counts."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def tokens_up_to(most: int) -> tuple[float, ...]:
         decade *= 10
 
 
-LENGTHS = "request_tokens"  # the family that follows the context length
+LENGTHS = "request_tokens"  # the family whose bounds depend on max_model_len
 
 
 def checked(custom: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Buckets of one's own, by family.
+    """Validate the user's buckets, by family.
 
     Raises:
-        ConfigError: no such family, or not a list of increasing numbers.
+        ConfigError: an unknown family, or not a list of increasing numbers.
     """
     known = (*FAMILIES, LENGTHS)
     for family, bounds in custom.items():

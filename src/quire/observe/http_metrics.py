@@ -42,11 +42,11 @@ Labelled = tuple[Counter, Histogram, Summary, Summary]
 
 
 class HttpMetrics:
-    """`handler` is a route as it is written, so that clients cannot make labels."""
+    """`handler` is a route's template, not the path, so that clients cannot create labels."""
 
     def __init__(self, registry: CollectorRegistry):
         self._labelled: dict[tuple[str, str, int], Labelled] = {}
-        """Found once: looking labels up costs more than counting."""
+        """A cache: finding labels costs more than counting."""
         self.requests = Counter(
             "http_requests",
             "HTTP requests, by the first digit of their status.",
@@ -89,7 +89,7 @@ class HttpMetrics:
     def answered(
         self, handler: str, method: str, status: int, seconds: float, asked: int = 0, told: int = 0
     ) -> None:
-        """A request is over; `asked` and `told`: bytes of both bodies."""
+        """Count a finished request; `asked` and `told`: bytes of the request's and the response's body."""
         if handler in UNCOUNTED:
             return
         kind = (handler, method, status // 100)

@@ -1,7 +1,7 @@
-"""Every metric as one row of a table.
+"""The table of all metrics, one entry each.
 
-Names are those that dashboards, routers and autoscalers in the field read; old names stand beside the new
-as rows of their own. A counter is exposed with `_total` behind its name.
+Names are those that dashboards, routers and autoscalers for vLLM read; old names are entries of their own.
+The text format appends `_total` to a counter's name.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from quire.protocol.output import FINISHES, EngineStats
 
 Value = float | Mapping[str, float]
-"""A number, or one number for each value of the row's own label."""
+"""A number, or one number for each value of the entry's own label."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMetric:
-    """A metric that is read off the engine's statistics whenever somebody asks."""
+    """A metric that is read from the engine's statistics at each scrape."""
 
     name: str
     kind: str
@@ -30,11 +30,11 @@ class SnapshotMetric:
 
 @dataclass(frozen=True, slots=True)
 class ObservedMetric:
-    """A histogram of what happened to requests."""
+    """A histogram over requests."""
 
     name: str
     family: str
-    """Buckets, by `buckets.FAMILIES`."""
+    """Names the buckets, as in `buckets.FAMILIES`."""
     help: str
 
 
@@ -112,7 +112,7 @@ STAYS: dict[str, tuple[str, str]] = {
     "idle": ("vllm:kv_block_idle_before_evict_seconds", "How long nobody had used what was forgotten."),
     "gap": ("vllm:kv_block_reuse_gap_seconds", "How long nobody had used what was used again."),
 }  # fmt: skip
-"""Histograms that the engine makes itself, by their names in EngineStats.residency."""
+"""Histograms that the engine fills, by their names in EngineStats.residency."""
 
 COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, by the sums."),
@@ -120,9 +120,9 @@ COUNTS: dict[str, tuple[str, str]] = {
     "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, by the sums."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the engine's steps are recorded no longer, because they could not be written."),
 }  # fmt: skip
-"""Counters that are told when they are asked for, by their names in EngineStats.counts."""
+"""Counters that the engine computes at each scrape, by their names in EngineStats.counts."""
 
 ALIASES: dict[str, str] = {
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }
-"""Old histogram -> the one it now is."""
+"""Old histogram -> the one that replaced it."""

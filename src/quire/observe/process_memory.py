@@ -1,4 +1,4 @@
-"""How much memory processes hold. Knows /proc; finds nothing where there is none."""
+"""Resident memory of processes. Knows /proc; finds nothing on systems without it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ PROC = Path("/proc")
 
 
 def process_tree(pid: int) -> list[int]:
-    """The process and all that it started, and those started by them. Looks at every process: not often."""
+    """The process and all its descendants. Reads the entry of every process: do not call it often."""
     parents: dict[int, int] = {}
     for place in PROC.glob("[0-9]*"):
         try:
-            # pid (name) state parent ...: the name may hold anything, a ")" too
+            # pid (name) state parent ...: the name may contain anything, also a ")"
             parents[int(place.name)] = int(
                 (place / "stat").read_text().rpartition(")")[2].split()[1]
             )
         except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
     found = [pid]
     for one in found:  # grows as it goes
         found += [child for child, parent in parents.items() if parent == one]
@@ -26,7 +26,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """What they share counts for each."""
+    """Sum of the processes' resident bytes; shared pages count once for each process."""
     total = 0
     for pid in pids:
         try:

@@ -1,6 +1,6 @@
-"""process_* of several processes, told apart by a label; and the files in which each keeps what it counts.
+"""process_* metrics of several processes, with a label for each; and the files that share metrics between processes.
 
-Knows process ids and what the kernel tells of them. Does not know what the processes are for.
+Knows process ids and what /proc says about them. Does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quire.logging import get_logger
 
 log = get_logger(__name__)
 
-FIRST_BYTES = 1 << 16  # of a file of values
+FIRST_BYTES = 1 << 16  # initial size of a metrics file
 
 Processes = Callable[[], Mapping[int, str]]
 
 
 class FamilyCollector(Collector):
-    """`processes`: which there are now, pid -> name."""
+    """`processes`: returns the current processes, pid -> name."""
 
     def __init__(self, processes: Processes):
         self.processes = processes
@@ -42,8 +42,8 @@ class FamilyCollector(Collector):
 
 
 class AllocatedDict(MmapedDict):
-    """Values in a file that has its blocks before they are written: a mapped page that a full disk does not have ends the
-    process. Where the disk has no room, the values go on in memory, and only this process tells them no longer."""
+    """Metric values in a file whose blocks are allocated before use: on a full disk, a write to a mapped page without a
+    block kills the process. If the disk is full, values stay in memory, and scrapes no longer include this process."""
 
     def __init__(self, filename: str, read_mode: bool = False):
         try:
@@ -76,5 +76,5 @@ class AllocatedDict(MmapedDict):
 
 
 def allocate_files() -> None:
-    """Have prometheus_client keep values in AllocatedDicts. Before the first metric is made."""
+    """Make prometheus_client store values in AllocatedDicts. Call it before the first metric is made."""
     values.MmapedDict = AllocatedDict  # type: ignore[attr-defined]

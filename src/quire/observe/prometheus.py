@@ -1,7 +1,7 @@
-"""/metrics: the rows of `metric_table.py` brought to Prometheus.
+"""/metrics: exports the entries of `metric_table.py` to Prometheus.
 
-Knows snapshots of the engine and times of requests. Does not know HTTP routes or how text is made. One
-registry for each instance, so that two servers in one process do not meet.
+Knows snapshots of the engine and times of requests. Does not know HTTP routes or the text format. Each instance
+has its own registry, so that two servers in one process stay separate.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from quire.protocol.output import EngineReady, EngineStats
 log = get_logger(__name__)
 
 BY_KEY = b"quire:key_"
-"""The families whose label `key` is the name of an API key begin with this text."""
+"""Metric families with the label `key`, the name of an API key, begin with this text."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"
 LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
-"""Of the queue: why requests are turned away."""
+"""The limits of the waiting queue: the reasons for rejecting requests."""
 
 
 class SnapshotCollector(Collector):
@@ -105,7 +105,7 @@ class SnapshotCollector(Collector):
 
 
 class AliasCollector(Collector):
-    """A histogram once more, under its old name."""
+    """Exports a histogram a second time, under its old name."""
 
     def __init__(self, name: str, source: Histogram):
         self.name, self.source = name, source
@@ -124,8 +124,8 @@ def renamed(metric: Metric, name: str) -> Metric:
 
 
 class MergedCollector(Collector):
-    """What several processes have counted, from the files that prometheus_client keeps in `folder`: sums of counters
-    and histograms, of those that are gone too; old names beside them."""
+    """Metrics of several processes, from the files that prometheus_client keeps in `folder`: sums of counters and
+    histograms, ended processes included; also under old names."""
 
     def __init__(self, folder: str, legacy: bool):
         self.files = MultiProcessCollector(None, folder)  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class MergedCollector(Collector):
 
 
 class Histograms(Histogram):
-    """A histogram that finds a value's bucket by halves, and takes in many values at once."""
+    """A histogram that finds a value's bucket by binary search, and can take many values at once."""
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
@@ -162,10 +162,10 @@ class ServerMetrics:
     """All metrics of one server, or of one `LLM`.
 
     Args:
-        shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process began: `render` then
-            tells of all processes that share it. The engine's own numbers come to each process, so they are told once.
-        custom: buckets of one's own, by family.
-        processes: with `shared`: the server's processes, pid -> name.
+        shared: the folder of PROMETHEUS_MULTIPROC_DIR, which must have been set when this process started: `render`
+            then covers all processes that share it. The engine's statistics reach each process, so they count once.
+        custom: the user's buckets, by family.
+        processes: with `shared`: returns the server's processes, pid -> name.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ServerMetrics:
         self.rejected = counter(
             "vllm:admission_rejections", "Requests refused because too many wait.", "reason"
         )
-        for limit in LIMITS:  # a series that begins at 1 hides the first from rate()
+        for limit in LIMITS:  # a series that starts at 1 hides its first event from rate()
             self.rejected.labels(self.model_name, limit)
         self.tools = counter(
             "vllm:tool_call_parser_invocations",
@@ -234,7 +234,7 @@ class ServerMetrics:
 
     def _make_gauges(self) -> None:
         def gauge(name: str, help: str, *labels: str, mode: str = "max") -> Gauge:
-            """`mode`: which of several processes' values is told."""
+            """`mode`: how to combine the values of several processes."""
             return Gauge(name, help, labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
         self.throughput: dict[str, Gauge] = {}
@@ -261,7 +261,7 @@ class ServerMetrics:
     def attach(
         self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
     ) -> None:
-        """The engine is there: where its statistics come from, and how it is set up."""
+        """Connect to a ready engine: its statistics and its cache settings."""
         self._latest = stats
         for row in OBSERVED:
             histogram = Histograms(
@@ -283,45 +283,45 @@ class ServerMetrics:
         gauge.labels(**labels).set(1)
 
     def observe(self, name: str, value: float) -> None:
-        """Put a value into a histogram; nothing happens before `attach`."""
+        """Add a value to a histogram; does nothing before `attach`."""
         if (histogram := self._observed.get(name)) is not None:
             histogram.observe(value)
 
     def observe_all(self, name: str, values: Sequence[float]) -> None:
-        """Many values; as `observe`."""
+        """Add many values; as `observe`."""
         if values and (histogram := self._observed.get(name)) is not None:
             histogram.observe_all(values)
 
     def refused(self, reason: str = REQUESTS) -> None:
-        """A request was turned away because too many wait."""
+        """Count a request that was rejected because too many wait."""
         self.rejected.labels(self.model_name, reason).inc()
 
     def read_for_calls(self, streamed: bool, called: bool, kind: str) -> None:
-        """A completion of a request with tools has ended."""
+        """Count a finished completion of a request with tools."""
         mode, outcome = ("non_streaming", "streaming")[streamed], ("no_tool_call", "tool_call")[called]  # fmt: skip
         self.tools.labels(self.model_name, mode, outcome, kind).inc()
 
     def replaced(self, process: str, count: int = 1) -> None:
-        """A process died or hung, and another has its place."""
+        """Count processes that died or hung and were replaced."""
         self.restarts.labels(self.model_name, process).inc(count)
 
     def by_key(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of this key has ended."""
+        """Count a finished request of this API key."""
         self.key_requests.labels(self.model_name, key).inc()
         self.key_tokens.labels(self.model_name, key, "prompt").inc(prompt_tokens)
         self.key_tokens.labels(self.model_name, key, "output").inc(output_tokens)
 
     def key_refused(self, key: str) -> None:
-        """A request of this key was turned away by the key's own limits."""
+        """Count a request that was rejected because of its API key's limits."""
         self.key_rejections.labels(self.model_name, key).inc()
 
     def failed(self, status: int) -> None:
-        """A request was answered with an error."""
+        """Count a request that got an error response."""
         self.errors.labels(self.model_name, str(status)).inc()
 
     @contextmanager
     def resting(self, operation: str) -> Iterator[None]:
-        """The engine is put to sleep, or woken up, meanwhile."""
+        """Measure a sleep or a wake-up, which runs inside."""
         began = time.monotonic()
         under_way = self.operations.labels(self.model_name, ENGINE, operation)
         under_way.inc()
@@ -333,7 +333,7 @@ class ServerMetrics:
             self.slept.labels(self.model_name, ENGINE, operation).observe(taken)
 
     def rates(self, prompt: float, generation: float) -> None:
-        """Tokens a second since the last line of statistics."""
+        """Set the throughput gauges: tokens per second since the last statistics line."""
         for kind, value in (("prompt", prompt), ("generation", generation)):
             if kind in self.throughput:
                 self.throughput[kind].set(value)
@@ -342,7 +342,7 @@ class ServerMetrics:
         return self._latest()
 
     def render(self, named: bool = True) -> bytes:
-        """All metrics. `named` False: without the families by key, and without the directory of a model's path."""
+        """All metrics as text. `named` False: without per-key metrics, and without the directory of a model's path."""
         text = generate_latest(self._told)
         if named:
             return text
@@ -359,7 +359,7 @@ class ServerMetrics:
 
     @staticmethod
     def _label(model_name: str) -> bytes:
-        """The label as the text format escapes it."""
+        """The model_name label, escaped as in the text format."""
         escaped = model_name.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
         return f'model_name="{escaped}"'.encode()
 
@@ -370,7 +370,7 @@ class ServerMetrics:
 
 
 def cache_info(cache_config: Any, ready: EngineReady, resolved: Resolved) -> dict[str, Any]:
-    """Labels of cache_config_info: every field of the cache's configuration, and what was found out."""
+    """Labels of cache_config_info: every field of the cache's configuration, and the resolved values."""
     asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
     return asked | {
         "num_gpu_blocks": ready.num_blocks,

@@ -1,4 +1,4 @@
-"""What becomes of one request, told to the metrics and the log.
+"""Times and counts of one request, for the metrics and the log.
 
 Knows times and counts. Does not know text.
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 from quire.observe.prometheus import ServerMetrics
 
-MOST_GAPS = 64  # seconds of a stream, so that dashboards see long ones before they end
+MOST_GAPS = 64  # gaps of a stream per update, so that dashboards see a long stream before it ends
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLatencies:
-    """Of one request, in seconds; None: not known."""
+    """Latencies of one request, in seconds; None: not known."""
 
     since_arrival: float
-    """Until now; the others end with the last token."""
+    """Arrival until now; the other intervals end with the last token."""
     whole: float
     queued: float
     inference: float
@@ -30,7 +30,7 @@ class RequestLatencies:
 
 @dataclass(slots=True)
 class RequestTimer:
-    """Made when a request arrives; told of each output; ended once. Times are of time.monotonic().
+    """Create it when a request arrives; call `output` for each output and `end` once. Uses time.monotonic().
 
     Gaps between outputs reach the histogram MOST_GAPS at a time: one by one they would cost more than the text does.
     """
@@ -42,7 +42,7 @@ class RequestTimer:
     gaps: list[float] = field(default_factory=list)
 
     def output(self, *, whole: bool = False) -> None:
-        """New tokens came; `whole`: all of them at once, which says nothing of when the first one did."""
+        """New tokens arrived; `whole`: all at once, which shows nothing about the first token's time."""
         now = time.monotonic()
         if whole:
             pass
@@ -69,7 +69,7 @@ class RequestTimer:
         n: int,
         times: Any = None,
     ) -> RequestLatencies:
-        """`output_tokens`: how many each completion has. `times`: the front room's RequestMetrics, if any."""
+        """`output_tokens`: token count of each completion. `times`: the frontend's RequestMetrics, if any."""
         self._tell_gaps()
         now = self.last or time.monotonic()
         queued = float(getattr(times, "queued", 0.0) or 0.0)

@@ -1,6 +1,6 @@
-"""The line every ten seconds, in the words that people grep for.
+"""The periodic statistics log line, in vLLM's format, which people search logs for.
 
-Knows two snapshots of the engine. Does not know who asked for what.
+Knows two snapshots of the engine. Does not know single requests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StatsLog:
     before: EngineStats = field(default_factory=EngineStats)
     was_idle: bool = True
     prompt: float = 0.0
-    """Tokens a second at the last tick."""
+    """Prompt tokens per second at the last tick; `generation` likewise."""
     generation: float = 0.0
 
     def tick(self, seconds: float, write: bool = True) -> str:
-        """Write and return the line for the `seconds` since the last one; at level DEBUG while idle."""
+        """Log and return the line for the last `seconds`; at level DEBUG while the engine is idle."""
         now, before = self.latest(), self.before
         self.before = now
         prompt = rate(now.prompt_tokens, before.prompt_tokens, seconds)

@@ -1,7 +1,7 @@
-"""Spans of requests, sent to an OpenTelemetry collector: only with --otlp-traces-endpoint, and only then imported.
+"""Traces: a span for each request, sent to an OpenTelemetry collector. Imported only with --otlp-traces-endpoint.
 
-Knows times, counts and the headers in which a caller names its own span. Does not know text. A collector that is
-not there costs lines in the log and nothing else: spans are sent by a thread, and given up when too many wait.
+Knows times, counts and the headers that carry a caller's span. Does not know text. A collector that cannot be reached
+causes only log lines: a thread sends spans, and drops them when too many wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HTTP_PORT = 4318
 CLOSE_MS = 2000
 
 CARRIED: ContextVar[Mapping[str, str] | None] = ContextVar("CARRIED", default=None)
-"""traceparent and tracestate of the HTTP request that is being answered."""
+"""traceparent and tracestate headers of the current HTTP request."""
 
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -34,10 +34,10 @@ EXPORTERS = {
 
 
 def protocol_of(endpoint: str) -> str:
-    """As the environment says (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL), or as the endpoint looks.
+    """The protocol from the environment (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL), or guessed from the endpoint.
 
     Raises:
-        ConfigError: no such protocol.
+        ConfigError: an unknown protocol.
     """
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if asked := env.outer(name):
@@ -57,7 +57,7 @@ def exporter_for(endpoint: str) -> Any:
     protocol = protocol_of(endpoint)
     try:
         found = all(map(find_spec, ("opentelemetry.sdk.trace", EXPORTERS[protocol])))
-    except ImportError:  # a parent package is not there
+    except ImportError:  # a parent package is missing
         found = False
     if not found:
         raise ConfigError(
@@ -70,14 +70,14 @@ def exporter_for(endpoint: str) -> Any:
 
 @dataclass(slots=True)
 class SpanAttributes:
-    """What a span says of a request."""
+    """A request's data for its span."""
 
     name: str
     model: str
     params: SamplingParams
     prompt_tokens: int
     output_tokens: list[int]
-    """Of each completion."""
+    """Token count of each completion."""
 
 
 class Tracer:
@@ -94,7 +94,7 @@ class Tracer:
         export = import_module("opentelemetry.sdk.trace.export")
         carried = import_module("opentelemetry.trace.propagation.tracecontext")
         told = {} if env.outer("OTEL_SERVICE_NAME") else {"service.name": "quire"}
-        # A program's own provider, if it has one, is left alone: ours is not made the global one.
+        # Keep a tracer provider of the program, if there is one: this one does not become the global provider.
         self._provider = tracing.TracerProvider(
             resource=resources.Resource.create(told), shutdown_on_exit=False
         )
@@ -104,7 +104,7 @@ class Tracer:
         self._server = import_module("opentelemetry.trace").SpanKind.SERVER
 
     def request(self, asked: SpanAttributes, latencies: RequestLatencies) -> None:
-        """It has ended just now."""
+        """Send the span of a request that has just ended."""
         end = time.time_ns()
         span = self._tracer.start_span(
             SPAN,
@@ -116,13 +116,13 @@ class Tracer:
         span.end(end_time=end)
 
     def close(self) -> None:
-        """Send what waits, if that is quick."""
+        """Send waiting spans, for at most CLOSE_MS."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()
 
 
 def attributes(asked: SpanAttributes, latencies: RequestLatencies) -> dict[str, str | int | float]:
-    """Under the names that dashboards of traces read."""
+    """Span attributes, under the names that trace dashboards read."""
     params = asked.params
     found: dict[str, str | int | float | None] = {
         "gen_ai.request.id": asked.name,
