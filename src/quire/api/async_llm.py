@@ -1,4 +1,4 @@
-"""AsyncLLM: streams of many callers on one engine, in one event loop.
+"""AsyncLLM: streams for many callers on one engine, in one event loop.
 
     caller   generate() ---------------- take() --> RequestOutput
                  |                          ^
@@ -40,14 +40,14 @@ from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
-BREATH_S = 0.01  # of sending one request, before other callbacks of the loop have their turn
-LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, which other streams would wait for
+BREATH_S = 0.01  # how long sending one request may occupy the loop at a time
+LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing, for which other streams would wait
 
 
 class AsyncLLM(Later):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
-    What each output holds is up to `SamplingParams.output_kind`. Used in one event loop at a time.
+    `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.
     """
 
     def __init__(self, client: EngineClient, config: EngineConfig | None = None):
@@ -60,11 +60,11 @@ class AsyncLLM(Later):
         self._close = weakref.finalize(self, client.close)
         self._stats = StatsLog(lambda: engine_stats(client))
         self.in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
-        """Runs what would hold up the loop; a server has threads of its own for that."""
+        """Runs calls that would block the loop; a server sets threads of its own for that."""
 
     @classmethod
     def from_client(cls, client: EngineClient, config: EngineConfig | None = None) -> Self:
-        """On an engine that runs already; loads the tokenizer."""
+        """Make one on a running engine; loads the tokenizer."""
         return cls(client, config)
 
     @classmethod
@@ -72,8 +72,8 @@ class AsyncLLM(Later):
         cls, engine_args: Any, start_engine_loop: bool = True, usage_context: Any = None,
         stat_loggers: Any = None,
     ) -> Self:  # fmt: skip
-        """From an EngineArgs. The engine gets a process of its own, so that it does not hold up the event loop
-        (QUIRE_ENABLE_V1_MULTIPROCESSING=0: it does not).
+        """Make one from an EngineArgs. The engine gets its own process, so that it does not block the event loop
+        (unless QUIRE_ENABLE_V1_MULTIPROCESSING=0).
 
         Raises:
             ConfigError, StartupError: as `engine.assemble.make_client`.
@@ -85,8 +85,8 @@ class AsyncLLM(Later):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """From a configuration; as `from_engine_args`."""
-        from quire.engine.assemble import make_client  # a client given needs no such import
+        """Make one from a configuration; as `from_engine_args`."""
+        from quire.engine.assemble import make_client  # not needed with a given client
 
         client: EngineClient
         if env.get("ENABLE_V1_MULTIPROCESSING"):
@@ -120,17 +120,17 @@ class AsyncLLM(Later):
         arrival_time: float | None = None,
         tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One request's outputs as they come. Leaving the loop early aborts the request.
+        """One request's outputs as they arrive. Leaving the loop early aborts the request.
 
         Args:
-            request_id: yours, of no other request that still runs.
-            trace_headers, session_id: accepted; they change no answer.
+            request_id: must differ from the ids of all running requests.
+            trace_headers, session_id: accepted; they have no effect.
             prompt_text: reported as `prompt` when the prompt is given as token ids.
-            tenant: who asks, where tenants take turns.
+            tenant: the owner of the request, for fair scheduling among tenants.
 
         Raises:
-            ValidationError: the request cannot be served as it is; or its id is taken.
-            QueueFull: too many wait.
+            ValidationError: the request is invalid, or its id is in use.
+            QueueFull: too many requests wait.
             EngineDeadError: the engine has stopped.
         """
         if data_parallel_rank:
@@ -155,10 +155,10 @@ class AsyncLLM(Later):
         self, prompt: Any, params: SamplingParams | None, request_id: str, heard: Callable[[], None],
         *, prompt_text: str | None = None, **options: Any,
     ) -> OutputStream:  # fmt: skip
-        """A request as `generate` has it, without an iterator around it; it runs until it is closed.
+        """As `generate`, but returns a stream instead of an iterator; the request runs until the stream is closed.
 
         Args:
-            heard: called in the loop when there may be something to take.
+            heard: called in the loop when there may be a new output.
         """
         self._enter_loop()
         accepted = await self._accept(prompt, params, id=request_id, **options)
@@ -175,7 +175,7 @@ class AsyncLLM(Later):
         return stream
 
     async def _send(self, accepted: AcceptedRequest, collector: OutputProcessor) -> None:
-        """To the engine. Others go on meanwhile, for it takes time to encode many copies of a long request."""
+        """Send it to the engine. Lets other callbacks run between copies: encoding many of them takes time."""
         until = time.monotonic() + BREATH_S
         for child in accepted.children:
             if time.monotonic() > until:
@@ -187,7 +187,7 @@ class AsyncLLM(Later):
             self.front.send(collector, child)
 
     def closed(self, stream: OutputStream) -> None:
-        """Its reader has gone."""
+        """Remove a closed stream; abort its request if it still runs."""
         collector = stream.collector
         if self._streams.get(collector.id) is stream:
             del self._streams[collector.id]
@@ -210,7 +210,7 @@ class AsyncLLM(Later):
         return self.front.accept(given, params, **options)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests; their streams end with finish_reason "abort". Unknown ids mean nothing."""
+        """End requests; their streams end with finish_reason "abort". Ignores unknown ids."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for collector in self.front.abort(ids):
             self._tell(collector)
@@ -221,11 +221,11 @@ class AsyncLLM(Later):
 
     # -- the loop and the thread ----------------------------------------------------------------
     async def listen(self) -> None:
-        """Take in what the engine says from now on, and not only from the first request on."""
+        """Process the engine's outputs from now on, not only from the first request on."""
         self._enter_loop()
 
     def _enter_loop(self) -> None:
-        """Raises EngineDeadError; RuntimeError when it is in use in another loop."""
+        """Raises EngineDeadError; RuntimeError: another loop uses this object."""
         self.check_alive()
         loop = asyncio.get_running_loop()
         if loop is self._loop:
@@ -236,7 +236,7 @@ class AsyncLLM(Later):
             )
         first, self._loop = self._loop is None, loop
         self._streams.clear()
-        self.front.abort(list(self.front.live))  # of a loop that has gone
+        self.front.abort(list(self.front.live))  # requests of a closed loop
         if first:
             threading.Thread(
                 target=_pump, args=(self.client, weakref.ref(self)), name="quire-outputs", daemon=True
@@ -252,7 +252,7 @@ class AsyncLLM(Later):
             raise
         except (
             BaseException
-        ) as error:  # a fault, or a tokenizer's panic, must not leave streams waiting for ever
+        ) as error:  # a bug, or a tokenizer's panic, must not leave streams waiting forever
             log.exception("the front room failed")
             self._fail(EngineDeadError(f"the front room failed: {type(error).__name__}: {error}"))
 
@@ -263,13 +263,13 @@ class AsyncLLM(Later):
             stream.heard()
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
-        """From the thread: `call` in the loop. A loop that is closed has nobody left who waits."""
+        """Called in the thread: run `call` in the loop. Ignores a closed loop, which has no waiters."""
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(call, *args)
 
-    # -- how it stands --------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
     def check_alive(self) -> None:
         """Raises EngineDeadError: the engine will never answer again."""
         if self._dead is not None:
@@ -303,11 +303,12 @@ class AsyncLLM(Later):
         self._post(self._fail, self._dead)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """New requests wait until `resume_generation`; running ones are aborted, end ("wait"), or stand still ("keep").
+        """Block new requests until `resume_generation`. `mode`: what happens to running requests: "abort", "wait"
+        (until they end) or "keep" (they stop, and continue later).
 
         Raises:
-            ValidationError: another mode.
-            Conflict: somebody resumed before all had ended.
+            ValidationError: an unknown mode.
+            Conflict: another caller resumed before all requests had ended.
         """
         await sleep_client.pause(self.call, mode)
         if clear_cache:
@@ -320,11 +321,11 @@ class AsyncLLM(Later):
         return bool(await self.call("is_paused"))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """As `LLM.sleep`; requests that come meanwhile wait."""
+        """As `LLM.sleep`; requests that arrive meanwhile wait."""
         await sleep_client.sleep(self.call, level, mode)
 
     async def release_kv_cache_memory(self) -> None:
-        """As `LLM.release_kv_cache_memory`; a pause does as well as a sleep."""
+        """As `LLM.release_kv_cache_memory`; also possible after a pause."""
         await sleep_client.release(self.call)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
@@ -335,10 +336,10 @@ class AsyncLLM(Later):
         return bool(await self.call("is_sleeping"))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Until no request runs.
+        """Wait until no request runs.
 
         Raises:
-            TimeoutError: some still do after that many seconds.
+            TimeoutError: some still run after that many seconds.
         """
         end = asyncio.get_running_loop().time() + drain_timeout
         while self.front.live:
@@ -356,11 +357,11 @@ class AsyncLLM(Later):
 
     @property
     def model_config(self) -> Any:
-        """What was asked for of the model."""
+        """The model's configuration as requested."""
         return self.config.model
 
     async def get_tokenizer(self, lora_request: Any = None) -> Tokenizer:
-        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        """Raises ValidationError: skip_tokenizer_init=True left the tokenizer out."""
         return self.front.need_tokenizer()
 
     async def get_model_config(self) -> Any:
@@ -370,7 +371,7 @@ class AsyncLLM(Later):
         return ("generate",)
 
     async def do_log_stats(self) -> None:
-        """Write the line of statistics now."""
+        """Write the statistics line now."""
         await asyncio.to_thread(self._stats.tick, self._stats.interval)
 
     async def is_tracing_enabled(self) -> bool:
@@ -379,24 +380,24 @@ class AsyncLLM(Later):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget cached prefixes; False if some are in use by running requests, which keep theirs, unless they are
-        to be set back and computed again."""
+        """Drop cached prefixes. False if running requests use some: these stay, unless `reset_running_requests`
+        preempts the requests."""
         return bool(await self.call("reset_prefix_cache", reset_running_requests))
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Call a method of every worker by its name; one answer each."""
+        """Call a method of every worker by its name; returns one result per worker."""
         return list(await self.call("collective_rpc", method, list(args), dict(kwargs or {})))
 
     async def call(self, name: str, *args: Any) -> Any:
-        """A named function of the engine, without holding up the loop."""
+        """Call a named function of the engine, without blocking the loop."""
         return await asyncio.to_thread(self.client.call, name, *args)
 
 
 def _pump(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
-    """The thread. It must not keep the AsyncLLM alive: one that is dropped closes its client, which ends this."""
+    """The output thread. It must not keep the AsyncLLM alive: a dropped AsyncLLM closes its client, which ends this."""
     while True:
         try:
             outputs = client.outputs()

@@ -1,6 +1,6 @@
-"""`LLM.beam_search`: the steps of `frontend/beam_search.py`, those of many prompts together.
+"""`LLM.beam_search`: runs `frontend/beam_search.py`; each step computes the beams of many prompts together.
 
-Prefix caching makes a step cost about one token a beam. Knows `LLM`. Does not know how tokens are computed.
+With prefix caching a step costs about one token per beam. Knows `LLM`. Does not know how tokens are computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def search(
     use_tqdm: Progress = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """For each prompt the `beam_width` best sequences, best first. `LLM.beam_search` has the errors."""
+    """For each prompt the `beam_width` best sequences, best first. Raises as `LLM.beam_search`."""
     step = step_params(params)
     at_once = concurrency_limit or len(prompts) or 1
     found: list[BeamSearchOutput] = []

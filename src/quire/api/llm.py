@@ -1,7 +1,7 @@
-"""LLM: a model in this program. Prompts in, all outputs back when they are done, in order.
+"""LLM: a model in this program. Takes prompts and returns all outputs, in order, when they are done.
 
 The engine runs in this process, in the thread that waits for outputs: no `__main__` guard is needed. For streams
-and for many callers at once there is AsyncLLM.
+and for many concurrent callers there is AsyncLLM.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class LLM(Later):
 
     Args:
         model: a directory, a hub id, or the name of an embedded model.
-        keywords: any flag of `quire serve` that is not the server's own, with underscores.
+        keywords: any flag of `quire serve` except the HTTP server's own, with underscores.
 
     Raises:
-        TypeError: a keyword that nobody knows.
+        TypeError: an unknown keyword.
         ConfigError: values that do not fit together, or no such model.
         NotEnoughMemory: weights and a cache do not fit; the message has the numbers.
-        Unsupported: a feature of later work.
+        Unsupported: a feature that is not implemented yet.
     """
 
     def __init__(self, model: str = "quire-tiny", **keywords: Any):
@@ -55,25 +55,25 @@ class LLM(Later):
 
     @classmethod
     def from_engine_args(cls, args: Any) -> Self:
-        """From an EngineArgs."""
+        """Make one from an EngineArgs."""
         return cls.from_config(args.create_engine_config())
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """From a configuration as it is."""
+        """Make one from a configuration, without changes."""
         made = cls.__new__(cls)
         made._start(config)
         return made
 
     @classmethod
     def from_client(cls, client: EngineClient) -> Self:
-        """On an engine that runs already."""
+        """Make one on a running engine."""
         made = cls.__new__(cls)
         made._attach(client)
         return made
 
     def _start(self, config: EngineConfig) -> None:
-        from quire.engine.assemble import make_client  # a client given needs no such import
+        from quire.engine.assemble import make_client  # not needed with a given client
 
         configure("llm", config.observe.log_level, force=False)
         client = make_client(config)
@@ -90,29 +90,29 @@ class LLM(Later):
         self.front.logs_requests = self.config.observe.enable_log_requests
         self.watch = MetricsWatch(client, self.config.model.model)
         self.request_counter = itertools.count()
-        self._running = threading.RLock()  # one thread drives the engine, the others wait
+        self._running = threading.RLock()  # its owner drives the engine, others wait
         self._kept: dict[str, RequestOutput] = {}
         self._asleep = False
         self._close = weakref.finalize(self, client.close)
 
-    # -- texts ----------------------------------------------------------------------------------
+    # -- generation -----------------------------------------------------------------------------
     def generate(
         self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:  # fmt: skip
-        """Outputs of one prompt or of several, in the order of the prompts.
+        """Generate outputs for one prompt or several, in the order of the prompts.
 
         Args:
-            prompts: text, token ids, a dict (`prompt` or `prompt_token_ids`), or a list of such.
+            prompts: text, token ids, a dict (`prompt` or `prompt_token_ids`), or a list of these.
             sampling_params: one for all, or one for each; None: the model's defaults.
             use_tqdm: show progress; a callable makes the bar.
-            priority: lower is sooner, one for all or one for each (scheduling_policy="priority").
+            priority: lower runs sooner, one for all or one for each (scheduling_policy="priority").
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
 
-        A request that fails alone has the finish_reason "error", with the reason in `error`.
+        If a single request fails, its finish_reason is "error", and `error` has the reason.
 
         Raises:
-            ValidationError: a prompt or a parameter that cannot be served; nothing was generated then.
+            ValidationError: an invalid prompt or parameter; then nothing was generated.
             EngineDeadError: the engine has stopped.
         """
         return self.run_accepted(self._accept(prompts, sampling_params, **options), use_tqdm)
@@ -121,15 +121,15 @@ class LLM(Later):
         self, messages: Any, sampling_params: Params = None, use_tqdm: Progress = True,
         lora_request: Any = None, **options: Any,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Answers to one conversation (a list of messages), or to several.
+        """Answer one conversation (a list of messages), or several.
 
         Args:
             options: chat_template, chat_template_content_format, add_generation_prompt,
                 continue_final_message, tools, documents, chat_template_kwargs.
-            The others are those of `generate`.
+            All others: as `generate`.
 
         Raises:
-            ValidationError: as `generate`; also messages that the template does not take.
+            ValidationError: as `generate`; also messages that the chat template rejects.
         """
         options["lora_request"] = lora_request
         return self.run_accepted(self._accept_chat(messages, sampling_params, **options), use_tqdm)
@@ -138,23 +138,23 @@ class LLM(Later):
         self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
         **options: Unpack[BatchOptions],
     ) -> list[str]:  # fmt: skip
-        """As `generate`, but only hands the requests over; their ids. `wait_for_completion` has the outputs."""
+        """As `generate`, but only sends the requests and returns their ids; see `wait_for_completion`."""
         return self._submit(self._accept(prompts, sampling_params, **options))
 
     def enqueue_chat(
         self, messages: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
         **options: Any,
     ) -> list[str]:  # fmt: skip
-        """As `chat`, but only hands the requests over; their ids."""
+        """As `chat`, but only sends the requests and returns their ids."""
         return self._submit(self._accept_chat(messages, sampling_params, **options))
 
     def wait_for_completion(
         self, request_ids: Sequence[str] | None = None, *, use_tqdm: Progress = True
     ) -> list[RequestOutput]:
-        """Outputs of what was enqueued (these ids, or all), in the order of enqueuing.
+        """Outputs of enqueued requests (these ids, or all), in the order of enqueuing.
 
         Raises:
-            ValidationError: an id that was not enqueued, or whose output was fetched already.
+            ValidationError: an id that was not enqueued, or whose output was already fetched.
         """
         with self._running:
             ids = list(request_ids) if request_ids is not None else [*self._kept, *self.front.live]
@@ -175,10 +175,10 @@ class LLM(Later):
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest texts that a search of `params.beam_width` beams finds, for each prompt.
+        """For each prompt, the likeliest texts that a beam search with `params.beam_width` beams finds.
 
         Args:
-            concurrency_limit: prompts that are searched at a time; None: all.
+            concurrency_limit: prompts to search at a time; None: all.
 
         Raises:
             ValidationError: as `generate`.
@@ -186,7 +186,7 @@ class LLM(Later):
         refuse_media_and_lora(None, lora_request)
         return beam.search(self, read_prompts(prompts), params, use_tqdm, concurrency_limit)
 
-    # -- from prompts to outputs ----------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
     def _accept(
         self, prompts: Any, params: Params, **options: Unpack[BatchOptions]
     ) -> list[AcceptedRequest]:
@@ -229,14 +229,14 @@ class LLM(Later):
     def run_accepted(
         self, accepted: Sequence[AcceptedRequest], use_tqdm: Progress = False
     ) -> list[RequestOutput]:
-        """Send and wait; whatever goes wrong, nothing of these requests is left."""
+        """Send requests and wait for them. After an error nothing of these requests remains."""
         with self._running:
             ids = [one.id for one in accepted]
             try:
                 self._submit(accepted)
                 return self._wait(ids, use_tqdm)
             except BaseException:
-                # Ctrl-C, or a dead engine: the next call must find no remains of this one.
+                # Ctrl-C or a dead engine: the next call must not find these requests.
                 with suppress(Exception):
                     self.front.abort(ids)
                 for id in ids:
@@ -244,7 +244,7 @@ class LLM(Later):
                 raise
 
     def _wait(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
-        """Drive the engine until these are finished."""
+        """Drive the engine until these requests are finished."""
         open_ones = {id for id in ids if id not in self._kept}
         if open_ones and self._asleep:
             raise QuireError(
@@ -260,7 +260,7 @@ class LLM(Later):
         return [self._kept.pop(id) for id in ids]
 
     def _turn(self) -> Iterator[RequestOutput]:
-        """What finished in the engine's next outputs."""
+        """Requests that finished in the engine's next outputs."""
         for collector in self.front.process_outputs(self.client.outputs()):
             output = collector.take()
             if output is None or not output.finished:
@@ -277,12 +277,12 @@ class LLM(Later):
     # -- about the engine -----------------------------------------------------------------------
     @property
     def llm_engine(self) -> LLM:
-        """Old programs ask this for `tokenizer` and `model_config`; it is this object."""
+        """This object: older programs read `tokenizer` and `model_config` of `llm_engine`."""
         return self
 
     @property
     def model_config(self) -> Any:
-        """What was asked for of the model."""
+        """The model's configuration as requested."""
         return self.config.model
 
     @property
@@ -299,14 +299,14 @@ class LLM(Later):
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:
-        """What the model's generation config says, by the names of SamplingParams."""
+        """The values of the model's generation config, by the names of SamplingParams."""
         return dict(self.front.inputs.defaults.sampling)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.front.inputs.defaults.params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        """Raises ValidationError: skip_tokenizer_init=True left the tokenizer out."""
         return self.front.need_tokenizer()
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -319,8 +319,8 @@ class LLM(Later):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget cached prefixes; False if some are in use by running requests, which keep theirs, unless they are
-        to be set back and computed again."""
+        """Drop cached prefixes. False if running requests use some: these stay, unless `reset_running_requests`
+        preempts the requests."""
         return bool(self.client.call("reset_prefix_cache", reset_running_requests))
 
     def collective_rpc(
@@ -330,11 +330,11 @@ class LLM(Later):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker by its name; one answer each.
+        """Call a method of every worker by its name; returns one result per worker.
 
         Raises:
             Unsupported: a function instead of a name: workers may be other processes.
-            ValidationError: there is none of this name.
+            ValidationError: no method of this name.
             QuireError: the method failed.
         """
         if not isinstance(method, str):
@@ -344,7 +344,7 @@ class LLM(Later):
         return list(self.client.call("collective_rpc", method, list(args), dict(kwargs or {})))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """`func(model)` in every worker; one answer each. The workers must run in this process (the default)."""
+        """`func(model)` of every worker. The workers must run in this process (the default)."""
         if self.client.resolved.executor != "uni":
             raise Unsupported(
                 f"apply_model with distributed_executor_backend={self.client.resolved.executor!r}",
@@ -352,27 +352,27 @@ class LLM(Later):
             )
         return list(self.client.call("collective_rpc", "apply_model", [func], {}))
 
-    # -- sleeping -------------------------------------------------------------------------------
+    # -- sleep ----------------------------------------------------------------------------------
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give memory back until `wake_up`; nothing can be generated meanwhile, and cached prefixes are forgotten.
+        """Free memory until `wake_up`. Nothing can be generated meanwhile, and the prefix cache is emptied.
 
         Args:
-            level: 1 gives back the KV cache; 2 the weights as well, which are loaded again later; 0 neither.
-            mode: what becomes of requests that run in other threads or were enqueued: abort; wait (until they are
-                done); keep (they go on after `wake_up`, with the same tokens).
+            level: 1 frees the KV cache; 2 also the weights, which are loaded again later; 0 frees nothing.
+            mode: what happens to requests that other threads run or that were enqueued: abort; wait (until they
+                are done); keep (they continue after `wake_up`, with the same tokens).
 
         Raises:
-            ValidationError: no such level or mode.
-            Conflict: another thread woke it up before all had ended.
+            ValidationError: an unknown level or mode.
+            Conflict: another thread woke the engine up before all requests had ended.
         """
         sleep.checked_level(level)
         sleep.checked_mode(mode)
         call = self.client.call
-        self._asleep = True  # before it is held: whoever comes later must not wait with our lock
+        self._asleep = True  # first, so that a later caller fails instead of waiting with the lock
         try:
             with sleep_client.by_turns(call, mode, sleep.SLEEP) as holder:
                 if mode != "keep":
-                    # Other threads' requests end there; what was enqueued ends here.
+                    # Other threads end their own requests; enqueued requests end here.
                     with self._running:
                         while self.front.live:
                             for _ in self._turn():
@@ -383,19 +383,19 @@ class LLM(Later):
             raise
 
     def release_kv_cache_memory(self) -> None:
-        """Give back the KV cache alone, after `sleep(level=0)` and until `wake_up(["kv_cache"])`.
+        """Free only the KV cache, after `sleep(level=0)` and until `wake_up(["kv_cache"])`.
 
         Raises:
-            Conflict: the engine is at work, or has given memory back already.
+            Conflict: the engine is running, or has already freed memory.
         """
         sleep_client.check_released(self.client.call("release_kv_cache"))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Take back what `sleep` gave: weights, kv_cache, scheduling, or (None) all; whether it is awake now.
+        """Restore what `sleep` freed: weights, kv_cache, scheduling, or (None) all. Returns whether it is awake now.
 
         Raises:
-            ValidationError: no such tag.
-            QuireError: the weights could not be loaded again; it still sleeps.
+            ValidationError: an unknown tag.
+            QuireError: the weights could not be loaded again; the engine still sleeps.
         """
         self._asleep = bool(self.client.call("wake_up", list(sleep.checked_tags(tags))))
         return not self._asleep
@@ -404,7 +404,7 @@ class LLM(Later):
         return self._asleep
 
     def shutdown(self) -> None:
-        """Stop the engine and give its memory back. Dropping the object does the same."""
+        """Stop the engine and free its memory. Garbage collection of this object does the same."""
         self._close()
 
     def __enter__(self) -> Self:

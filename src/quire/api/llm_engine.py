@@ -1,6 +1,6 @@
-"""LLMEngine: requests added one by one, outputs fetched step by step, as older programs do it.
+"""LLMEngine: add requests one by one and fetch outputs step by step, as older programs for vLLM do.
 
-LLM is simpler for batches, AsyncLLM for streams. Knows a front room and a client.
+LLM is simpler for batches, AsyncLLM for streams. Knows a RequestManager and a client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """An engine in this program, stepped by hand. Not for several threads."""
+    """An engine in this program; the caller drives its steps. Not thread-safe."""
 
     def __init__(self, client: EngineClient):
         self.client, self.front = client, RequestManager(client)
@@ -29,12 +29,12 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, **ignored: Any) -> Self:
-        """From an EngineArgs. `usage_context` and `stat_loggers` mean nothing here."""
+        """Make one from an EngineArgs. Ignores `usage_context` and `stat_loggers`."""
         return cls.from_config(engine_args.create_engine_config())
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        from quire.engine.assemble import make_client  # a client given needs no such import
+        from quire.engine.assemble import make_client  # not needed with a given client
 
         client = make_client(config)
         try:
@@ -55,10 +55,10 @@ class LLMEngine:
         priority: int = 0,
         prompt_text: str | None = None,
     ) -> str:
-        """Hand a request over; its id.
+        """Send a request to the engine; returns its id.
 
         Raises:
-            ValidationError: it cannot be served as it is, or a request of this id still runs.
+            ValidationError: the request is invalid, or a running request has this id.
         """
         accepted = self.front.accept(
             prompt, params, id=request_id, priority=priority, lora_request=lora_request,
@@ -70,7 +70,7 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """What is new, of the kind that each request's `output_kind` says; [] when nothing runs."""
+        """New outputs, of the kind that each request's `output_kind` selects; [] if no request runs."""
         found, self._ended = self._ended, []
         if not found and self.front.live:
             changed = self.front.process_outputs(self.client.outputs())
@@ -78,7 +78,7 @@ class LLMEngine:
         return found
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; the next step has their last outputs."""
+        """End requests; the next step returns their last outputs."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         for collector in self.front.abort(ids):
             if (output := collector.take()) is not None:
@@ -92,7 +92,7 @@ class LLMEngine:
 
     @property
     def model_config(self) -> Any:
-        """What was asked for of the model."""
+        """The model's configuration as requested."""
         return self.config.model
 
     @property
@@ -100,7 +100,7 @@ class LLMEngine:
         return self.front.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises ValidationError: skip_tokenizer_init=True left it out."""
+        """Raises ValidationError: skip_tokenizer_init=True left the tokenizer out."""
         return self.front.need_tokenizer()
 
     def reset_prefix_cache(self) -> bool:

@@ -1,6 +1,6 @@
 """`LLM.get_metrics()`: the metrics of /metrics, as objects.
 
-Knows a client's statistics and finished requests. The rows are `observe/metric_table.py`'s.
+Knows a client's statistics and finished requests. `observe/metric_table.py` defines the metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Metric:
-    """One series."""
+    """One time series."""
 
     name: str
     labels: dict[str, str]
@@ -30,21 +30,21 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter(Metric):
-    """Never falls."""
+    """A value that never decreases."""
 
     value: int = 0
 
 
 @dataclass(slots=True)
 class Gauge(Metric):
-    """What is so just now."""
+    """A current value."""
 
     value: float = 0.0
 
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """How often which value was seen: `buckets` has upper bound -> how many were not above it."""
+    """A distribution: `buckets` maps each upper bound to the number of values up to it."""
 
     count: int = 0
     sum: float = 0.0
@@ -52,12 +52,12 @@ class Histogram(Metric):
 
 
 def engine_stats(client: EngineClient) -> EngineStats:
-    """A fresh snapshot; waits for the engine."""
+    """A new snapshot; waits for the engine."""
     return EngineStats(**client.call("stats"))
 
 
 class MetricsWatch:
-    """What one LLM has seen: finished requests, and a line in the log now and then if that was asked for."""
+    """Metrics of one LLM: finished requests, and periodic statistics lines if they are enabled."""
 
     def __init__(self, client: EngineClient, name: str):
         asked = client.resolved.asked
@@ -91,7 +91,7 @@ class MetricsWatch:
         )
 
     def searched(self, began: float, num_prompt: int, found: BeamSearchOutput, most: int) -> None:
-        """A beam search ended, begun at `began` (time.monotonic()): one request with several outputs."""
+        """Record a beam search, begun at `began` (time.monotonic()), as one request with several outputs."""
         self.client.call("count_ended", dict(Counts(one.finish_reason for one in found.sequences)))
         RequestTimer(self.metrics, began).end(
             prompt_tokens=num_prompt, cached=0,
@@ -100,14 +100,14 @@ class MetricsWatch:
         )  # fmt: skip
 
     def tick(self) -> None:
-        """Between steps: the statistics line, when it is due."""
+        """Called between steps: writes the statistics line when it is due."""
         now = time.monotonic()
         if self._log is not None and now - self._last >= self.interval:
             self._log.tick(now - self._last)
             self._last = now
 
     def read(self) -> list[Metric]:
-        """Every series."""
+        """All series."""
         found: list[Metric] = []
         for family in self.metrics.registry.collect():
             if family.type == "histogram":

@@ -1,4 +1,4 @@
-"""What calls give back; the classes are `frontend/outputs.py`'s."""
+"""Output classes of the API; `frontend/outputs.py` defines them."""
 
 from __future__ import annotations
 

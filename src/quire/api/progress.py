@@ -1,4 +1,4 @@
-"""A progress bar over requests: tqdm's, a program's own, or none."""
+"""A progress bar over requests: tqdm's, the program's own, or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Progress = bool | Callable[..., Any]
 
 
 class ProgressBar:
-    """A progress bar, or none."""
+    """A progress bar; does nothing without `bar`."""
 
     def __init__(self, bar: Any = None):
         self.bar = bar
@@ -43,7 +43,7 @@ class ProgressBar:
 
 
 def progress(use_tqdm: Progress, total: int, what: str = "Processed prompts") -> ProgressBar:
-    """`use_tqdm` True: tqdm's bar; a callable: the bar that it makes of tqdm's arguments; False: none."""
+    """`use_tqdm` True: tqdm's bar; a callable: called with tqdm's arguments to make the bar; False: none."""
     if use_tqdm is False or not total:
         return ProgressBar()
     make: Any = use_tqdm

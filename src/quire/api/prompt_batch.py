@@ -1,6 +1,6 @@
-"""Many prompts with their parameters, one for all or one for each -> accepted requests.
+"""Accepts many prompts with their parameters, which are one for all or one for each.
 
-Knows how lists pair up. The checks of each request are `frontend/input_processor.py`'s.
+Knows how to pair the lists. `frontend/input_processor.py` checks each request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Priority = int | Sequence[int] | None
 
 
 class BatchOptions(TypedDict, total=False):
-    """What may be said of prompts besides their parameters."""
+    """Options of prompts besides their sampling parameters."""
 
     lora_request: Any
     priority: Priority
@@ -42,11 +42,11 @@ def accept_all(
     tokenization_kwargs: Mapping[str, Any] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> list[AcceptedRequest]:
-    """All of them checked before any is sent; each is answered once, when it is done.
+    """Check all requests before any is sent. Each request gets a single, final output.
 
     Raises:
-        ValidationError: with the number of the prompt, where there are several.
-        Unsupported: a LoRA, or options of media.
+        ValidationError: names the index of the prompt if there are several.
+        Unsupported: a LoRA, or multimedia options.
     """
     refuse_media_and_lora(mm_processor_kwargs, lora_request)
     found = read_prompts(prompts)
@@ -78,7 +78,7 @@ def accept_all(
 
 
 def refuse_media_and_lora(media: Any, lora: Any) -> None:
-    """Raises Unsupported: a LoRA, or options of media."""
+    """Raises Unsupported: a LoRA, or multimedia options."""
     if lora is not None and (not isinstance(lora, (list, tuple)) or any(lora)):
         raise Unsupported("lora_request", LORA[1])
     if media:
@@ -86,10 +86,10 @@ def refuse_media_and_lora(media: Any, lora: Any) -> None:
 
 
 def spread(name: str, given: Any, count: int) -> Sequence[Any]:
-    """One for each of `count` prompts, from one for all or one for each.
+    """One entry for each of `count` prompts, from one for all or one for each.
 
     Raises:
-        ValidationError: their number is not that of the prompts.
+        ValidationError: the number of entries is not the number of prompts.
     """
     if not isinstance(given, (list, tuple)):
         return [given] * count

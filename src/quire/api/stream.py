@@ -1,6 +1,6 @@
-"""One request's outputs, as `AsyncLLM` opens it.
+"""The output stream of one request, as `AsyncLLM.open` returns it.
 
-Knows what collects a request's outputs. Does not know event loops.
+Knows the OutputProcessor of a request. Does not know event loops.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class OutputStream:
-    """One request's outputs, for whoever waits in a way of his own: `take` what is there."""
+    """One request's outputs without an async iterator: the caller waits in its own way and calls `take`."""
 
     def __init__(self, llm: AsyncLLM, collector: OutputProcessor, heard: Callable[[], None]):
         self.llm, self.collector, self.heard = llm, collector, heard
         self.ended = False
-        """Nothing more will come."""
+        """No more output will come."""
 
     def take(self) -> RequestOutput | None:
-        """What is new; None: nothing yet, unless it has ended.
+        """The new output; None: there is none yet, or the stream has ended.
 
         Raises:
             QuireError: the request failed.

@@ -1,4 +1,4 @@
-"""Methods that programs know by name and that come with later work: each says so, and what to do until then."""
+"""Methods of vLLM's API that Quire does not support yet: each raises Unsupported with an alternative."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LATER: dict[str, tuple[str, str]] = {
     },
     "scale_elastic_ep": ("expert parallelism", "start one server a device"),
 }  # fmt: skip
-"""Method -> the feature it belongs to, and what to do without it."""
+"""Method -> its feature, and what to do without it."""
 
 
 class Later:
-    """Base of `LLM` and `AsyncLLM`: a name of the table is a method that raises Unsupported."""
+    """Base class of `LLM` and `AsyncLLM`: each name in LATER is a method that raises Unsupported."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in LATER:
