@@ -1,1 +1,1 @@
-"""How a linear's weights are stored and multiplied: one scheme a file."""
+"""Quantization methods and checkpoint schemes of linear layers, one per file."""

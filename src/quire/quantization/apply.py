@@ -1,6 +1,6 @@
-"""Which scheme a name asks for, and a whole model made to it, weight by weight.
+"""Apply a quantization method to a model, weight by weight; the tables of methods and checkpoint schemes.
 
-Knows models, and the table of checkpoint formats. Does not know any format's tensors.
+Knows models, methods and checkpoint schemes by name. Does not know the tensors of any scheme.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONLINE: dict[str, Make] = {
     "int4_g32": partial(Int4Weight.of, group=32),
     "fp8": Int8Weight.of,
 }
-"""`--quantization` -> how a weight of 16 or 32 bits becomes one of the scheme."""
+"""`--quantization` -> how to make a weight of this method from 16 or 32 bits, on the CPU."""
 
 APART: dict[str, Make] = {
     "fp8": Float8Weight.of,
@@ -44,10 +44,10 @@ APART: dict[str, Make] = {
     "int4_g64": partial(FewBitsWeight.int4, group=64),
     "int4_g32": partial(FewBitsWeight.int4, group=32),
 }
-"""The same on a device of its own. The head stays: 3 bits of `fp8` are few to choose words by."""
+"""The same on an accelerator. The LM head stays as it is: e4m3 has too few mantissa bits for logits."""
 
 HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
-"""The same of the head: it chooses between words, and takes 4 bits worse than all the rest."""
+"""The same for the LM head on the CPU: always int8, because 4 bits cost the head more quality than other layers."""
 
 FORMATS: dict[str, type[CheckpointLinearMethod]] = {
     "gptq": Gptq,
@@ -56,19 +56,19 @@ FORMATS: dict[str, type[CheckpointLinearMethod]] = {
     "ct-packed": CompressedPacked,
     "float": Float8,
 }
-"""`Layout.kind` (config/quantization.py) -> how the tensors of a checkpoint are read."""
+"""`WeightLayout.kind` (config/quantization.py) -> checkpoint scheme."""
 
 
 def expect_stored(
     model: nn.Module, stored: CheckpointQuantization, online: str | None, apart: bool = False
 ) -> int:
-    """Make room for what a quantized checkpoint has, in a model that is not filled yet; for how many weights.
+    """Set the checkpoint scheme of each quantized linear layer, before weights are loaded; return how many.
 
-    `online`: the scheme to make of float weights, if another than int8; `apart`: for a device of its own, which keeps 8-bit
-    floats unless it is asked for another.
+    `online`: the method for fp8 weights, if not int8; `apart`: the model runs on an accelerator, which keeps fp8
+    weights unless another method is requested.
 
     Raises:
-        Unsupported: parts of one layer are stored in different ways.
+        Unsupported: the checkpoint stores the parts of one layer in different ways.
     """
     count = 0
     for path, layer in list(model.named_modules()):
@@ -91,14 +91,14 @@ def expect_stored(
 
 
 def largest_first(model: nn.Module) -> list[nn.Module]:
-    """Heads, then the rest: what a step needs beside the largest weight is taken while little is held yet."""
+    """The modules, LM heads first: converting the largest weight needs temporary memory, which is free at the start."""
     return sorted(model.modules(), key=lambda module: not isinstance(module, Head))
 
 
 def quantize_layer(layer: Linear, name: str, apart: bool = True) -> None:
-    """Make one plain linear as `name` says."""
+    """Quantize one unquantized linear layer by method `name`."""
     layer.join()
-    if apart:  # kernels of the CPU are not asked for: they may have to be compiled first
+    if apart:  # do not load the CPU kernels: that may compile them
         install_weight(layer, APART[name](layer.weight, layer.silu, None))
     else:
         install_weight(
@@ -107,9 +107,9 @@ def quantize_layer(layer: Linear, name: str, apart: bool = True) -> None:
 
 
 def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
-    """Make every plain linear and the head as `name` says, one after the other; how many.
+    """Quantize every unquantized linear layer and the LM head by method `name`; return how many.
 
-    The embedding's table stays as it is; so does the head on a device of its own (`apart`).
+    The embedding's table stays as it is; so does the LM head on an accelerator (`apart`).
     """
     count = 0
     for layer in largest_first(model):
@@ -119,7 +119,9 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
         elif isinstance(layer, Head) and layer.plain and not apart:
             layer.join()
             kernels = kernels_for(layer.table_VD.dtype)
-            weight = HEADS[name](layer.table_VD, False, kernels)  # no name for the table: it goes
+            weight = HEADS[name](
+                layer.table_VD, False, kernels
+            )  # keep no reference to the table: it is freed below
             layer.multiply = weight.multiply
             if layer.table is layer:
                 free_weight(layer, weight.outs, weight.ins)
@@ -128,7 +130,7 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
 
 
 def pack_model(model: nn.Module) -> int:
-    """Repack what is still plain and fits, so that at most one weight exists twice; how many were."""
+    """Pack the bfloat16 weights that the CPU kernels take; return how many. At most one weight exists twice."""
     kernels = best()
     if kernels is None:
         return 0
@@ -154,7 +156,7 @@ def pack_model(model: nn.Module) -> int:
 
 
 def made_weights(model: nn.Module) -> list[Weight]:
-    """Of linears and heads that are multiplied in a form of their own."""
+    """The weights of linear layers and LM heads that are quantized or packed."""
     weights = [
         m.quant_method.weight
         for m in model.modules()
@@ -168,15 +170,15 @@ def made_weights(model: nn.Module) -> list[Weight]:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """All weights, in whatever form, to another device."""
+    """Move all weights, prepared or not, to another device."""
     model.to(device)
     for weight in made_weights(model):
         weight.to(device)
 
 
 def bytes_held(model: nn.Module) -> int:
-    """Of all weights, in whatever form."""
+    """Bytes of all weights, prepared or not."""
     held: list[Tensor] = [p for p in model.parameters() if not p.is_meta]
     held += [t for weight in made_weights(model) for t in weight.tensors()]
-    # By place: a table that two layers share is there once, and so is what layers hold in turn.
+    # By address: memory that several layers share counts once (tied tables, buffers that layers use in turn).
     return sum(size for _, _, size in {(t.device, t.data_ptr(), t.nbytes) for t in held})

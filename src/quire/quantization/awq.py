@@ -1,4 +1,4 @@
-"""AWQ, as its gemm kernels want it: 4 bits in groups, outputs packed into words of 32 bits in an order of their own.
+"""AWQ checkpoints in the GEMM layout: 4 bits in groups, outputs packed into 32-bit words in an interleaved order.
 
 Knows its tensors. Shape suffixes: I inputs, O outputs, G groups.
 """
@@ -13,7 +13,7 @@ from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, become_
 from quire.quantization.group_quant import fields
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output i of eight lies in field PLACES[i] of their word."""
+"""Field PLACES[i] of a word holds output i of eight."""
 
 
 class Awq(CheckpointLinearMethod):

@@ -1,8 +1,8 @@
-"""What every kind of weight has in common: how it is called, and how a linear or the head gets it.
+"""The base class of prepared weights, and how a linear layer gets one.
 
-Knows linears, heads and tables that are filled. Does not know checkpoints, or any one kind's arithmetic.
+Knows linear layers with loaded weights. Does not know checkpoints, or the arithmetic of a quantization method.
 
-Shape suffixes: T tokens, I inputs, O outputs, W what comes out: O, or half of it if gated.
+Shape suffixes: T tokens, I inputs, O outputs, W width of the result: O, or half of it if gated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PANEL = 32
 
 
 class Weight:
-    """One weight [O, I] in the form in which it is multiplied: in panels of the kernels, or plainly without them.
+    """One weight [O, I], ready to multiply: in panels for the CPU kernels, or in plain tensors without them.
 
-    A kind says how it is laid out, what the kernels are told (`told`, `run`), and what it means (`plainly`).
-    With `gated`, what comes out is silu(first half of the outputs) * second half.
+    A subclass defines the layout, the arguments of the kernels (`told`, `run`) and the meaning (`plainly`).
+    With `gated`, the result is silu(first half of the outputs) * second half.
     """
 
     def __init__(self, outs: int, ins: int, gated: bool, kernels: Kernels | None):
@@ -33,7 +33,7 @@ class Weight:
 
     @staticmethod
     def fits(outs: int, ins: int, gated: bool, step: int) -> bool:
-        """Whether the kernels can multiply a weight of this shape; `step`: inputs that they take at once."""
+        """Whether the kernels can multiply a weight of this shape; `step`: inputs that they process at once."""
         return ins % step == 0 and (outs % (2 * PANEL) == 0 or not gated)
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -49,36 +49,36 @@ class Weight:
         return y_TW if self.gated or self.padded == self.outs else y_TW[:, : self.outs]
 
     def whole(self, bias_O: Tensor | None) -> Tensor | None:
-        """The bias, as long as the panels are."""
+        """The bias, padded to whole panels."""
         if bias_O is None or self.kernels is None or len(bias_O) == self.padded:
             return bias_O
         return F.pad(bias_O, (0, self.padded - len(bias_O)))
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
-        """By the kernels; `bias`: its address."""
+        """Multiply by the kernels; `bias`: its address."""
         raise NotImplementedError
 
     def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """The definition."""
+        """Multiply in plain torch: the definition."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """All tensors of this weight."""
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     def to(self, device: torch.device) -> None:
-        """Have all of it there."""
+        """Move all tensors to the device."""
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
 
     def told(self) -> dict[str, Any]:
-        """Fields of `Weight` in kernels/layer.cpp, but for the bias and the shape."""
+        """Fields of the C struct `Weight` (kernels/layer.h), except the bias and the shape."""
         raise NotImplementedError
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Do Triton's kernels run where x is?"""
+    """Whether Triton kernels run on x's device."""
     try:
         from quire.ops.triton.launch import runs_on
     except ImportError:
@@ -87,7 +87,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 class PreparedLinearMethod(UnquantizedLinearMethod):
-    """The scheme of a linear that has a `Weight`."""
+    """The quantization method of a linear layer that multiplies by a `Weight`."""
 
     def __init__(self, weight: Weight):
         self.weight = weight
@@ -99,7 +99,7 @@ class PreparedLinearMethod(UnquantizedLinearMethod):
 
 
 def install_weight(layer: Linear, weight: Weight) -> None:
-    """From now on the linear multiplies by `weight`; what it held before is let go."""
+    """Make the linear layer multiply by `weight`, and free its other tensors."""
     layer.quant_method = PreparedLinearMethod(weight)
     bias = weight.whole(layer.bias)
     if bias is not None and bias is not layer.bias:
@@ -110,6 +110,6 @@ def install_weight(layer: Linear, weight: Weight) -> None:
 
 
 def free_weight(layer: nn.Module, outs: int, ins: int) -> None:
-    """The layer's own weight becomes a shape without memory."""
+    """Replace the layer's own weight by a "meta" tensor, which has a shape and no memory."""
     dtype = getattr(layer, "dtype", None) or layer.get_parameter("weight").dtype
     set_parameter(layer, "weight", torch.empty(outs, ins, dtype=dtype, device="meta"))

@@ -1,4 +1,4 @@
-"""bfloat16 weights in the kernels' layout. Knows one weight. The same numbers, in another order.
+"""bfloat16 weights in the layout of the CPU kernels: the same numbers in another order. Knows one weight.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -16,7 +16,7 @@ from quire.quantization.base import PANEL, Weight
 
 
 class PackedBf16Weight(Weight):
-    """O is filled up to whole panels."""
+    """A bfloat16 weight in panels; O is padded to whole panels."""
 
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):
         outs, ins = weight_OI.shape
@@ -44,7 +44,7 @@ class PackedBf16Weight(Weight):
         return {"data": self.address}
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """Rows of the weight, [T, I]: an embedding table that is packed as a head."""
+        """Rows of the weight, [T, I]: the lookup in an embedding table that is packed as an LM head."""
         ids_T = ids_T.long().contiguous()
         found_TI = torch.empty((len(ids_T), self.ins), dtype=torch.bfloat16)
         self.unpack(self.address, ids_T.data_ptr(), found_TI.data_ptr(), *found_TI.shape)

@@ -1,6 +1,6 @@
-"""Linears of quantized checkpoints: as they are stored, until all tensors are there; then as they are multiplied.
+"""Checkpoint schemes: a linear layer has the checkpoint's tensors until all are loaded, then a prepared weight.
 
-Knows what becomes of a grouped or a float weight. Does not know one format's tensors (gptq.py, awq.py, ...).
+Knows which weight to make of grouped integers. Does not know the tensors of any scheme (gptq.py, awq.py, ...).
 
 Shape suffixes: I inputs, O outputs, G groups.
 """
@@ -29,23 +29,23 @@ Make = Callable[[Tensor, bool, Kernels | None], Weight]
 
 
 class CheckpointLinearMethod(UnquantizedLinearMethod):
-    """A scheme that lasts while a checkpoint is read. A format says its tensors (`stored`) and what they mean (`convert`).
+    """The method of a layer while the checkpoint is loaded. A subclass lists its tensors (`stored`) and converts them.
 
-    `apart`: for a device of its own.
+    `apart`: the model runs on an accelerator.
     """
 
     def __init__(self, layout: WeightLayout, make: Make = Int8Weight.of, apart: bool = False):
         self.layout, self.make, self.apart = layout, make, apart
 
     def kernels(self, layer: Linear) -> Kernels | None:
-        """Of the CPU. Elsewhere they are not asked for: they may have to be compiled first."""
+        """The CPU kernels; None on an accelerator, because loading them may compile them."""
         return None if self.apart else kernels_for(layer.dtype)
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         raise NotImplementedError
 
     def convert(self, layer: Linear) -> None:
-        """Give the layer its lasting scheme."""
+        """Install the final quantization method."""
         raise NotImplementedError
 
     def after_load(self, layer: Linear) -> None:
@@ -53,7 +53,7 @@ class CheckpointLinearMethod(UnquantizedLinearMethod):
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
-    """The kernels for activations of this dtype: they take bfloat16."""
+    """The CPU kernels if they take activations of this dtype: they take bfloat16."""
     return best() if dtype == torch.bfloat16 else None
 
 
@@ -66,10 +66,12 @@ def become_grouped(
     groups_PI: Tensor | None = None,
     apart: bool = False,
 ) -> None:
-    """4 bits and fewer stay as they are; 8 become int8, exactly so if there is one group and its zero is the middle. On a
-    device of its own all stay as they are.
+    """Install a weight for grouped integers.
 
-    `groups_PI`: the group of each input, of each part of the layer; None: neighbours of one size.
+    On a CPU, weights of up to 4 bits stay grouped; weights of 8 bits become int8 with one scale per output, exactly so
+    if there is one group and all zero points are 128. On an accelerator all stay grouped.
+
+    `groups_PI`: the group of each input, for each part of the layer; None: contiguous groups of one size.
     """
     found = None
     if groups_PI is None or bool((groups_PI == groups_PI[0]).all()):
@@ -93,7 +95,7 @@ def become_grouped(
 def _become_plain(
     layer: Linear, q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, groups_PI: Tensor | None
 ) -> None:
-    """Parts with different orders, or groups of different sizes: rare, and multiplied as floats."""
+    """Dequantize: parts with different input orders or groups of different sizes are rare, and multiplied as floats."""
     ins, groups = q_OI.shape[1], scale_OG.shape[1]
     if groups_PI is None:
         groups_PI = (torch.arange(ins, device=q_OI.device) // -(-ins // groups)).expand(
@@ -111,11 +113,11 @@ def _become_plain(
 
 
 def optional_tensor(layer: Linear, name: str) -> Tensor | None:
-    """A tensor that not every checkpoint has."""
+    """The tensor; None if the checkpoint lacks it."""
     tensor = layer._parameters.get(name)
     return None if tensor is None or tensor.is_meta else tensor.data
 
 
 def by_output(each: Tensor, layer: Linear) -> Tensor:
-    """One value a part -> one an output."""
+    """One value per part -> one per output."""
     return each.flatten().repeat_interleave(torch.tensor(layer.outputs, device=each.device))

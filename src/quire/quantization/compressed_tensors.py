@@ -1,6 +1,6 @@
-"""compressed-tensors with integers: int8 with a scale a row (or one in all), and 4 or 8 bits packed into words, in groups.
+"""compressed-tensors checkpoints with integers: int8 with a scale per output or tensor; 4 or 8 bits packed, in groups.
 
-Knows their tensors. Stored activation scales are not used: each token has its own here, which is finer.
+Knows their tensors. It ignores stored activation scales: dynamic scales per token are finer.
 
 Shape suffixes: I inputs, O outputs, G groups.
 """
@@ -42,9 +42,9 @@ class CompressedInt8(CheckpointLinearMethod):
 
 
 class CompressedPacked(CheckpointLinearMethod):
-    """weight_packed [O, I / n], weight_scale [O, G], weight_zero_point [O / n, G], weight_g_idx [I]; n fields to a word.
+    """weight_packed [O, I / n], weight_scale [O, G], weight_zero_point [O / n, G], weight_g_idx [I]; n fields per word.
 
-    Fields and zero points are stored from 0 on: signed ones, moved up by half their range.
+    The checkpoint stores fields and zero points as unsigned integers: the signed value plus half the range.
     """
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -79,7 +79,7 @@ class CompressedPacked(CheckpointLinearMethod):
         words = layer.get_parameter("weight_zero_point").data
         per = 32 // bits
         parts, at = [], 0
-        for width in layer.outputs:  # each part filled its last word by itself
+        for width in layer.outputs:  # each part starts a new word
             rows = -(-width // per)
             part = fields(words[at : at + rows], bits).permute(0, 2, 1).flatten(0, 1)
             parts.append(part[:width])
@@ -88,7 +88,7 @@ class CompressedPacked(CheckpointLinearMethod):
 
 
 def scales(strategy: str, num_out: int) -> StoredTensor:
-    """Of a whole tensor, or of each row."""
+    """One scale for the whole tensor, or one per output."""
     if strategy == "tensor":
         return StoredTensor((1,), torch.float32, per_part=True)
     return StoredTensor((num_out, 1), torch.float32)

@@ -1,7 +1,7 @@
-"""8-bit floats as they are multiplied where there are instructions for them: weights e4m3, activations e4m3 by token.
+"""fp8 on GPUs: e4m3 weights, e4m3 activations with dynamic scales per token.
 
-Knows one weight, its scales, and who multiplies: torch's scaled product, or kernels of our own (`ops/triton/fp8_gemm.py`
-has the table). No calibration: a token's activations have the scale, or the scales by group, that they themselves ask for.
+Knows one weight, its scales, and which GEMM multiplies: torch's scaled one, or Quire's kernels
+(`ops/triton/fp8_gemm.py` decides). No calibration: each token's activations determine their scale, or one per group.
 
     y = bias + scale_w * scale_x * sum (x_q * w_q),    x_q = e4m3(448 x / max |x|),    w_q likewise, or as stored
 
@@ -25,13 +25,13 @@ log = get_logger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
-NEAR = 0.02  # of torch's product to ours, when it is tried out
-AT_ONCE = 1 << 24  # numbers that are floats at a time while loading
-WIDTHS = (32, 64, 128, 256)  # inputs of a group that kernels take
+NEAR = 0.02  # relative error that `torch_can` allows
+AT_ONCE = 1 << 24  # weights that are float32 at a time while loading
+WIDTHS = (32, 64, 128, 256)  # inputs per group that the kernels support
 
 
 def quantize(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, I], float32 scale [T], or [T, G] by groups of `wide` inputs): the definition of both."""
+    """(e4m3 codes [T, I], float32 scales [T], or [T, G] for groups of `wide` inputs): the definition."""
     rows, size = x_TI.shape
     padding = -size % wide if wide else 0
     groups = torch.nn.functional.pad(x_TI.float(), (0, padding)).view(rows, -1, wide or size)
@@ -43,11 +43,11 @@ def quantize(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Float8Weight(Weight):
-    """The weight is q_OI times its scale.
+    """A weight that is q_OI times its scale.
 
     Args:
         q_OI: e4m3.
-        scale: float32 [O]; or [R, G] of groups of `high` outputs and `wide` inputs.
+        scale: float32 [O]; or [R, G], one for each block of `high` outputs and `wide` inputs.
     """
 
     def __init__(self, q_OI: Tensor, scale: Tensor, gated: bool, wide: int = 0, high: int = 1):
@@ -58,7 +58,7 @@ class Float8Weight(Weight):
 
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> Weight:
-        """From a weight of any float format: a scale a row."""
+        """Quantize a weight of any float dtype, with one scale per output."""
         outs, ins = weight_OI.shape
         q_OI = torch.empty(outs, ins, dtype=E4M3, device=weight_OI.device)
         scale_O = torch.empty(outs, device=weight_OI.device)
@@ -84,7 +84,7 @@ class Float8Weight(Weight):
         return silu_and_mul(y_TO) if self.gated else y_TO
 
     def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """The definition. Sums of products of 4 significant bits each are exact in float64."""
+        """The definition. Factors have 4 significant bits, so their products sum exactly in float64."""
         x_q, scale_x = quantize(x_TI, self.wide)
         if self.wide:
             scale_w = self.scale.repeat_interleave(self.high, 0)[: self.outs]
@@ -100,7 +100,7 @@ class Float8Weight(Weight):
         return silu_and_mul(y) if self.gated else y
 
     def floats(self) -> Tensor:
-        """What it stands for, float32 [O, I]."""
+        """The dequantized weight, float32 [O, I]."""
         if not self.wide:
             return self.q_OI.float() * self.scale[:, None]
         by_row = self.scale.repeat_interleave(self.high, 0)[: self.outs]
@@ -113,7 +113,7 @@ class Float8Weight(Weight):
 def scaled_product(
     x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias_O: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """By torch: scales of rows on both sides."""
+    """Torch's scaled GEMM, with one scale per token and one per output."""
     (x_TI, x_scale_T), (w_OI, w_scale_O) = x, w
     y_TO: Tensor = torch._scaled_mm(
         x_TI, w_OI.t(), scale_a=x_scale_T[:, None], scale_b=w_scale_O[None, :], bias=bias_O,
@@ -124,7 +124,7 @@ def scaled_product(
 
 @functools.cache
 def torch_can(device: torch.device) -> bool:
-    """Whether torch's scaled product runs there and is right: tried once, since cards and builds differ."""
+    """Whether torch's scaled GEMM runs on the device and is right: tried once, because GPUs and builds differ."""
     made = torch.Generator().manual_seed(0)
     weight: Any = Float8Weight.of(torch.randn(256, 512, generator=made).to(device), False)
     x_TI = torch.randn(128, 512, generator=made).to(device).bfloat16()

@@ -1,8 +1,8 @@
-"""Checkpoints of 8-bit floats, whoever wrote them: made int8 with a scale a row, since a CPU multiplies bytes; or kept.
+"""fp8 checkpoints of all writers: a CPU multiplies integers, so it converts them to int8; an accelerator keeps them.
 
-Knows their tensors: the weight, and its scale for the whole, for each row, or for each block.
+Knows their tensors: the weight, and its scale for the whole tensor, per output, or per block.
 
-Shape suffixes: I inputs, O outputs, R groups of outputs, G of inputs.
+Shape suffixes: I inputs, O outputs, R groups of outputs, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class Float8(CheckpointLinearMethod):
-    """weight [O, I] float8_e4m3, weight_scale [1], [O, 1] or by blocks (there it may be called weight_scale_inv)."""
+    """weight [O, I] float8_e4m3; weight_scale [1], [O, 1], or [R, G] for blocks (then maybe named weight_scale_inv)."""
 
     @property
     def scale(self) -> str:
@@ -43,7 +43,7 @@ class Float8(CheckpointLinearMethod):
         install_weight(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
 
     def floats(self, layer: Linear) -> Tensor:
-        """What is stored, [O, I]."""
+        """The dequantized weight, [O, I]."""
         weight_OI = layer.get_parameter("weight").float()
         if self.layout.strategy == "block":
             scale_OI = self.by_row(layer).repeat_interleave(self.layout.block[1], 1)
@@ -51,11 +51,11 @@ class Float8(CheckpointLinearMethod):
         return weight_OI * scale_by_output(layer, self.layout.strategy)[:, None]
 
     def by_row(self, layer: Linear) -> Tensor:
-        """Scales of blocks, [O, G]."""
+        """Scales of blocks, repeated for each output: [O, G]."""
         high = self.layout.block[0]
         scale = layer.get_parameter(self.scale).data
         parts, at = [], 0
-        for width in layer.outputs:  # blocks begin anew in each part
+        for width in layer.outputs:  # each part starts a new block
             rows = -(-width // high)
             parts.append(scale[at : at + rows].repeat_interleave(high, 0)[:width])
             at += rows
@@ -63,9 +63,9 @@ class Float8(CheckpointLinearMethod):
 
 
 class Float8Kept(Float8):
-    """The same, multiplied as what it is: no weight is rounded once more.
+    """The same, multiplied as fp8 without a second rounding.
 
-    One scale for a whole part becomes one for each of its rows, so parts with different scales are one matrix.
+    One scale for a whole part becomes one per output, so that parts with different scales form one matrix.
     """
 
     def convert(self, layer: Linear) -> None:

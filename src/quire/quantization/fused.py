@@ -1,7 +1,7 @@
-"""A decoder layer as one call of the kernels, where every part of it is one that they know; or all its layers at once.
+"""Fused decoder layers on the CPU: one kernel call for a layer, or for all layers, where the kernels have every part.
 
-Knows the parts of a `PreNormLayer`. What is fused gives the same bits as its parts one by one; what does not fit stays as
-it is, and a layer is asked anew once its cache is there.
+Knows the parts of a `PreNormLayer`. A fused layer gives the same bits as its parts. A layer that the kernels do not
+support stays as it is. A fused layer runs its parts one by one until its KV cache is allocated.
 
 Shape suffixes: T tokens, D features.
 """
@@ -56,7 +56,7 @@ class _Step(ctypes.Structure):
 
 
 def fuse_model(model: nn.Module) -> int:
-    """Give every layer that fits its one call; how many."""
+    """Fuse every layer that the kernels support; return how many."""
     kernels = best()
     if kernels is None:
         return 0
@@ -74,7 +74,7 @@ def fuse_model(model: nn.Module) -> int:
 
 
 def unfuse_model(model: nn.Module) -> int:
-    """Take it back, so that each module is called; how many layers had one."""
+    """Undo `fuse_model`, so that each module is called; return how many layers were fused."""
     count = 0
     for part in model.modules():
         if isinstance(part, PreNormLayer | Layers):
@@ -84,7 +84,7 @@ def unfuse_model(model: nn.Module) -> int:
 
 
 def can_fuse(layer: PreNormLayer) -> bool:
-    """Whether all of its parts are of the kinds that the kernel has."""
+    """Whether the kernels support all parts of the layer."""
     attention, mlp = layer.self_attn, layer.mlp
     if type(layer) is not PreNormLayer or type(attention) is not SelfAttention:
         return False
@@ -108,7 +108,7 @@ def _norm_fits(norm: RMSNorm) -> bool:
 
 
 def _weight(linear: Linear) -> CWeight | None:
-    """Where its weight lies; None if the kernels do not multiply it, or it has a panel that is not full."""
+    """The C description of the weight; None if the kernels do not multiply it, or its last panel is not full."""
     scheme, outs, ins = linear.quant_method, linear.num_out, linear.num_in
     if (
         outs % PANEL
@@ -121,7 +121,7 @@ def _weight(linear: Linear) -> CWeight | None:
 
 
 class FusedLayer:
-    """The call, for a layer that fits. Addresses are read when the cache is there: they do not move after that."""
+    """A fused layer. It reads addresses once the cache is allocated: they do not change afterwards."""
 
     def __init__(self, layer: PreNormLayer, kernels: Kernels):
         self.layer, self.kernels = layer, kernels
@@ -130,7 +130,7 @@ class FusedLayer:
         self.sinks_H: Tensor | None = None
 
     def ready(self, angles: Angles) -> bool:
-        """Whether its attention is by our kernels, and its cache is there."""
+        """Whether the kernels do its attention, and its cache is allocated."""
         if angles[0].shape[1] % 16:
             return False
         if self.told is None:
@@ -144,7 +144,7 @@ class FusedLayer:
     def __call__(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        """As `PreNormLayer.forward`; writes over both tensors."""
+        """As `PreNormLayer.forward`; overwrites both tensors."""
         first = residual_TD is None
         residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
         attention: Any = self.layer.self_attn
@@ -153,7 +153,7 @@ class FusedLayer:
         return x_TD, residual_TD
 
     def _tell(self) -> None:
-        attention: Any = self.layer.self_attn  # of the kinds that `can_fuse` let through
+        attention: Any = self.layer.self_attn  # of the types that `can_fuse` accepts
         mlp: Any = self.layer.mlp
         attend = attention.attend
         told, block_size = cache_addresses(attend.cache), attend.cache[0].shape[2]
@@ -177,7 +177,7 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """The one call, for layers that each have theirs."""
+    """All layers of a model in one call; each of them is fused."""
 
     def __init__(self, layers: Sequence[FusedLayer], kernels: Kernels):
         self.layers, self.kernels = layers, kernels
@@ -186,7 +186,7 @@ class FusedDecoder:
         self.firsts: list[Attention] = []  # a layer of each group
 
     def ready(self, angles: Angles, norm: RMSNorm) -> bool:
-        """Whether each layer is, and the norm is one that the kernels have."""
+        """Whether each layer is ready, and the kernels support the norm."""
         if self.told is None:
             if not (_norm_fits(norm) and all(layer.ready(angles) for layer in self.layers)):
                 return False
@@ -194,7 +194,7 @@ class FusedDecoder:
         return True
 
     def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
-        """As `Layers.forward`; writes over x."""
+        """As `Layers.forward`; overwrites x."""
         return self._run(x_TD, angles, norm, None)
 
     def placed(
@@ -226,9 +226,9 @@ class FusedDecoder:
 
 
 def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = None) -> int:
-    """Address of what the layers of a group share in this step; made by the first of them.
+    """Address of the C struct that the layers of a KV group share in this step; the first layer makes it.
 
-    angles: of each token; or, with `positions_T`, of each position.
+    angles: one per token; with `positions_T`, a table with one per position.
     """
     batch = current_batch()
     plan: CpuStepMetadata | None = batch.meta.get(attend.group)
@@ -244,6 +244,6 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
             plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
             len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        tensors = (cos_TP, sin_TP, positions_T)  # they stay alive with it
+        tensors = (cos_TP, sin_TP, positions_T)  # keep them alive with the step
         plan.step = (ctypes.addressof(step), step, *tensors)
     return int(plan.step[0])

@@ -1,6 +1,7 @@
-"""GPTQ: 2, 4 or 8 bits in groups, inputs packed into words of 32 bits, the group of each input in `g_idx`.
+"""GPTQ checkpoints: 2, 4 or 8 bits in groups, inputs packed into 32-bit words, the group of each input in `g_idx`.
 
-Knows its tensors. In its first format stored zero points are one too small, and wrap; in the second they are right.
+Knows their tensors. The first version of the format stores zero points less one, modulo 2 ** bits; the second stores
+them as they are.
 
 Shape suffixes: I inputs, O outputs, G groups.
 """
@@ -19,7 +20,7 @@ from quire.quantization.group_quant import fields
 
 
 class Gptq(CheckpointLinearMethod):
-    """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` to a word."""
+    """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` bits per word."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         per = 32 // self.layout.bits

@@ -1,6 +1,6 @@
-"""Weights of few bits with a scale and a zero point for every group of inputs: their numbers, and how they are packed on disk.
+"""Group quantization: integer weights with a scale and a zero point per group of inputs, and their packing on disk.
 
-Knows integers and their meaning. Does not know checkpoints' names, or how to multiply.
+Knows the integers and what they mean. Does not know names in checkpoints, or how to multiply.
 
     w[o, i] = scale[o, g] * (q[o, i] - zero[o, g]),    g: the group of input i
 
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 
-LARGEST = 128  # inputs that share a scale of activations
+LARGEST = 128  # inputs that share one scale of activations
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """A weight. Groups are neighbours of equal size; where they were not, `order_I` says which input stands where."""
+    """A weight with contiguous groups of equal size; `order_I` gives the permutation, if the inputs needed one."""
 
-    q_OI: Tensor  # uint8, from 0 on
+    q_OI: Tensor  # uint8
     scale_OG: Tensor  # float32
     zero_OG: Tensor  # uint8
-    order_I: Tensor | None = None  # int32: place -> input
+    order_I: Tensor | None = None  # int32: column -> input
 
     @property
     def group(self) -> int:
         return self.q_OI.shape[1] // self.scale_OG.shape[1]
 
     def dequantized(self) -> Tensor:
-        """float32 [O, I], inputs in their own order."""
+        """float32 [O, I], inputs in the original order."""
         whole = self.zero_OG.float().repeat_interleave(self.group, 1)
         w_OI = (self.q_OI.float() - whole) * self.scale_OG.repeat_interleave(self.group, 1)
         if self.order_I is None:
@@ -43,7 +43,7 @@ class Grouped:
         return out
 
     def finer(self) -> Grouped:
-        """The same weight in groups of at most 128, if they can be halved so often."""
+        """The same weight in groups of at most 128, if halving the groups gets there."""
         parts = 1
         while self.group // parts > LARGEST and self.group % (2 * parts) == 0:
             parts *= 2
@@ -59,16 +59,16 @@ class Grouped:
 def in_order(
     q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, group_I: Tensor | None
 ) -> Grouped | None:
-    """With the inputs of each group side by side. None: groups are not of one size.
+    """The weight with the inputs of each group contiguous; None if the groups differ in size.
 
-    `group_I`: the group of each input; None: neighbours.
+    `group_I`: the group of each input; None: the groups are contiguous.
 
     Raises:
-        ConfigError: it names groups that there are not.
+        ConfigError: `group_I` has a group out of range.
     """
     ins, groups = q_OI.shape[1], scale_OG.shape[1]
     scale_OG, zero_OG = scale_OG.float().contiguous(), zero_OG.contiguous()
-    if group_I is None or int(group_I.min()) < 0:  # some writers fill what they do not use with -1
+    if group_I is None or int(group_I.min()) < 0:  # some writers fill an unused g_idx with -1
         return None if ins % groups else Grouped(q_OI, scale_OG, zero_OG)
     group_I = group_I.long()
     if int(group_I.max()) >= groups:
@@ -82,15 +82,15 @@ def in_order(
 
 
 def scattered(q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, group_I: Tensor) -> Tensor:
-    """The float weight [O, I] of groups of any size."""
+    """The dequantized weight [O, I], for groups of any size."""
     group_I = group_I.long()
     return (q_OI.float() - zero_OG.float()[:, group_I]) * scale_OG.float()[:, group_I]
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
-    """int32 words -> their parts of `bits` bits, lowest first, uint8, in a new last dimension.
+    """int32 words -> their fields of `bits` bits, lowest first, uint8, in a new last dimension.
 
-    `bits` divides 8. Works on bytes, so that nothing is ever wider than it must be.
+    `bits` divides 8. It works on bytes to keep temporaries small.
     """
     bytes_ = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     if bits == 8:

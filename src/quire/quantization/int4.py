@@ -1,10 +1,10 @@
-"""int4: each group of a row's weights has a scale and a zero point; each token's activations of a group are 8 bits.
+"""int4 on the CPU: weights in groups with a scale and a zero point each, activations dynamically int8 per group.
 
-Knows one weight. One arithmetic for every number of rows, so a token's numbers do not depend on its company: integers
-are summed exactly within a group, groups are added in their order.
+Knows one weight. Batch-invariant: the arithmetic is the same for every number of tokens. Integers sum exactly within a
+group; groups are added in order.
 
     y = bias + sum over groups of  scale_w * scale_x * (sum (x_q * w_q) - zero * sum x_q)
-    x_q = round(127 x / max |x of the group|),    w_q and zero: whole numbers from 0 to 15
+    x_q = round(127 x / max |x of the group|),    w_q and zero: integers from 0 to 15
 
 Shape suffixes: T tokens, I inputs, O outputs, G groups, S inputs of a group, P panels of 32 outputs.
 """
@@ -25,13 +25,13 @@ from quire.quantization.group_quant import Grouped
 from quire.quantization.int8 import Int8Weight, quantize
 
 MOST = 15
-STEP = 32  # inputs of a group that the kernels take at once
+STEP = 32  # inputs of a group that the kernels process at once
 GROUP = 128
-AT_ONCE = 1 << 20  # weights, so that what is made between stays small
+AT_ONCE = 1 << 20  # weights that are quantized at a time, to keep temporaries small
 
 
 def quantize_groups(weight_OI: Tensor, group: int) -> Grouped:
-    """From the least to the greatest weight of each group, 0 among them, in 15 steps."""
+    """15 steps from the smallest to the largest weight of each group, in a range that includes 0."""
     rows = max(1, AT_ONCE // weight_OI.shape[1])
     found = [_quantize_rows(part.float(), group) for part in weight_OI.split(rows)]
     q_OI, scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -49,7 +49,7 @@ def _quantize_rows(weight_OI: Tensor, group: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def quantize_groups_by(kernels: Kernels | None, weight_OI: Tensor, group: int) -> Grouped:
-    """`quantize_groups`, by the kernels where they can: the same numbers, many times sooner."""
+    """`quantize_groups`, by the kernels where possible: the same numbers, many times faster."""
     if kernels is None or weight_OI.dtype != torch.bfloat16:
         return quantize_groups(weight_OI, group)
     weight_OI = weight_OI.contiguous()
@@ -63,7 +63,7 @@ def quantize_groups_by(kernels: Kernels | None, weight_OI: Tensor, group: int) -
 
 
 class Int4Weight(Weight):
-    """By the kernels where they run and activations are bf16, else in plain torch with the same integers."""
+    """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers."""
 
     def __init__(self, grouped: Grouped, gated: bool, kernels: Kernels | None):
         outs, ins = grouped.q_OI.shape
@@ -82,7 +82,7 @@ class Int4Weight(Weight):
     def of(
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None, group: int = GROUP
     ) -> Weight:
-        """From a weight of any float format, in groups of `group` or fewer; where inputs make none, int8."""
+        """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
         sizes = (size for size in (128, 64, 32) if size <= group)
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
         if not group:
@@ -128,7 +128,7 @@ class Int4Weight(Weight):
         return {**addresses, "group": self.group}
 
     def _panels(self, q_OI: Tensor) -> Tensor:
-        """[P, I / 4, 16, 4] bytes: outputs o and o + 16 of a panel, four inputs each, share them as halves."""
+        """[P, I / 4, 16, 4] bytes, 4 consecutive inputs innermost: low bits output o of a panel, high bits o + 16."""
         whole = self._in_panels(q_OI).view(-1, 2, 16, self.ins // 4, 4)
         low, high = whole[:, 0], whole[:, 1]
         packed = (low | high << 4).permute(0, 2, 1, 3)
@@ -138,7 +138,7 @@ class Int4Weight(Weight):
         return self._in_panels(value_OG).transpose(1, 2).contiguous()
 
     def _in_panels(self, value_ON: Tensor) -> Tensor:
-        """[P, 32, N]; a panel of a gated weight has 16 outputs of either half."""
+        """[P, 32, N]; a panel of a gated weight has 16 outputs from each half."""
         if self.gated:
             parts = value_ON.unflatten(0, (2, -1, 16))
             return parts.transpose(0, 1).reshape(-1, PANEL, value_ON.shape[1])

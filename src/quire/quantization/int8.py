@@ -1,7 +1,7 @@
-"""int8: each row of a weight has one scale, each token's activations another.
+"""int8 on the CPU: one scale per output of the weight, one dynamic scale per token of activations.
 
-Knows one weight. No calibration: a token's activations have the scale that they themselves ask for, so its numbers do
-not depend on its company. Sums are of integers, hence exact.
+Knows one weight. No calibration: a token's activations alone determine their scale, so the method is batch-invariant.
+Sums are of integers, hence exact.
 
     y = bias + scale_w * scale_x * sum (x_q * w_q),    x_q = round(127 x / max |x|),    w_q likewise, or as stored
 
@@ -23,20 +23,20 @@ from quire.quantization.base import Weight
 
 STEP = 64
 MOST = 127
-AT_ONCE = 1 << 20  # numbers that are floats at a time while loading
+AT_ONCE = 1 << 20  # weights that are float32 at a time while loading
 
 
 def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [O, I], float32 scale [O]); of activations [T, I] in the same way, a scale a token."""
+    """(int8 codes [O, I], float32 scales [O]); for activations [T, I] likewise, with one scale per token."""
     rows_OI = weight_OI.float()
     top_O = rows_OI.abs().amax(1)
-    factor_O = torch.full_like(top_O, MOST) / top_O  # torch takes 127 / x for 127 * (1 / x)
+    factor_O = torch.full_like(top_O, MOST) / top_O  # torch computes 127 / x as 127 * (1 / x)
     factor_O[top_O == 0] = 0
     return (rows_OI * factor_O[:, None]).round_().to(torch.int8), top_O / MOST
 
 
 def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize`, by the kernels where they can: the same numbers, many times sooner."""
+    """`quantize`, by the kernels where possible: the same numbers, many times faster."""
     outs, ins = weight_OI.shape
     here = weight_OI.device
     q_OI = torch.empty(outs, ins, dtype=torch.int8, device=here)
@@ -53,7 +53,7 @@ def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Ten
 
 
 class Int8Weight(Weight):
-    """By the kernels where they run and activations are bf16, else in plain torch with the same integers.
+    """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers.
 
     Args:
         q_OI, scale_O: the weight is their product; int8 and float32.
@@ -72,13 +72,13 @@ class Int8Weight(Weight):
         kernels.pack_int8(q_OI.data_ptr(), self.data.data_ptr(), self.padded, outs, ins, gated)
         missing = (0, self.padded - outs)
         self.scale_O = F.pad(scale_O, missing).contiguous()
-        # By parts: torch makes a whole copy in the format of a sum.
+        # In chunks, because torch's sum copies its whole input to the dtype of the result.
         sums = [part.sum(1, dtype=torch.int32) for part in q_OI.split(max(1, AT_ONCE // ins))]
         self.sum_O = F.pad(torch.cat(sums) * 128, missing)
 
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None) -> Int8Weight:
-        """From a weight of any float format."""
+        """Quantize a weight of any float dtype."""
         return cls(*quantize_by(kernels, weight_OI), gated, kernels)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:

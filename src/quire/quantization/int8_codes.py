@@ -1,7 +1,7 @@
-"""int8 on a device of its own: the arithmetic of `int8.py`, by Triton's kernels (`ops/triton/int8_gemm.py`).
+"""int8 on an accelerator: the arithmetic of `int8.py`, by Triton kernels (`ops/triton/int8_gemm.py`).
 
-Knows when the kernels can run. Sums are of integers and what follows is done number by number, so the answer has the
-bits of the definition, whoever gives it.
+Knows when the kernels can run. Sums are of integers and the rest is elementwise, so kernels and definition give the
+same bits.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -17,7 +17,7 @@ from quire.quantization.int8 import Int8Weight
 
 
 class Int8Codes(Int8Weight):
-    """Rows lie one after the other, as they are stored; `kernels`, which are a CPU's, are not used."""
+    """An int8 weight in row-major order, as checkpoints store it; ignores `kernels`, which are the CPU's."""
 
     def __init__(self, q_OI: Tensor, scale_O: Tensor, gated: bool, kernels: Kernels | None = None):
         super().__init__(q_OI.contiguous(), scale_O.float().contiguous(), gated, None)

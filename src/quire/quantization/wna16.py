@@ -1,11 +1,12 @@
-"""Weights of 4 bits, or of 8 in groups, on a device of its own: activations stay as they are.
+"""WNA16 on an accelerator: weights of 4 bits, or of 8 in groups, with 16-bit activations.
 
-Knows one weight: whole numbers in groups, whoever quantized it. With a scale a row, 8 bits are `int8_codes.py`'s. Who multiplies is `ops/triton/wna16_gemm.py`.
+Knows one weight: integers in groups, from a checkpoint or from `int4`. 8 bits with one scale per output are
+`int8_codes.py`'s. `ops/triton/wna16_gemm.py` multiplies.
 
     y = bias + sum over groups of  scale_w * sum (x * (w_q - zero))
 
-On a CPU activations become 8 bits too, because it multiplies bytes sooner (`int4.py`). Here a step of few tokens
-takes as long as its weights take to be read, and the activations' bits buy nothing.
+A CPU also quantizes activations, because it multiplies 8-bit integers faster (`int4.py`). On an accelerator, reading
+the weights takes most of a step of few tokens, so smaller activations would save no time.
 
 Shape suffixes: T tokens, I inputs, O outputs, G groups.
 """
@@ -23,11 +24,11 @@ from quire.quantization.int8_codes import Int8Codes
 
 
 class FewBitsWeight(Weight):
-    """See above.
+    """A packed weight of grouped integers.
 
     Args:
-        grouped: its groups are a multiple of 32 inputs: see `takes`.
-        bits: 4 or 8, that its whole numbers fit.
+        grouped: its group size is a multiple of 32: see `takes`.
+        bits: 4 or 8: bits per stored integer.
     """
 
     def __init__(self, grouped: Grouped, bits: int, gated: bool):
@@ -49,7 +50,7 @@ class FewBitsWeight(Weight):
     def int4(
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None, group: int = GROUP
     ) -> Weight:
-        """From a weight of any float format, in groups of `group` or fewer; where inputs make none, int8."""
+        """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
         sizes = (size for size in (128, 64, 32) if size <= group)
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
         if not group:
@@ -76,7 +77,7 @@ class FewBitsWeight(Weight):
         return silu_and_mul(y) if self.gated else y
 
     def floats(self) -> Tensor:
-        """What it stands for, float32 [O, I]."""
+        """The dequantized weight, float32 [O, I]."""
         from quire.ops.triton.wna16_gemm import unpacked
 
         q_OI = unpacked(self.data, self.bits, self.step)
