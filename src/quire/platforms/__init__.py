@@ -1,1 +1,1 @@
-"""Devices: what each can do and prefers. detect.py knows no torch."""
+"""Devices: what each can do and prefers. `detect.py` does not import torch."""

@@ -1,7 +1,7 @@
-"""What a device must say of itself: tensors' place, memory, defaults, and what serves best on it.
+"""The platform interface: torch device, memory, defaults and preferred implementations of one kind of device.
 
-Knows names. Does not know models, layers or caches. One class a kind of device (`cpu.py`); what can be found
-out without torch is in `detect.py`, and a platform says the same.
+Knows names. Does not know models, layers or caches. Each kind of device has one class (`cpu.py`); `detect.py` finds
+what needs no torch, and platforms use its facts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Platform(Protocol):
     name: str
     """cpu, cuda, ..."""
     description: str
-    """What the maker calls it."""
+    """The vendor's name of the device."""
     device: torch.device
     attention: tuple[str, ...]
-    """Names of `attention/base.py`, best first: the first that can serve a model does."""
+    """Backend names (`attention/base.py`), best first: the first that can serve a model is used."""
     kernels: tuple[str, ...]
     """Kinds of op implementations, best first (`ops/dispatch.py`); the reference is always last."""
     default_depth: int
@@ -42,35 +42,38 @@ class Platform(Protocol):
     default_num_batched_tokens: int
 
     def prepare(self, weight_bytes: int) -> None:
-        """Before a model of so many bytes is loaded."""
+        """Called before a model of this many bytes is loaded."""
         ...
 
     def memory(self) -> Memory:
-        """As it is now."""
+        """Current memory of the device."""
         ...
 
     def plannable(self, forecast: Memory, tables: int) -> Memory:
-        """What of a forecast, made without the device, a plan may count on; tables: bytes that rows' tables take."""
+        """The part of `forecast` that a memory plan may use; tables: bytes of the per-row tables.
+
+        The forecast was made without the device.
+        """
         ...
 
     def check_room(self, needed: int) -> None:
-        """Everything is allocated. Raises NotEnoughMemory: so many bytes for a step are not left."""
+        """Called when everything is allocated. Raises NotEnoughMemory: fewer bytes are free than a step needs."""
         ...
 
     def recorder(self) -> Any:
-        """What records steps (`worker/graphs.py`); None: this device cannot."""
+        """The object that captures steps as graphs (`worker/graphs.py`); None: the device cannot."""
         ...
 
     def copier(self) -> Any:
-        """What copies from the host beside computing (`models/offload.py`); None: the host's memory is the device's."""
+        """Copies from the host during computation (`models/offload.py`); None: the device uses host memory."""
         ...
 
     def supports(self, dtype: str) -> bool:
-        """Does it multiply this format with instructions of its own? Others work too, slower."""
+        """Whether the device has instructions for this dtype. Other dtypes work too, more slowly."""
         ...
 
     def preferred_dtype(self, checkpoint: str) -> str:
-        """The format to compute in for weights stored as `checkpoint`."""
+        """The dtype to compute in for weights that the checkpoint stores as `checkpoint`."""
         ...
 
 
@@ -78,7 +81,7 @@ def platform_of(device: str) -> Platform:
     """The platform of a device of this machine.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: no platform has that name.
     """
     module, _, attribute = PLATFORMS[device].partition(":")
     made: Platform = getattr(importlib.import_module(module), attribute)()

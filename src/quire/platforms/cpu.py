@@ -1,6 +1,6 @@
-"""The CPU: the platform that every other is compared with.
+"""The CPU platform, which tests compare other platforms with.
 
-Knows what `detect.py` found out, as torch names it, and how many threads pay. Does not know models or kernels.
+Knows the facts of `detect.py`, torch's settings, and how many threads to use. Does not know models or kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from quire.platforms.base import Memory
 from quire.platforms.cpu_affinity import threads_here
 
 SMALL = 64 << 20
-"""Bytes of weights that one thread reads in a few milliseconds. Below, a team gains less than its barriers cost, and
-next to another busy process each of its ~10 regions a layer may wait a scheduler's slice (measured with a model of
-0.5 MB on 2 busy cores: 120 ms a step with two threads, 2 ms with one)."""
+"""Bytes of weights that one thread reads in a few milliseconds. Below it, several threads gain less than their barriers
+cost. Beside another busy process, each of ~10 parallel regions per layer may wait for a time slice of the kernel's
+scheduler (a model of 0.5 MB on 2 busy cores: 120 ms per step with two threads, 2 ms with one)."""
 
 
 class CpuPlatform:
@@ -27,9 +27,9 @@ class CpuPlatform:
     kernels: tuple[str, ...] = ("native", "pieces", "reference")
 
     def __init__(self) -> None:
-        # With several threads MKL splits the sums of small products, so that a row's float32 bits would
-        # depend on how many rows there are. This mode does not, and from 16 rows on it costs nothing
-        # (measured). It is read before the process's first product; a program that has one keeps its own.
+        # With several threads, MKL splits the sums of small products, so a row's float32 bits depend on the
+        # number of rows. This mode prevents it, and costs nothing from 16 rows on (measured). MKL reads the
+        # variable at the process's first product; a value that the user has set stays.
         if env.outer("MKL_CBWR") is None:
             env.set_outer("MKL_CBWR", "AUTO,STRICT")
         found = detect.cpu_facts()
@@ -40,9 +40,9 @@ class CpuPlatform:
         self.default_num_batched_tokens = found.num_batched_tokens
 
     def use_threads(self, weight_bytes: int) -> int:
-        """Set how many threads an operation may use, for a model of so many bytes; the number.
+        """Set the number of threads of an operation for a model of this many bytes; return the number in effect.
 
-        OMP_NUM_THREADS, where set, is the last word; a program that has set fewer keeps them.
+        OMP_NUM_THREADS has precedence; a smaller number that the program has set stays.
         """
         if env.outer("OMP_NUM_THREADS") is None:
             most = 1 if weight_bytes < SMALL else threads_here()
@@ -60,7 +60,7 @@ class CpuPlatform:
         return forecast
 
     def check_room(self, needed: int) -> None:
-        """Pages are there when they are touched: the plan has counted them."""
+        """Do nothing: Linux provides pages at first touch, and the memory plan has counted them."""
 
     def recorder(self) -> None:
         return None

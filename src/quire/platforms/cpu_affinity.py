@@ -1,8 +1,8 @@
-"""Which cores this process computes on, and with how many threads.
+"""CPU affinity and number of threads of this process.
 
-QUIRE_CPU_OMP_THREADS_BIND and QUIRE_CPU_NUM_OF_RESERVED_CPU say so, else the machine does: one node of memory, a thread
-for each physical core, and no more threads than the cgroup's quota keeps running. Set before torch is imported, since
-its threads take the affinity of the one that makes them.
+QUIRE_CPU_OMP_THREADS_BIND and QUIRE_CPU_NUM_OF_RESERVED_CPU set them. The default is one NUMA node, one thread per
+physical core, and at most as many threads as the cgroup's CPU quota. Affinity is set before torch is imported, because
+torch's threads inherit it from the thread that creates them.
 
 Knows /sys and the kernel's affinity. Does not know torch.
 """
@@ -19,20 +19,20 @@ from quire.platforms import detect
 
 logger = get_logger(__name__)
 NAME = "QUIRE_CPU_OMP_THREADS_BIND"
-MANY = 8  # physical cores, of which one can be spared
+MANY = 8  # physical cores, from which on one is left free
 
 
 def bind_to_cores(computing: bool = True) -> list[int]:
-    """Keep this process on the cores that were asked for, or on one node's; which, or [] if it stays on all.
+    """Bind this process to the configured cores, or to those of one NUMA node; return them, or [] if not bound.
 
     Args:
-        computing: the model runs on this CPU. Else only what was asked for is done.
+        computing: the model runs on this CPU. Else the process binds only to configured cores.
 
     Raises:
-        ConfigError: a list that cannot be read, or with a core that this process may not use.
+        ConfigError: the list of cores is malformed, or has a core that this process may not use.
     """
     if not hasattr(os, "sched_setaffinity"):
-        return []  # only Linux binds
+        return []  # only Linux has it
     allowed = sorted(os.sched_getaffinity(0))
     cores = chosen_cores(
         _bind(),
@@ -47,17 +47,17 @@ def bind_to_cores(computing: bool = True) -> list[int]:
 
 
 def leave_a_core() -> list[int]:
-    """Keep this process off one core of many, for the processes beside it; the cores it stays on, or [] if on all.
+    """Leave one of many cores to the HTTP server; return the cores of this process, or [] if it keeps all.
 
-    A team of threads as large as the machine waits, at each barrier, for the one that shares its core with whoever takes
-    requests: up to a slice of the scheduler (8 ms were seen). Of few cores none can be spared.
+    With a thread on every core, each barrier waits for the thread that shares its core with the HTTP server: up to a
+    time slice of the kernel's scheduler (8 ms measured). A machine with few cores keeps all of them for the model.
     """
     if (
         not hasattr(os, "sched_setaffinity")
         or _bind() != "auto"
         or env.get("CPU_NUM_OF_RESERVED_CPU")
     ):
-        return []  # somebody has chosen
+        return []  # the user has chosen
     allowed = sorted(os.sched_getaffinity(0))
     cores = all_but_one(allowed, one_node(allowed))
     if cores:
@@ -67,7 +67,7 @@ def leave_a_core() -> list[int]:
 
 
 def all_but_one(allowed: list[int], node: list[int], root: Path = Path("/")) -> list[int]:
-    """All but the first physical core; [] if there are fewer than MANY, or some are free on another node anyway."""
+    """All but the first physical core; [] if there are fewer than MANY, or another node has free cores anyway."""
     if len(node) < len(allowed) or threads(node, root) < MANY:
         return []
     first = {node[0], *_siblings(node[0], root)}
@@ -75,14 +75,14 @@ def all_but_one(allowed: list[int], node: list[int], root: Path = Path("/")) -> 
 
 
 def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) -> list[int]:
-    """The cores to bind to, or [] to leave that to the kernel.
+    """The cores to bind to, or [] to leave placement to the kernel.
 
     Args:
-        bind: `nobind` leaves it to the kernel; `auto` takes the node's, less the reserved; or a list `0-3,8`. Of lists
-            for several workers, `0-3|4-7`, the first is ours.
-        reserved: how many cores not to compute on: the first ones, where interrupts are served.
+        bind: `nobind` leaves placement to the kernel; `auto` uses the node's cores except the reserved; or a list
+            `0-3,8`. Of lists for several workers, `0-3|4-7`, this process uses the first.
+        reserved: how many cores not to compute on: the first ones, which handle interrupts.
         allowed: cores that this process may use.
-        node: those of them that share the memory to compute in.
+        node: the allowed cores on the chosen NUMA node.
     """
     if bind == "nobind":
         return []
@@ -105,10 +105,10 @@ def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) 
 
 
 def one_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
-    """Those cores that are on the node with most of them; of equals the one with the most free memory.
+    """The allowed cores of the NUMA node that has most of them; among equals, of the one with the most free memory.
 
-    What is on another node's memory is read at half the speed or less, and barriers wait for the slowest. All cores, if
-    the machine does not say.
+    Reads from another node's memory run at half the speed or less, and barriers wait for the slowest thread. All
+    allowed cores, if /sys lists no nodes.
     """
     best: tuple[int, int, list[int]] | None = None
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
@@ -119,8 +119,8 @@ def one_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
 
 
 def threads(cores: list[int], root: Path = Path("/")) -> int:
-    """How many threads pay on these cores: one for each physical core, since two on one share its multipliers; and no
-    more than the quota keeps running, or the cgroup stops all of them for the rest of each period."""
+    """The number of threads for these cores: one per physical core, because two on one share its multipliers; and at
+    most the CPU quota, because a cgroup that exceeds it stops all its threads for the rest of each period."""
     seen: set[int] = set()
     count = 0
     for core in cores:
@@ -135,7 +135,7 @@ def _siblings(core: int, root: Path) -> list[int]:
 
 
 def threads_here() -> int:
-    """How many threads this process computes with: of a list that was asked for, one for each core."""
+    """The number of threads of this process: for a configured list of cores, one per core."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = sorted(os.sched_getaffinity(0))
@@ -145,11 +145,13 @@ def threads_here() -> int:
 
 
 def _bind() -> str:
-    return str(env.get("CPU_OMP_THREADS_BIND")).strip() or "auto"  # deployments set it to nothing
+    return (
+        str(env.get("CPU_OMP_THREADS_BIND")).strip() or "auto"
+    )  # some deployments set it to an empty string
 
 
 def _free(folder: Path) -> int:
-    """KiB of a node's memory that nobody uses."""
+    """Free memory of a node, in KiB."""
     for line in _read(folder / "meminfo").splitlines():
         if "MemFree:" in line:
             return int(line.split("MemFree:")[1].split()[0])

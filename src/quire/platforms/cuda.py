@@ -1,9 +1,9 @@
-"""NVIDIA GPUs: memory as the card says it is, recording of graphs, and what serves best on one.
+"""The CUDA platform: NVIDIA GPUs, their memory, CUDA graphs and copy streams.
 
-Knows torch's CUDA interface. Does not know models or kernels. One device a process: the first that
-CUDA_VISIBLE_DEVICES leaves.
+Knows torch's CUDA interface. Does not know models or kernels. One device per process: the first that
+CUDA_VISIBLE_DEVICES allows.
 
-It has not run on a card yet: what needs none is tested, and `detect.py` takes this platform only when it is asked for.
+Not yet proven on a GPU: tests cover what needs none, and `detect.py` uses this platform only if QUIRE_DEVICE=cuda.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.platforms import detect
 from quire.platforms.base import Memory
 
 RESERVE = 1 << 30
-"""Bytes beside weights, activations and cache: graphs' own memory, libraries' workspaces, partial results of attention,
-and what the allocator leaves between tensors."""
+"""Bytes besides weights, activations and cache: CUDA graphs, workspaces of libraries, partial results of attention, and
+fragmentation in the allocator."""
 WARM_UPS = 2
-"""Runs before recording: the first compiles kernels, and none may be compiled while recording."""
+"""Runs before a capture: the first compiles kernels, which is impossible during a capture."""
 OF_RECORDING = range(900, 910)
-"""CUDA's errors that end a recording (cudaErrorStreamCaptureUnsupported and those after it) and leave the device well."""
+"""CUDA errors that end a capture (cudaErrorStreamCaptureUnsupported and those after it) and leave the device usable."""
 
 
 class CudaPlatform:
@@ -49,32 +49,32 @@ class CudaPlatform:
         self.default_depth = found.depth
         self.default_block_size = found.block_size
         self.default_num_batched_tokens = found.num_batched_tokens
-        # A row's sum must not be split by how many rows there are more than cuBLAS does by itself.
+        # No 16-bit partial results in split sums: where cuBLAS splits depends on the number of rows.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def prepare(self, weight_bytes: int) -> None:
-        """Make the context, so that what it takes is known when memory is planned."""
+        """Create the CUDA context, so that the memory plan sees what the context takes."""
         torch.cuda.init()
         torch.zeros(1, device=self.device)
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.device)
-        # What the allocator holds and no tensor has is free too.
+        # Memory that torch's allocator has cached is free too.
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return Memory(total, free + kept)
 
     def plannable(self, forecast: Memory, tables: int) -> Memory:
-        """What a plan may count on: without a context the forecast could only say what the card has."""
+        """See `Platform`. Uses current memory as a bound, because a forecast without a context assumes an empty GPU."""
         now = self.memory()
         available = min(forecast.available, now.available) - RESERVE - tables
         return Memory(now.total, max(0, available))
 
     def check_room(self, needed: int) -> None:
-        """After everything is allocated, a step's activations must still fit.
+        """Check that a step's activations fit after everything else is allocated.
 
         Raises:
-            NotEnoughMemory: they do not, and the server would fail under load.
+            NotEnoughMemory: they do not fit: the server would fail under load.
         """
         available = self.memory().available
         if available < needed:
@@ -97,7 +97,7 @@ class CudaPlatform:
 
 
 class Graph:
-    """A recorded graph and its output; see worker/graphs.py."""
+    """A captured CUDA graph and its output; see worker/graphs.py."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor):
         self.graph, self.output = graph, output
@@ -107,17 +107,17 @@ class Graph:
 
 
 class CudaRecorder:
-    """Records on a stream of its own; all graphs share one pool of memory, since only one runs at a time."""
+    """Captures CUDA graphs on its own stream; all graphs share one memory pool, because only one runs at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
 
     def record(self, run: Callable[[], Tensor]) -> Graph:
-        """See `Recorder`. What is queued on the caller's stream comes before, and after.
+        """See `Recorder`. The runs keep their order with the work on the caller's stream.
 
         Raises:
-            RuntimeError: it did something that cannot be recorded. The device is as it was.
+            RuntimeError: `run` did something that CUDA cannot capture. The device stays usable.
         """
         before = torch.cuda.current_stream()
         try:
@@ -125,11 +125,11 @@ class CudaRecorder:
         except torch.AcceleratorError as error:
             if getattr(error, "error_code", 0) not in OF_RECORDING:
                 raise
-            # Torch still counts the pool as being recorded into.
+            # Torch still marks the old pool as in capture.
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             raise RuntimeError(str(error).partition("\n")[0]) from error
         finally:
-            torch.cuda.set_stream(before)  # torch leaves the other if a recording does not end well
+            torch.cuda.set_stream(before)  # torch does not restore it if a capture fails
 
     def _record(self, run: Callable[[], Tensor]) -> Graph:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -139,7 +139,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (of grammars) may use the device meanwhile: only this one must not do what cannot be recorded.
+        # Other threads (of grammars) may use the device meanwhile: forbid uncapturable calls in this thread only.
         mode = "thread_local"
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             output = run()
@@ -147,7 +147,7 @@ class CudaRecorder:
 
 
 class CudaCopier:
-    """Copies on a stream of its own; see `Copier`."""
+    """Copies on its own stream; see `Copier`."""
 
     def __init__(self, device: torch.device):
         self.place = device
@@ -160,7 +160,7 @@ class CudaCopier:
         made = torch.empty(size, dtype=torch.uint8, device=self.place)
         made.record_stream(
             self.stream
-        )  # once let go, it is not given to others while a copy is under way
+        )  # keeps the allocator from reusing freed memory during a copy
         return made
 
     def mark(self) -> torch.cuda.Event:

@@ -1,7 +1,7 @@
-"""What this machine is, found out without importing torch: device, number formats, memory, defaults.
+"""Detect the device, its dtypes, memory and defaults, without importing torch.
 
-Knows /proc, cgroups and the CUDA driver's C interface. Does not know tensors. `facts()` looks anew at each
-call, because free memory changes; the device itself is looked for once.
+Knows /proc, cgroups and the CUDA driver's C interface. Does not know tensors. Each call of `facts()` reads free memory
+again; the search for a CUDA device runs once.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ logger = get_logger(__name__)
 
 GIB = 1 << 30
 PROVEN = False
-"""Whether the CUDA platform has run on a card (`make bench-gpu`). Until then it is taken only when asked for."""
+"""Whether the CUDA platform has run on a GPU (`make bench-gpu`). Until then Quire uses it only if QUIRE_DEVICE=cuda."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformFacts:
-    """All that `config/resolve.py` asks of a device."""
+    """All facts about a device that `config/resolve.py` needs."""
 
     device: str
     """cpu or cuda."""
     name: str
-    """What the maker calls it."""
+    """The vendor's name of the device."""
     dtypes: tuple[str, ...]
-    """Number formats that it multiplies natively, fastest first."""
+    """Dtypes that it multiplies natively, fastest first."""
     block_size: int
-    """Tokens of a KV block."""
+    """Default for the tokens of a KV block."""
     num_batched_tokens: int
-    """Tokens of a step."""
+    """Default limit on the tokens of a step."""
     max_num_seqs: int
-    """Requests that run at once."""
+    """Default limit on the requests that run at once."""
     depth: int
-    """Steps in flight."""
+    """Default number of steps in flight."""
     total_bytes: int
-    """Memory that this process could have at most: the device's, or the smaller of machine and cgroup."""
+    """Upper bound of the memory of this process: the device's, or the smaller of machine and cgroup."""
     available_bytes: int
-    """What of it is free now; file cache that the kernel would give back counts as free."""
+    """Memory of it that is free now; file cache that the kernel can reclaim counts as free."""
 
     def preferred_dtype(self, checkpoint: str) -> str:
-        """The format to compute in, for weights stored as `checkpoint`, when the user leaves it to us.
+        """The dtype to compute in for weights that the checkpoint stores as `checkpoint`, if the user sets none.
 
-        bfloat16 stays (its range cannot be had in float16). float32 and float16 become the device's 16-bit
-        format: half the memory traffic for the same text, as other engines do. Where the device has no
-        16-bit format, they become float32; stored bfloat16 stays also there, since widening it would double memory.
+        bfloat16 stays where the device can compute it, because float16 lacks its range. float32 and float16 become the
+        device's 16-bit dtype, as in other engines: half the memory traffic for the same text. On a CPU without 16-bit
+        dtypes they become float32, but bfloat16 stays, because float32 would double the memory.
         """
         if self.device == "cuda":
             if checkpoint == "bfloat16":
@@ -69,12 +69,12 @@ class PlatformFacts:
 
 
 def facts() -> PlatformFacts:
-    """The facts of the device that this process would use.
+    """The facts of the device that this process uses.
 
     QUIRE_DEVICE=cpu or cuda forces one.
 
     Raises:
-        ConfigError: QUIRE_DEVICE names a device that is not here.
+        ConfigError: QUIRE_DEVICE names an unknown device, or one that this process cannot use.
     """
     wanted = str(env.get("DEVICE") or "auto")
     if wanted not in ("auto", "cpu", "cuda"):
@@ -104,14 +104,14 @@ def cpu_facts() -> PlatformFacts:
         block_size=64,
         num_batched_tokens=2048,
         max_num_seqs=256,
-        depth=1,  # running ahead costs more than it hides: docs/decisions/0034
+        depth=1,  # a second step in flight costs more than it hides: docs/decisions/0034
         total_bytes=total,
         available_bytes=available,
     )
 
 
 def cuda_facts() -> PlatformFacts:
-    """Raises ConfigError: there is no device."""
+    """Raises ConfigError: the driver finds no CUDA device."""
     if (gpu := cuda_device()) is None:
         raise ConfigError("no CUDA driver answers, or it has no device for this process")
     return _cuda_facts(gpu)
@@ -129,7 +129,7 @@ def _cuda_facts(gpu: CudaDevice) -> PlatformFacts:
         max_num_seqs=256,
         depth=2,
         total_bytes=gpu.total,
-        # Free memory needs a context; without one the best that can be said is what it has.
+        # The driver reports free memory only to a process with a context, so use the total.
         available_bytes=gpu.total,
     )
 
@@ -139,7 +139,7 @@ def _cuda_facts(gpu: CudaDevice) -> PlatformFacts:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """The first CUDA device that CUDA_VISIBLE_DEVICES leaves."""
+    """The first CUDA device that CUDA_VISIBLE_DEVICES allows."""
 
     name: str
     total: int
@@ -148,7 +148,7 @@ class CudaDevice:
 
 
 def cuda_missing() -> str:
-    """Why a CUDA device cannot be used by this installation; empty: it can."""
+    """Why this installation cannot use a CUDA device; empty: it can."""
     if importlib.util.find_spec("quire.platforms.cuda") is None:
         return "this version of Quire has the CPU platform only"
     try:
@@ -162,9 +162,9 @@ def cuda_missing() -> str:
 
 @cache
 def cuda_device() -> CudaDevice | None:
-    """Ask the driver; None where there is no driver, or no device for this process.
+    """Query the driver; None if there is no driver, or no device for this process.
 
-    The driver itself honours CUDA_VISIBLE_DEVICES. No context is made, so nothing is allocated.
+    The driver itself applies CUDA_VISIBLE_DEVICES. The query creates no context, so it allocates no GPU memory.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -190,7 +190,7 @@ def cuda_device() -> CudaDevice | None:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets, by the kernel's names; empty where there is no /proc/cpuinfo."""
+    """Instruction sets, by the Linux kernel's names; empty without /proc/cpuinfo."""
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):  # x86, ARM
@@ -208,7 +208,7 @@ def cpu_name() -> str:
 
 
 def cpu_dtypes() -> tuple[str, ...]:
-    """Formats with instructions for dot products of their own, fastest first; float32 always."""
+    """Dtypes with their own dot product instructions, fastest first; always float32."""
     flags = cpu_flags()
     found = []
     if flags & {"amx_bf16", "avx512_bf16", "bf16"}:
@@ -222,9 +222,9 @@ def cpu_dtypes() -> tuple[str, ...]:
 
 
 def memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, available) bytes: of the machine, or of the tightest cgroup around this process if that is less.
+    """(total, available) bytes of the machine, or of the tightest cgroup of this process if that is less.
 
-    `root` is where /proc and /sys are (for tests).
+    `root`: the directory with /proc and /sys, for tests.
     """
     total, available = _machine(root)
     for limit, used in _cgroups(root):
@@ -243,11 +243,11 @@ def _machine(root: Path) -> tuple[int, int]:
     if "MemTotal" in values:
         return values["MemTotal"], values.get("MemAvailable", values.get("MemFree", 0))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, total // 2  # no /proc: nobody says what is free
+    return total, total // 2  # without /proc, free memory is unknown
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) of each memory cgroup from ours up to the root, where a limit is set."""
+    """(limit, used) of each memory cgroup with a limit, from this process's up to the root."""
     names = {
         True: ("memory.max", "memory.current", ""),
         False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -257,7 +257,7 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
 
 
 def cgroup_folders(root: Path, controller: str) -> list[tuple[Path, bool]]:
-    """Folders of our cgroups with this controller, up to the root, and whether each is of version 2."""
+    """Folders of this process's cgroups with this controller, up to the root, and whether each is of version 2."""
     found = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -268,14 +268,14 @@ def cgroup_folders(root: Path, controller: str) -> list[tuple[Path, bool]]:
             base = root / "sys/fs/cgroup" / controller
         else:
             continue
-        # Inside a container the path is often the host's: then only the mount's own top is ours.
+        # In a container the path is often the host's: then only the root of the mount exists.
         inner = Path(path.lstrip("/"))
         found += [(folder, new) for folder in (base / inner, *(base / p for p in inner.parents))]
     return found
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the tightest cgroup around this process gets; None: no limit."""
+    """CPU quota of the tightest cgroup of this process, in CPUs; None: no limit."""
     found = []
     for folder, new in cgroup_folders(root, "cpu"):
         if new:
@@ -283,7 +283,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         else:
             limit = _read(folder / "cpu.cfs_quota_us").strip()
             period = _read(folder / "cpu.cfs_period_us").strip()
-        if limit.isdigit() and period.isdigit() and int(period):  # else "max", -1, or not there
+        if limit.isdigit() and period.isdigit() and int(period):  # else "max", -1, or no file
             found.append(int(limit) / int(period))
     return min(found, default=None)
 
@@ -291,11 +291,11 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def _cgroup(folder: Path, limit_name: str, used_name: str, prefix: str) -> tuple[int, int] | None:
     limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
     if not limit.isdigit() or not used.isdigit():
-        return None  # not there, or "max": no limit
+        return None  # no file, or "max": no limit
     stat = dict(
         line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line
     )
-    # File cache goes away under pressure: all that is cold, and of the hot half, as in MemAvailable.
+    # The kernel reclaims file cache: count the inactive part and half of the active, as in MemAvailable.
     cold, hot = (int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     return int(limit), max(int(used) - cold - hot // 2, 0)
 
