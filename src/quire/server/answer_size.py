@@ -1,4 +1,4 @@
-"""How large an answer may become, by arithmetic before any work begins.
+"""Bounds the size of an answer, by arithmetic before any work begins.
 
 An entry is a token, or one log-probability of a token: about 200 bytes in this process until the answer is sent.
 Knows prompts and sampling parameters. Does not know endpoints.
@@ -19,7 +19,7 @@ def check_answer_size(
 ) -> None:  # fmt: skip
     """`most`: entries; one completion without log-probabilities is never refused.
 
-    `copies`: choices of the answer that repeat what it says of their prompt.
+    `copies`: number of choices that repeat their prompt's entries.
 
     Raises:
         ApiError: 400 with the sum.
@@ -34,7 +34,7 @@ def check_answer_size(
     if params.logprob_token_ids is not None and beams is None:
         of_output = 2 + len(params.logprob_token_ids)
     if beams is not None:
-        # Each step asks for every beam anew, with its prompt; and each step's rivals are kept for its logprobs.
+        # Each step submits every beam and its prompt anew; for logprobs, the alternatives of all steps are kept.
         prompt_tokens, of_prompt = each * prompt_tokens, 1
         of_output = 1 if params.logprobs is None else 2 + 2 * beams.beam_width
     else:
@@ -60,7 +60,7 @@ def check_answer_size(
 
 
 def entries_per_token(logprobs: int | None, vocab_size: int) -> int:
-    """The token, and its log-probability with those of its rivals. -1: all of the vocabulary."""
+    """Entries of a token: itself, and its log-probability with those of its alternatives. -1: the whole vocabulary."""
     if logprobs is None:
         return 1
     return 1 + (vocab_size if logprobs == -1 else 1 + logprobs)

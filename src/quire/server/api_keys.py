@@ -1,7 +1,7 @@
-"""Who asks, by key, and how much each may.
+"""API keys: which tenant sends a request, and how much each tenant may use.
 
-Knows keys, limits and clocks. Does not know endpoints. Which request of whom runs next is the scheduler's
-matter; here only those are turned away that are beyond what their key may.
+Knows keys, limits and clocks. Does not know endpoints. The scheduler decides which tenant's request runs next; this
+module refuses the requests that exceed their key's limits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Clock = Callable[[], float]
 
 
 class RateLimit:
-    """So many a minute: what was not used is kept, up to a minute's worth. The level may go below 0.
+    """A token bucket: what is not used accumulates, up to one minute's worth. The level may fall below 0.
 
-    Two numbers of an account, from `place` on: the level, and when it was that; 0 at first.
+    Uses two numbers of an account, from `place` on: the level, and the time of that level; 0 at first.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RateLimit:
 
 
 class Tenant:
-    """One key and what it has used."""
+    """One key, and what it has used."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Tenant:
         account: UsageAccount | None = None,
         plain: int | None = None,
     ):
-        """`plain`: which key of --api-key this is; None: a key of the file."""
+        """`plain`: the number of the key in --api-key; None: a key of the file."""
         self.key, self.clock, self.plain = key, clock, plain
         self.account = account or UsageAccount()
         self._limit()
@@ -88,16 +88,16 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """ "" for a key of --api-key: nothing is counted for it."""
+        """Empty for a key of --api-key, whose usage is not counted."""
         return self.key.name
 
     @property
     def id(self) -> str:
-        """What the engine and the page tell tenants apart by. No two keys have the same."""
+        """Identifies the tenant to the engine and the page; unique for each key."""
         return self.key.name if self.plain is None else f"{PLAIN} {self.plain}"
 
     def update(self, key: TenantKey) -> None:
-        """The file was read again. What was used stays used, unless the limits changed."""
+        """Use the key as read again from the file. Keeps what was used, unless the limits changed."""
         before, self.key = self.key, key
         if (before.requests_per_minute, before.tokens_per_minute) != (key.requests_per_minute, key.tokens_per_minute):  # fmt: skip
             self._limit()
@@ -106,10 +106,10 @@ class Tenant:
                 self.tokens.fill()
 
     def begin(self, completions: int) -> None:
-        """Take the completions of a request from this key's limits, before any work is done for it.
+        """Count the completions of a request against this key's limits, before any work is done for it.
 
         Raises:
-            ApiError: 429 with Retry-After, or 400 where no wait would help; nothing was used then.
+            ApiError: 429 with Retry-After, or 400 if waiting would not help; nothing is counted then.
         """
         with self.account.locked():
             self._check(completions)
@@ -140,7 +140,7 @@ class Tenant:
                 f"this key may make {self.key.requests_per_minute} requests a minute",
                 self.requests.seconds_until(completions),
             )
-        # The cost of an answer is not known yet: its tokens are paid when they are made, so the level may sink below 0.
+        # The length of the answer is not known yet: its tokens are counted at its end, so the level may fall below 0.
         if self.tokens.level <= 0:
             raise self._refused(
                 f"this key may use {self.key.tokens_per_minute} tokens a minute",
@@ -152,7 +152,7 @@ class Tenant:
         return ApiError(429, why, headers={"Retry-After": retry, **self.headers()})
 
     def headers(self) -> dict[str, str]:
-        """x-ratelimit-*: of those limits that there are."""
+        """The x-ratelimit-* headers of the limits that are set."""
         found: dict[str, str] = {}
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket.per_minute is not None:
@@ -163,7 +163,7 @@ class Tenant:
 
 
 class KeyUse:
-    """What one HTTP request has taken from its key's max_concurrency; the key check gives it back at the end."""
+    """What one HTTP request takes from its key's max_concurrency; ApiKeyMiddleware returns it at the end."""
 
     def __init__(self, tenant: Tenant):
         self.tenant, self.completions = tenant, 0
@@ -179,7 +179,7 @@ class KeyUse:
 
 
 class ApiKeys:
-    """All keys of a server; with a ledger, of one of its processes."""
+    """All keys of one server process; with a ledger, the processes of a server share their usage."""
 
     def __init__(
         self, server: ServerConfig, clock: Clock = time.monotonic, ledger: UsageLedger | None = None
@@ -194,14 +194,14 @@ class ApiKeys:
         self.reload()
 
     def __bool__(self) -> bool:
-        """Whether a key is needed at all."""
+        """Whether requests need a key."""
         return self._needed
 
     def reload(self) -> None:
-        """Read the file again. Requests that run go on, also those of keys that are gone.
+        """Read the file again. Running requests continue, also those of removed keys.
 
         Raises:
-            ConfigError: the file is wrong; everything stays as it was.
+            ConfigError: the file is invalid; the keys stay as they were.
         """
         if self.path is not None:
             before = self._named
@@ -232,6 +232,6 @@ class ApiKeys:
         if not given:
             return None
         digest = sha256(given).digest()
-        # All are compared, so that the time does not tell which one was close.
+        # Compare all of them, so that the time does not reveal a near match.
         same = [hmac.compare_digest(digest, known) for known, _ in self._digests]
         return next((tenant for hit, (_, tenant) in zip(same, self._digests, strict=True) if hit), None)  # fmt: skip

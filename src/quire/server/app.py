@@ -1,8 +1,9 @@
-"""The HTTP application: routes as a list, what stands before them, and how errors are answered.
+"""The HTTP application: the list of routes, the layers in front of them, and how errors are answered.
 
-    connection -> Counted -> KnownHosts -> --middleware -> CORS -> RequestIdMiddleware -> Guard -> router -> endpoint
+    connection -> RequestCountMiddleware -> KnownHosts -> --middleware -> CORS -> TraceMiddleware
+               -> RequestIdMiddleware -> ApiKeyMiddleware -> router -> endpoint
 
-Knows every endpoint by name. Does not know how the process is started (`launch.py`).
+Knows every endpoint by name. Does not know how the process is started (`process/launch.py`).
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/is_paused", dev_routes.is_paused),
     ("GET", "/get_world_size", dev_routes.get_world_size),
 ]
-"""They can stop or change what others asked for: only with QUIRE_SERVER_DEV_MODE=1."""
+"""They can stop or change other clients' requests: only with QUIRE_SERVER_DEV_MODE=1."""
 
 
 class ErrorBoundary:
-    """Whatever an endpoint raises becomes an answer: an error ends one request and nothing else."""
+    """Turns an endpoint's exceptions into answers: an error ends one request and nothing else."""
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
@@ -118,7 +119,7 @@ class ErrorBoundary:
 
 
 def client_of(scope: Scope) -> str:
-    """The client that shares threads with others: a key, or an address where no key is needed."""
+    """The client that gets a fair share of the threads: a key, or an address if no key is needed."""
     if (tenant := scope.get(TENANT)) is not None:
         return f"key {tenant.name} {id(tenant)}"
     address = scope.get("client")
@@ -128,8 +129,8 @@ def client_of(scope: Scope) -> str:
 class QuireApp:
     """Routes behind layers.
 
-    Starlette's own application would put three more functions around each message that is sent, and a stream
-    sends one a token; what they are for is done by `ErrorBoundary`, here, and by the server around us.
+    Starlette's own application puts three more functions around each message that is sent, and a stream sends one
+    message a token. `ErrorBoundary`, this class and uvicorn do their work.
     """
 
     def __init__(self, routes: Sequence[Route], layers: Sequence[Middleware]):
@@ -151,14 +152,14 @@ class QuireApp:
 
 
 def refusal(scope: Scope, error: ApiError) -> Response:
-    """What is refused before an endpoint sees it, in the words of the protocol that its path speaks."""
+    """The answer to a request that is refused before its endpoint, in the protocol of its path."""
     if get_route_path(scope).startswith("/v1/messages"):
         return messages.error_response(error)
     return error_response(error)
 
 
 def http_error(error: HTTPException) -> ApiError:
-    """The router's own errors: no such path, no such method."""
+    """The router's own errors: unknown path, wrong method."""
     phrase, headers = HTTPStatus(error.status_code).phrase, dict(error.headers or {})
     takes = next((value for name, value in headers.items() if name.lower() == "allow"), None)
     what = phrase if takes is None else f"{phrase}: this path takes {takes}"
@@ -166,7 +167,7 @@ def http_error(error: HTTPException) -> ApiError:
 
 
 def metrics_app(state: ServerState) -> QuireApp:
-    """/metrics and nothing else: for a program that answers nobody."""
+    """/metrics alone, for a program that serves no other requests."""
     app = QuireApp([Route("/metrics", ErrorBoundary(health.metrics), methods=["GET"])], [])
     app.state.quire = state
     return app
@@ -183,7 +184,7 @@ def build_app(state: ServerState) -> QuireApp:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
-    # These are in no document.
+    # These are not in the OpenAPI document.
     rows = rows + [
         ("GET POST", path, unsupported_routes.unsupported)
         for path in unsupported_routes.paths(state.dev_mode)

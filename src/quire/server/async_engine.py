@@ -1,6 +1,6 @@
-"""The real TextEngine: AsyncLLM and its front room behind the face that the handlers know.
+"""`AsyncTextEngine`: the TextEngine of a server, over AsyncLLM and its frontend.
 
-Knows the front room's parts. Does not know HTTP.
+Knows the frontend's parts. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.engine_protocol import RenderOptions, TokenizedPrompt
 from quire.server.text_pool import TextPool
 
-AT_ONCE_S = 0.03  # what a template may take of the event loop; nearly all take less than a tenth
+AT_ONCE_S = 0.03  # time limit of a template in the event loop; nearly all need a tenth of it
 
 
 class AsyncTextEngine:
-    """A TextEngine. Made in any thread, used in one event loop."""
+    """A TextEngine. Created in any thread, used in one event loop."""
 
     def __init__(self, llm: AsyncLLM, client: EngineClient):
         self.llm, self.client = llm, client
@@ -72,7 +72,7 @@ class AsyncTextEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ValidationError where there is none."""
+        """Raises ValidationError: there is no tokenizer."""
         if self.front.tokenizer is None:
             raise ValidationError(
                 "text needs a tokenizer, and --skip-tokenizer-init left it out: give token ids",
@@ -98,11 +98,11 @@ class AsyncTextEngine:
 
     @functools.cached_property
     def strangers(self) -> UntrustedTemplateRenderer:
-        """For templates that come with requests."""
+        """Renders templates that come with requests."""
         return UntrustedTemplateRenderer()
 
     async def render(self, messages: list[dict[str, Any]], options: RenderOptions) -> str:
-        """In the loop if it is quick, else in a thread; a template of the request's own is rendered by a process."""
+        """Render in the event loop if that is quick, else in a thread; a request's own template in another process."""
         asked = chat.ChatOptions(
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
@@ -160,12 +160,12 @@ class AsyncTextEngine:
 
 
 def salted(salt: str, tenant: str) -> str:
-    """Tenants share no cached prefixes: how fast an answer comes would tell what others asked."""
+    """Tenants share no cached prefixes: the latency of an answer would reveal other tenants' prompts."""
     return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt
 
 
 def fingerprint(client: EngineClient) -> str:
-    """Changes with what may change an answer: version, model, number format, device."""
+    """Changes with whatever may change an answer: version, model and its implementation, dtype, device."""
     ready = client.ready
     what = (__version__, client.resolved.path, ready.dtype, ready.device, ready.model_impl)
     return f"quire-{__version__}-{sha256(repr(what).encode()).hexdigest()[:8]}"

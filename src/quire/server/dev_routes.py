@@ -1,6 +1,6 @@
-"""Development routes: look into the engine, empty its cache, stop requests. Only in dev mode.
+"""Development routes: inspect the engine, empty its cache, abort requests. Only in dev mode.
 
-Knows named functions of the engine and the server's state. Does not know what they do.
+Knows named functions of the engine and the server's state. Does not know what these functions do.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from quire.server.schemas import AbortRequest, RpcRequest
 
 RPC_TIMEOUT_S = 300.0
 PROGRAMS_ONLY = {"apply_model"}
-"""Functions of a worker that take a function. No text of a request names a function to import."""
+"""Worker functions that take a function. A request cannot name a function to import."""
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
 
 
 def plain_config(value: Any, name: str = "") -> Any:
-    """A configuration as JSON's types; keys are not shown."""
+    """A configuration as JSON types, with secrets masked."""
     if name in SECRET:
         return None if value is None else "***"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -46,7 +46,7 @@ def plain_config(value: Any, name: str = "") -> Any:
 
 
 async def server_info(request: Request) -> Response:
-    """How the server was set up; keys are not shown."""
+    """The server's configuration, with secrets masked."""
     config = plain_config(state_of(request).config)
     if request.query_params.get("config_format", "text") == "text":
         config = "\n".join(f"{section}: {fields}" for section, fields in config.items())
@@ -56,7 +56,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached prefixes; `success` is false when running requests hold some, and are not to be set back."""
+    """Empty the prefix cache; `success` is false if running requests use it and may not be preempted."""
     running = request.query_params.get("reset_running_requests", "").lower() in env.TRUE
     done = await state_of(request).serving().call("reset_prefix_cache", running)
     return json_response({"success": bool(done)})
@@ -83,7 +83,7 @@ async def collective_rpc(request: Request) -> Response:
 
 
 async def abort_requests(request: Request) -> Response:
-    """End these generations, or all of them when no ids are given, whichever HTTP process they came through."""
+    """Abort these requests, or all if no ids are given, whichever HTTP process they came through."""
     state = state_of(request)
     engine = state.serving()
     empty = request.headers.get("content-length", "0") == "0"
@@ -102,7 +102,7 @@ async def abort_requests(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    """Give memory back, and hold generations back until `/wake_up`. `mode`: as of `/pause`."""
+    """Free memory, and hold requests back until `/wake_up`. `mode`: as for `/pause`."""
     engine = state_of(request).serving()
     asked = request.query_params.get("level", "1")
     level = checked_level(int(asked) if asked.isdecimal() else -1)
@@ -112,13 +112,13 @@ async def sleep(request: Request) -> Response:
 
 
 async def release_kv_cache_memory(request: Request) -> Response:
-    """Give back the KV cache alone, of an engine that is paused or sleeps at level 0; until `/wake_up`."""
+    """Free the KV cache alone, of an engine that is paused or sleeps at level 0, until `/wake_up`."""
     await sleep_client.release(state_of(request).serving().call)
     return json_response({"status": "kv_cache_released"})
 
 
 async def wake_up(request: Request) -> Response:
-    """Take memory back: all of it, or what `tags` say. Generations go on when all is back."""
+    """Restore memory: all of it, or what `tags` name. Requests continue when all is restored."""
     engine = state_of(request).serving()
     tags = request.query_params.getlist("tags")
     wanted = list(checked_tags(tags))
@@ -128,18 +128,18 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    """Whether the engine has given its memory back."""
+    """Whether the engine has freed its memory."""
     asleep = await state_of(request).serving().call("is_sleeping")
     return json_response({"is_sleeping": bool(asleep)})
 
 
 async def get_world_size(request: Request) -> Response:
-    """On how many devices the model runs."""
+    """The number of devices that run the model."""
     return json_response({"world_size": 1})
 
 
 async def pause(request: Request) -> Response:
-    """Begin no new generations: they wait. `mode`: abort what runs, wait for its end, or keep it standing still."""
+    """Hold new requests back. `mode`: abort the running requests, wait for their end, or keep them paused."""
     engine = state_of(request).serving()
     await sleep_client.pause(engine.call, request.query_params.get("mode", "abort"))
     if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
@@ -148,12 +148,12 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Go on."""
+    """Resume after `/pause`."""
     await state_of(request).serving().call("resume")
     return json_response({"status": "resumed"})
 
 
 async def is_paused(request: Request) -> Response:
-    """Whether generations are held back."""
+    """Whether requests are held back."""
     paused = await state_of(request).serving().call("is_paused")
     return json_response({"is_paused": bool(paused)})

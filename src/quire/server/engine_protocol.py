@@ -1,6 +1,6 @@
-"""What the server asks of the rooms below it: one small face, so that tests can stand in for it.
+"""What the server needs of an engine: a small interface, which tests can implement.
 
-`AsyncTextEngine` is the real one, over `api.async_llm.AsyncLLM`. Knows prompts as text and as token ids.
+`AsyncTextEngine` implements it over `api.async_llm.AsyncLLM`. Knows prompts as text and as token ids.
 Does not know HTTP.
 """
 
@@ -22,13 +22,13 @@ class LogprobLike(Protocol):
 
 
 class CompletionLike(Protocol):
-    """What is new of one completion (or all of it, when params ask for the final only)."""
+    """The new output of one completion (or all of it, if the params ask for the final output only)."""
 
     index: int
     text: str
     token_ids: Any
     logprobs: Any
-    """One dict a token: id -> LogprobLike, the chosen one first."""
+    """One dict a token: id -> LogprobLike, the chosen token first."""
     finish_reason: str | None
     stop_reason: int | str | None
 
@@ -43,21 +43,21 @@ class OutputLike(Protocol):
 
 
 class StreamLike(Protocol):
-    """One request while it runs."""
+    """A running request."""
 
     ended: bool
-    """Nothing more will come."""
+    """No more output will come."""
 
     def take(self) -> OutputLike | None:
-        """What is new; None: nothing yet, unless it has ended. Raises why the request failed."""
+        """The new output; None: there is none. Raises the error if the request failed."""
 
     def close(self) -> None:
-        """Nobody reads it any more: it is aborted if it still runs."""
+        """Stop reading; aborts the request if it still runs."""
 
 
 @dataclass(slots=True)
 class TokenizedPrompt:
-    """A prompt as the engine takes it: ids, and the text they came from if there was one."""
+    """A prompt for the engine: token ids, and their text if the client sent text."""
 
     tokens: list[int]
     text: str | None = None
@@ -66,7 +66,7 @@ class TokenizedPrompt:
 
 @dataclass(slots=True)
 class RenderOptions:
-    """How messages become a prompt."""
+    """How to render messages to a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -77,54 +77,54 @@ class RenderOptions:
 
 
 class TextEngine(Protocol):
-    """A model that can be asked for text."""
+    """A model that generates text."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: Collection[int]
-    """The model's ends of text."""
+    """The model's EOS tokens."""
     fingerprint: str
     created: int
     texts: TextPool
     """Threads for long texts."""
 
     def defaults(self) -> Mapping[str, Any]:
-        """Sampling parameters of the model's generation config, by SamplingParams' names."""
+        """Default sampling parameters of the model's generation config, by SamplingParams' names."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Text -> ids; `special`: with what the tokenizer puts around a text (BOS)."""
+        """Text -> token ids; `special`: add the tokenizer's special tokens (BOS)."""
 
     def check_width(self, text: str) -> None:
-        """Raises ValidationError: a text that has more tokens than the model takes, however it is tokenized."""
+        """Raises ValidationError: the text has more tokens than the model takes, however it is tokenized."""
 
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str: ...
 
     def token_text(self, token: int) -> str:
-        """A token as it is named in logprobs."""
+        """The name of a token in logprobs."""
 
     async def render(self, messages: list[dict[str, Any]], options: RenderOptions) -> str:
-        """Messages -> the prompt's text; others are served meanwhile.
+        """Messages -> the prompt's text, without blocking other requests.
 
         Raises:
-            ValidationError: messages that the template cannot take.
+            ValidationError: the template rejects the messages.
         """
 
     async def open(
         self, prompt: TokenizedPrompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "", inner: bool = False,
     ) -> StreamLike:  # fmt: skip
-        """One request of `tenant`. `heard` is called when it may have something new. `inner`: as of an EngineRequest."""
+        """Start a request of `tenant`. Calls `heard` when it may have new output. `inner`: as in EngineRequest."""
 
     async def abort(self, request_id: str) -> None: ...
 
     def check_health(self) -> None:
-        """Raises EngineDeadError when it cannot answer any more."""
+        """Raises EngineDeadError, or EngineDelayed: the engine restarts later."""
 
     def serving(self) -> bool:
-        """Whether requests are answered now; False while it is being replaced."""
+        """Whether it takes requests now; False while the engine is being replaced."""
 
     def stats(self) -> EngineStats:
-        """The latest snapshot; never waits."""
+        """The latest statistics; never waits."""
 
     async def call(self, name: str, *args: Any) -> Any:
-        """A named function of the engine."""
+        """Call a named function of the engine."""

@@ -1,7 +1,7 @@
-"""The error body, and the one table from exception to status.
+"""The error body, and the table from exceptions to statuses.
 
-Knows OpenAI's envelope and our exceptions. Does not know endpoints. What a client reads never holds a
-traceback, a memory address or a path of this machine.
+Knows OpenAI's envelope and Quire's exceptions. Does not know endpoints. A client never gets a traceback, a memory
+address or a path of this machine.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 
-MESSAGE_LIMIT = 2000  # characters: what is echoed of a request stays readable
+MESSAGE_LIMIT = 2000  # characters: quotes of a request stay readable
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PATH = re.compile(r"(?<![\w:/.])/(?:[\w.@+-]+/)+[\w.@+-]+")
 
 
 class ApiError(QuireError):
-    """An answer that is an error: status, message, the parameter at fault, and headers."""
+    """An error answer: status, message, the parameter at fault, and headers."""
 
     def __init__(
         self,
@@ -78,11 +78,13 @@ def unavailable(message: str, retry_after: int = 5) -> ApiError:
 
 
 ENDS = (CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
-"""What is no failure of a request and passes on. A panic of Rust code (a tokenizer's) is a BaseException too, and fails its request only."""
+"""Not failures of a request: they propagate. A panic in Rust code (a tokenizer) is a BaseException too, and fails only
+its request.
+"""
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The table. An exception that is not in it is ours to fix: logged in full, told in one sentence."""
+    """The table. An exception that is not in it is a bug: the log has all of it, the client gets one sentence."""
     match error:
         case ApiError():
             return error
@@ -107,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case RecursionError():
             return ApiError(400, "the body is nested too deeply")
         case ValueError() | TypeError() | OverflowError():
-            # Raised by a library on a value that a client sent (a template, a tokenizer): the client's to change.
+            # A library raised it on a value of the request (a template, a tokenizer): the client can change the value.
             return ApiError(400, f"the request holds a value that cannot be used; {logged(error)}")
         case _:
             log.error("a request failed", exc_info=error)
@@ -115,15 +117,15 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def logged(error: BaseException) -> str:
-    """Write an error to the log, and say where: its own words may name files, addresses and others' requests."""
+    """Log an error and say where to find it: its message may contain file names, addresses and others' requests."""
     incident = sha256(f"{type(error).__name__}: {error}".encode(errors="replace")).hexdigest()[:8]
     log.warning("failure %s: %s: %s", incident, type(error).__name__, error)
     return f"the server's log has the reason under {incident}"
 
 
 def clean(message: str) -> str:
-    """Without addresses and paths of this machine, and not longer than anyone reads."""
-    message = message[: 4 * MESSAGE_LIMIT]  # it may quote a value of a request, of any length
+    """Remove addresses and paths of this machine, and shorten."""
+    message = message[: 4 * MESSAGE_LIMIT]  # it may quote a value of any length
     message = _PATH.sub("[path]", _ADDRESS.sub("", message))
     return message if len(message) <= MESSAGE_LIMIT else message[:MESSAGE_LIMIT] + " ..."
 

@@ -1,10 +1,10 @@
-"""One HTTP request's generations: a prompt or several, each one request of the engine, merged into one stream.
+"""The generations of one HTTP request: each prompt becomes one engine request, and their outputs one stream.
 
-    engine -> Running.heard -> Generation.next -> Deltas
+    engine -> Wakeup.ring -> Generation.next -> OutputDeltas
 
-Knows prompts, deltas, times and counts. Does not know the shape of any answer. However it ends (in full, by
-an error, by a client who hangs up), every request of the engine that still runs is aborted. What comes while nobody
-asks is merged by the rooms below, so there is nothing to bound here.
+Knows prompts, deltas, times and counts. Does not know answer shapes. However it ends (complete, failed, client
+disconnected), it aborts every engine request that still runs. The frontend merges output that nothing has read
+yet, so this module needs no bounded queue.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from quire.server.state import ServerState
 log = get_logger(__name__)
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
-"""What an id begins with -> what was asked for, as metrics have it."""
+"""Prefix of an id -> endpoint, as metrics name it."""
 
 
 class OutputDelta(msgspec.Struct):
-    """What is new of one completion; merged with others, all of it."""
+    """The new output of one completion; after `add`, of several steps."""
 
     prompt: int
     index: int
-    """Prompt-major over all completions of the HTTP request."""
+    """Index of the completion: prompt-major over the HTTP request."""
     text: str
     tokens: list[int]
     logprobs: Sequence[Position] | None
     finish_reason: str | None
     stop_reason: int | str | None
     reasoning: str = ""
-    """Thoughts, which are not in `text`."""
+    """The reasoning, which is not in `text`."""
     calls: list[CallDelta] = []
 
     def add(self, later: OutputDelta) -> None:
@@ -70,7 +70,7 @@ class OutputDelta(msgspec.Struct):
 
 @dataclass(slots=True)
 class TokenCount:
-    """What one prompt has come to."""
+    """Token counts of one prompt."""
 
     prompt_tokens: int
     cached: int = 0
@@ -79,7 +79,7 @@ class TokenCount:
 
 
 class Wakeup:
-    """One task waits until it rings. An asyncio.Event, which many may wait for, costs three times as much."""
+    """Wakes one waiting task. An asyncio.Event, which allows several, costs three times as much."""
 
     __slots__ = ("_rung", "_waiter")
 
@@ -93,7 +93,7 @@ class Wakeup:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """May be cancelled: it has rung until a wait has come to its end."""
+        """Safe to cancel: a ring stays set until a wait returns."""
         if not self._rung:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -102,23 +102,23 @@ class Wakeup:
 
 @dataclass(slots=True)
 class RunningPrompt:
-    """A prompt's request while the engine runs it."""
+    """The engine request of a prompt."""
 
     which: int
     name: str
-    """What the engine knows it by."""
+    """Its id in the engine."""
     told: str
-    """What its user knows it by."""
+    """Its id for the user."""
     params: SamplingParams
     stream: StreamLike
     timer: RequestTimer
     times: Any = None
-    """The front room's RequestMetrics, if any."""
+    """The frontend's RequestMetrics, if any."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """`open` it, ask for what is `next` until it has `ended`, and `close` it in any case."""
+    """Call `open`, then `next` until `ended`, and `close` in any case."""
 
     state: ServerState
     engine: TextEngine
@@ -128,14 +128,14 @@ class Generation:
     priority: int = 0
     timeout: float | None = None
     interval: int = 1
-    """Tokens that are collected before they are told (stream_interval); the first one is told at once."""
+    """Tokens to collect for a delta (stream_interval); the first one is not delayed."""
     tenant: Tenant | None = None
     reader: ChatOutputReader | None = None
-    """Tells thoughts and tool calls from the text."""
+    """Splits reasoning and tool calls from the text."""
     beams: BeamSearchParams | None = None
-    """Nothing is drawn: the likeliest outputs are searched for."""
+    """Search for the likeliest outputs instead of sampling."""
     copies: int = 1
-    """Choices of the answer that repeat what it says of their prompt."""
+    """Number of choices that repeat their prompt's entries."""
     counts: list[TokenCount] = field(init=False)
     ended: bool = False
     _running: list[RunningPrompt] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Generation:
         return found
 
     def is_large(self, deltas: Sequence[OutputDelta]) -> bool:
-        """Whether the whole answer is to be made in parts."""
+        """Whether to encode the answer in parts."""
         entries = sum(len(delta.tokens) + entries_of(delta.logprobs) for delta in deltas)
         entries += self.copies * sum(entries_of(count.prompt_logprobs) for count in self.counts)
         if self.copies > 1:
@@ -193,7 +193,7 @@ class Generation:
         """Send the prompts to the engine.
 
         Raises:
-            ValidationError: the engine cannot serve one as it is.
+            ValidationError: the engine cannot serve a prompt.
         """
         if self.timeout is not None:
             self._until = asyncio.get_running_loop().time() + self.timeout
@@ -201,10 +201,10 @@ class Generation:
             self._counted.enter_context(self._counting(self.tenant))
         for which in range(len(self.prompts)):
             self._running.append(await self._ask(which))
-            await asyncio.sleep(0)  # many prompts: others have their turn
+            await asyncio.sleep(0)  # let other tasks run between many prompts
 
     async def next(self) -> list[OutputDelta]:
-        """What is new, when something is. May be cancelled, and called again: nothing is lost.
+        """The new deltas, as soon as there are any. It may be cancelled and called again: nothing is lost.
 
         Raises:
             ApiError: 408 when `timeout` ran out.
@@ -222,7 +222,7 @@ class Generation:
         return deltas
 
     def close(self) -> None:
-        """End what still runs."""
+        """Abort the requests that still run."""
         for running in tuple(self._running):
             self._end(running)
         self._counted.close()
@@ -237,7 +237,7 @@ class Generation:
             ) from error
 
     def _take(self, running: RunningPrompt) -> list[OutputDelta]:
-        """What is new of one prompt."""
+        """The new deltas of one prompt."""
         try:
             output = running.stream.take()
         except QueueFull as error:
@@ -272,7 +272,7 @@ class Generation:
 
     @contextmanager
     def _counting(self, tenant: Tenant) -> Iterator[None]:
-        """What it costs is counted for its tenant, however it ends."""
+        """Count the tokens for the tenant's limits and metrics, however the generation ends."""
         metrics = self.state.metrics
         prompt = sum(count.prompt_tokens for count in self.counts)
         tenant.tokens.take(prompt)
@@ -286,12 +286,12 @@ class Generation:
     async def _ask(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
         name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
-        if self.state.fronts > 1:  # the other processes' clients choose ids too
+        if self.state.fronts > 1:  # clients of other HTTP processes choose ids too
             name = shared_name(name, self.state.front)
-        if name in self.state.active:  # clients choose ids, and may choose one twice
+        if name in self.state.active:  # clients may choose an id twice
             name = f"{name}-{secrets.token_hex(4)}"
         timer = RequestTimer(self.state.metrics)
-        # A copy: the rooms below fill in what is this request's own (seed, ends of text).
+        # A copy: the frontend fills in this request's own values (seed, EOS tokens).
         params = self.params.settled() if len(self.prompts) > 1 else self.params
         if self.state.config.observe.enable_log_requests:
             self._log(told, prompt, params)
@@ -317,7 +317,7 @@ class Generation:
         return search
 
     def _end(self, running: RunningPrompt) -> None:
-        """It has ended, or nobody wants it any more."""
+        """Remove a request that has ended or is no longer needed, and record its metrics."""
         self._running.remove(running)
         self.state.active.discard(running.name)
         self.state.searches.pop(running.name, None)
@@ -356,7 +356,7 @@ class Generation:
 
 
 def entries_of(positions: Sequence[Position] | None) -> int:
-    """Log-probabilities of an output or a prompt."""
+    """Number of log-probabilities of an output or a prompt."""
     if positions is None:
         return 0
     packed = getattr(positions, "entries", None)
@@ -364,17 +364,17 @@ def entries_of(positions: Sequence[Position] | None) -> int:
 
 
 def shared_name(name: str, front: int) -> str:
-    """What the engine knows a request by, where several HTTP processes ask it."""
+    """The id of a request in an engine that several HTTP processes share."""
     return f"{name}@{front}"
 
 
 def own_name(shared: str) -> str:
-    """The name again, from that or from what the rooms below made of it."""
+    """The inverse of `shared_name`, also for ids that the frontend derived from it."""
     return shared.rpartition("@")[0]
 
 
 def output_deltas(output: OutputLike, which: int, n: int, count: TokenCount) -> list[OutputDelta]:
-    """The deltas of an output; what it says of the prompt goes into `count`."""
+    """The deltas of an output; its prompt's data goes into `count`."""
     count.cached = output.num_cached_tokens or count.cached
     if output.prompt_logprobs is not None:
         count.prompt_logprobs = output.prompt_logprobs

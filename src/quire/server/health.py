@@ -1,11 +1,12 @@
-"""Is it there, and what is it: health, version, load, metrics.
+"""Health, version, load and metrics.
 
 Knows the server's state. Does not know requests' contents.
 
-    /health, /ping   200 while it answers requests, or will again; 503 while it loads, and when it is dead
+    /health, /ping   200 while it takes requests, drains or restarts its engine; 503 while it loads, waits to restart
+                     an engine that died too often, or is dead
     /health/live     200 as long as the process runs: a restart would not help
     /health/startup  200 once the model is loaded
-    /health/ready    200 while new requests are taken
+    /health/ready    200 while it takes new requests
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def status(good: bool, why: str = "") -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 if it answers, or will by itself."""
+    """200 if it takes requests, or will without help."""
     state = state_of(request)
     return status(state.healthy(), state.unavailable_reason())
 
@@ -50,7 +51,7 @@ async def startup(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken."""
+    """200 while it takes requests."""
     state = state_of(request)
     return status(state.healthy() and not state.unavailable_reason(), state.unavailable_reason())
 
@@ -61,14 +62,14 @@ async def version(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """How many HTTP requests are under way, this one not counted."""
+    """Number of HTTP requests in progress, without this one."""
     state = state_of(request)
     count = state.metrics.value(UNDER_WAY) if state.fronts > 1 else state.http_requests
     return json_response({"server_load": max(0, int(count) - 1)})
 
 
 async def metrics(request: Request) -> Response:
-    """Everything that is counted, for Prometheus; what is counted by key only for a request with a key."""
+    """All metrics, for Prometheus; those by key only for a request with a key."""
     state = state_of(request)
     named = not state.tenants or TENANT in request.scope
     return Response(state.metrics.render(named), headers={"Content-Type": CONTENT_TYPE})

@@ -1,7 +1,7 @@
-"""The header Host: under which names requests may reach the server.
+"""The header Host: the names under which requests may reach the server.
 
-A browser that was told a foreign name for this machine's address (DNS rebinding) takes the page of that name for the
-server's own, and lets its scripts ask everything. Its requests carry the foreign name. Knows names and addresses. Does
+With DNS rebinding, a browser resolves a foreign name to this machine's address, takes that name's page for the
+server's own, and lets its scripts call the API. Its requests carry the foreign name. Knows names and addresses. Does
 not know routes, except those of probes.
 """
 
@@ -21,13 +21,13 @@ from quire.server.errors import ApiError
 
 ANY = "*"
 PROBES = frozenset(("/health", "/health/live", "/health/ready", "/health/startup", "/ping"))
-"""Paths that answer under every name: probes ask by the address of a pod, and the answers tell nothing."""
+"""Paths that answer under every name: probes use the address of a pod, and the answers reveal nothing."""
 
 
 def allowed_hosts(server: ServerConfig, listener: socket) -> frozenset[str] | None:
     """Names that the header Host may have; None: any.
 
-    Without --allowed-hosts they are limited only where nothing else keeps a foreign page out: on a loopback address
+    Without --allowed-hosts, names are restricted only if nothing else keeps a foreign page out: on a loopback address
     without a key.
     """
     if server.allowed_hosts:
@@ -55,7 +55,7 @@ def name_of(host: str) -> str:
 
 
 class KnownHosts:
-    """Answers 403 to a request for a name that is not allowed. Names and addresses of this machine always are."""
+    """Answers 403 to a request for a name that is not allowed. Loopback names and addresses are always allowed."""
 
     def __init__(
         self, app: ASGIApp, hosts: frozenset[str], refusal: Callable[[Scope, ApiError], Response]
@@ -68,7 +68,7 @@ class KnownHosts:
         if scope["type"] != "http" or get_route_path(scope) in PROBES:
             await self.app(scope, receive, send)
             return
-        # A browser sends the header once, always; programs that send none are no browsers.
+        # A browser always sends the header, once; a program that sends none is not a browser.
         asked = [name_of(host) for host in Headers(scope=scope).getlist("host")]
         if all(self._is_known(name) for name in asked):
             await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The application asked from within its own process, without a socket: what `quire run-batch` does.
+"""Calls the application within its own process, without a socket, for `quire run-batch`.
 
 Knows ASGI. Does not know routes.
 """

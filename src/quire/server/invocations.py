@@ -1,6 +1,6 @@
-"""POST /invocations: one path for everything, as SageMaker calls it.
+"""POST /invocations: one path for all requests, as SageMaker calls it.
 
-Knows which body is meant for which endpoint. Does not know the endpoints.
+Knows which body is for which endpoint. Does not know the endpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.server.sse import EventStream
 
 
 class InvocationBody(Struct):
-    """What tells the endpoints apart; the endpoint checks the values."""
+    """The fields that select the endpoint, which checks their values."""
 
     messages: Any = None
     prompt: Any = None
@@ -27,7 +27,7 @@ class InvocationBody(Struct):
 
 async def invocations(request: Request) -> Response | EventStream:
     """A body with `messages` is a chat, one with `prompt` a completion."""
-    request._body = await read_raw(request)  # the endpoint reads it again, from here
+    request._body = await read_raw(request)  # the endpoint reads it from here
     asked = await read(request, InvocationBody)
     if asked.messages is not None:
         return await chat(request)

@@ -1,6 +1,6 @@
-"""Answers that are too large to be made at once: JSON in parts, each made in a thread when the client has taken the last.
+"""Large answers: JSON in parts; a thread encodes each part when the client has taken the one before.
 
-Knows JSON, threads and ASGI. Does not know what an answer says.
+Knows JSON, threads and ASGI. Does not know an answer's content.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.server.request_body import json_response
 from quire.server.sse import DisconnectGuard
 
 LARGE_ENTRIES = 1 << 12
-"""Tokens and log-probabilities from which an answer is made in parts: fewer take the event loop some 10 ms."""
+"""Tokens and log-probabilities from which on an answer is encoded in parts: fewer block the event loop for about 10 ms."""
 PART_BYTES = 64 << 10
 ROWS = 32  # items of a list that are encoded together
 
-_MARK = secrets.token_hex(16)  # a text that is in no answer by chance
+_MARK = secrets.token_hex(16)  # random: occurs in no answer by chance
 _ENCODED_MARK = f'"{_MARK}"'.encode()
 
 
 class LongList:
-    """A list in an answer whose items are made while it is encoded."""
+    """A list in an answer whose items are made while they are encoded."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self.make = make
@@ -40,7 +40,7 @@ class LongList:
         while rows := list(islice(items, ROWS)):
             try:
                 yield before + msgspec.json.encode(rows)[1:-1]
-            except TypeError:  # there are LongLists in them
+            except TypeError:  # the rows contain LongLists
                 for row in rows:
                     yield before
                     yield from encoded_parts(row)
@@ -50,7 +50,7 @@ class LongList:
 
 
 def encoded_parts(body: Any) -> Iterator[bytes]:
-    """The JSON of `body`, which may have LongLists anywhere in it."""
+    """The JSON of `body`, which may contain LongLists anywhere."""
     found: list[LongList] = []
 
     def later(value: Any) -> str:
@@ -67,7 +67,7 @@ def encoded_parts(body: Any) -> Iterator[bytes]:
 
 
 class LargeAnswer(Response):
-    """An answer in parts: what has not been sent is not made yet."""
+    """An answer in parts, each encoded just before it is sent."""
 
     def __init__(self, body: Any, pool: Executor, headers: dict[str, str] | None = None):
         super().__init__(b"", media_type="application/json", headers=headers)

@@ -1,10 +1,9 @@
-"""A long body -> a Struct, field by field, so that no single call of the JSON library takes long.
+"""Decodes a long body into a Struct, field by field, so that no single JSON call takes long.
 
-    bytes -> a part of the bytes for each known field -> its size and its number of values are checked -> its value
+    bytes -> raw JSON of each known field -> check of its size and its number of values -> its value
 
-A JSON call keeps the interpreter's lock until it ends, in whichever thread it runs, and 16 MiB of small values take it
-half a second. Fields that a Struct does not have are skipped without a value being made. Knows JSON and Structs; of
-fields it knows only how long they may be.
+A JSON call keeps the GIL until it ends, in any thread, and 16 MiB of small values take half a second. Fields that a
+Struct does not have are skipped, not decoded. Knows JSON and Structs; of fields it knows only their size limits.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from quire.server.errors import ApiError, invalid
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-PIECE = 1 << 20  # bytes that one call of the JSON library reads, of a list of numbers
-MOST_OF_A_FIELD = 256 << 10  # bytes; stop, bad_words, and what is shorter by far
-MOST_VALUES = 250_000  # JSON values of a field: decoding them takes less than a tenth of a second
+PIECE = 1 << 20  # bytes of a list of numbers for one JSON call
+MOST_OF_A_FIELD = 256 << 10  # bytes; for stop, bad_words, and much shorter ones
+MOST_VALUES = 250_000  # JSON values of a field: decoding them takes less than 0.1 s
 FIELD_BYTES = {
     "chat_template_kwargs": 64 << 10,
     "vllm_xargs": 64 << 10,
@@ -30,10 +29,10 @@ FIELD_BYTES = {
     **dict.fromkeys(("response_format", "structured_outputs", "text", "output_config"), 2 << 20),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), 2 << 20),
     "logit_bias": 4 << 20,  # 65,536 entries fit
-    "allowed_token_ids": 4 << 20,  # so does every token of the largest vocabulary
+    "allowed_token_ids": 4 << 20,  # every token of the largest vocabulary fits
     "request_ids": 4 << 20,
 }
-"""Field -> bytes of JSON. What becomes the prompt has no limit here: the body's own limit and the model's length hold."""
+"""Field -> bytes of JSON. Fields of the prompt have no limit here, but the body has one, and the model's context."""
 PROMPTS = frozenset(("prompt", "tokens", "messages", "input", "instructions", "system", "documents"))  # fmt: skip
 IDS = frozenset(("prompt", "tokens", "allowed_token_ids"))
 """Fields that may be long lists of token ids."""
@@ -61,19 +60,19 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
 
 @cache
 def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
-    """Reads a body as one piece of JSON for each field of `kind`; skips the others."""
+    """Decodes a body to the raw JSON of each field of `kind`; skips the others."""
     names = [(field.encoded, msgspec.Raw, _NULL) for field in _fields(kind)]
     return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Parts", names))
 
 
 def read_long(raw: bytes, kind: type[T]) -> T:
-    """A body as a Struct; numbers may come as text.
+    """A body as a Struct; accepts numbers as strings.
 
     Raises:
         ApiError: 400 that names the field.
     """
     try:
-        raw.decode()  # also of what is skipped
+        raw.decode()  # checks skipped fields too
         parts = _parts(kind).decode(raw)
     except msgspec.ValidationError as error:
         raise not_an_object() from error
@@ -115,7 +114,7 @@ def _value(field: Field, part: bytes) -> Any:
 
 
 def _ids(part: bytes) -> list[Any] | None:
-    """A list of token ids, or a list of such lists; None: it is something else."""
+    """A list of token ids, or a list of such lists; None: something else."""
     inner = part[1:64].lstrip()
     if not inner.startswith(b"["):
         return _flat_ids(part)
@@ -126,7 +125,7 @@ def _ids(part: bytes) -> list[Any] | None:
 
 
 def _flat_ids(part: bytes) -> list[int] | None:
-    """Decoded in pieces; None: there is more in it than numbers."""
+    """Decoded in pieces; None: not only numbers."""
     if not part.startswith(b"[") or _count(part, b'[{"tfn') > 1:
         return None
     found: list[int] = []
@@ -140,14 +139,14 @@ def _flat_ids(part: bytes) -> list[int] | None:
 
 
 def number_of_values(part: bytes) -> int:
-    """Of JSON: its lists, objects, and what stands between commas and colons; marks within strings do not count."""
+    """Number of JSON values: lists, objects, and what is between commas and colons; marks within strings do not count."""
     if _count(part, b",:[{") <= MOST_VALUES:
-        return 0  # few enough, even if none of these marks is within a string
+        return 0  # few enough, even if no mark is within a string
     found, within, carried = 0, 0, b""
     for start in range(0, len(part), PIECE):
         piece = carried + part[start : start + PIECE]
         tail = len(piece) - len(piece.rstrip(b"\\"))
-        carried = b"\\" if tail % 2 else b""  # what it escapes is in the next piece
+        carried = b"\\" if tail % 2 else b""  # the character that it escapes is in the next piece
         piece = piece[: len(piece) - len(carried)]
         texts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         found += _count(b"".join(texts[within::2]), b",:[{")
@@ -166,7 +165,7 @@ def _count(part: bytes, marks: bytes) -> int:
 
 
 def not_valid(message: str, name: str = "") -> ApiError:
-    """A value that is not what its field takes. `name`: the field, where the message does not know it."""
+    """The error for a value of a wrong type. `name`: the field, if the message does not contain it."""
     found = _AT.match(message)
     what, where = (found["what"], found["where"]) if found else (message, "")
     if missing := re.search(r"missing required field `(\w+)`", what):

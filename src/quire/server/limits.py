@@ -1,4 +1,4 @@
-"""The limits of a request's key, asked before the server renders or tokenizes anything for the request.
+"""Checks the limits of a request's key, before the server renders or tokenizes anything for the request.
 
 Knows requests and their keys. Does not know how limits are counted (`api_keys.py`).
 """
@@ -14,7 +14,7 @@ from quire.server.middleware import KEY_USE
 from quire.server.state import ServerState
 
 MOST_ENTRIES = 1 << 22
-"""Of allowed_token_ids and logit_bias, over all completions: the engine has about 40 bytes for each."""
+"""Of allowed_token_ids and logit_bias, over all completions: the engine needs about 40 bytes for each entry."""
 
 
 def take_from_key(request: Request, completions: int = 1) -> None:
@@ -36,10 +36,10 @@ def take_from_key(request: Request, completions: int = 1) -> None:
 
 
 def completions_of(prompts: int, params: SamplingParams, state: ServerState) -> int:
-    """Completions that the engine makes for one request.
+    """Number of completions that the engine makes for one request.
 
     Raises:
-        ApiError: 400, they are more than --max-completions.
+        ApiError: 400: more than --max-completions, or too many entries in all of them.
     """
     each = max(params.n, params.best_of or 1)
     most = state.config.server.max_completions

@@ -1,6 +1,6 @@
-"""What every HTTP request passes before its route: counting, a request id, the key.
+"""The layers in front of the routes: request counts, trace context, request ids, API keys.
 
-Knows headers and paths as the router sees them. Does not know endpoints, except the few that need no key.
+Knows headers, and paths as the router sees them. Does not know endpoints, except the few that need no key.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from quire.server.state import ServerState
 OPEN = frozenset(
     ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
 )
-"""Paths that need no key: probes, scrapers and a browser that opens the page have none yet. They tell nothing of
-requests, and no key's name. Every other path needs a key, known or not."""
+"""Paths that need no key: probes, scrapers and a browser that opens the page have none yet. They reveal nothing about
+requests, and no key's name. Every other path needs a key, also an unknown one.
+"""
 
 TENANT = "quire.tenant"
 KEY_USE = "quire.key_use"
 NEW_ID = "quire.request_id"
 SPAN_HEADERS = ("traceparent", "tracestate")
-CLOSED_BY_CLIENT = 499  # nobody reads it; it is for the log and the metrics
+CLOSED_BY_CLIENT = 499  # no client reads it: for the log and the metrics
 
 VALID_ID = re.compile(r"[\x21-\x7e]{1,256}")
-"""A client's name for its request: it goes into answers, logs and the engine."""
+"""A request id from a client: it goes into answers, logs and the engine."""
 
 
 class RequestCountMiddleware:
-    """Counts the HTTP requests under way (/load), how long they take, and the answers that are errors."""
+    """Counts the HTTP requests in progress (/load), their durations, and the error answers."""
 
     def __init__(self, app: ASGIApp, state: ServerState, paths: Iterable[str]):
         self.app, self.state = app, state
@@ -66,9 +67,9 @@ class RequestCountMiddleware:
                 await send(message)
             except RuntimeError as error:
                 if "handler is closed" not in str(error):
-                    raise  # uvloop's word for a client that is gone: nobody is there to be told
+                    raise  # uvloop's message for a disconnected client
 
-        probe = get_route_path(scope) in OPEN  # these answer 503 when that is the answer
+        probe = get_route_path(scope) in OPEN  # 503 is a normal answer of these
 
         metrics = self.state.metrics.http
         self.state.http_requests += 1
@@ -85,7 +86,7 @@ class RequestCountMiddleware:
                 metrics.answered(self._route(scope), scope["method"], status, seconds, asked, told)
 
     def _route(self, scope: Scope) -> str:
-        """The route as it is written, so that clients cannot make labels."""
+        """The pattern of the route, so that clients cannot create metric labels."""
         path: str = get_route_path(scope)
         if path in self.paths:
             return path
@@ -101,7 +102,7 @@ def content_length(scope: Scope) -> int:
 
 
 class TraceMiddleware:
-    """Keeps the names of the caller's own span, for the spans of what it asks for."""
+    """Keeps the caller's trace context, for the spans of its requests."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -114,7 +115,7 @@ class TraceMiddleware:
 
 
 class RequestIdMiddleware:
-    """Answers with X-Request-Id: the client's own, or a new one, which names the generation if nothing else does."""
+    """Answers with X-Request-Id: the client's own, or a new one, which is the generation's id if the body has none."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -140,10 +141,10 @@ class RequestIdMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Without a key there is 401 for every path that is not OPEN.
+    """Answers 401 to a request without a valid key, unless its path is in OPEN.
 
-    Guard compares the path exactly as the router will, so that no other spelling of it gets by. It puts the key's
-    tenant into the scope, as `TENANT`, and the use of its limits, as `KEY_USE`, which ends with the request.
+    Compares the path exactly as the router does, so that no other spelling passes. Puts the key's tenant into the scope
+    as `TENANT`, and the use of its limits as `KEY_USE`, which ends with the request.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope):
             if scope["type"] == "http" and (tenant := self._who(scope)) is not None:
-                scope[TENANT] = tenant  # /metrics tells more to a request with a key
+                scope[TENANT] = tenant  # /metrics shows more to a request with a key
             await self.app(scope, receive, send)
         elif (tenant := self._who(scope)) is not None:
             scope[TENANT] = tenant
@@ -174,7 +175,7 @@ class ApiKeyMiddleware:
             await self.refusal(scope, error)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        # A browser sends no key with OPTIONS, and no route of ours does anything for it.
+        # A browser sends no key with OPTIONS, and no route handles it.
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
             return True
         return get_route_path(scope) in OPEN
@@ -183,8 +184,8 @@ class ApiKeyMiddleware:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            key = headers.get("x-api-key", "")  # as clients of /v1/messages send it
-        return self.tenants.find(key.strip().encode("latin-1"))  # the bytes that were sent
+            key = headers.get("x-api-key", "")  # clients of /v1/messages send it here
+        return self.tenants.find(key.strip().encode("latin-1"))  # the raw bytes
 
     def _telling(self, tenant: Tenant, send: Send) -> Send:
         if not tenant.headers():

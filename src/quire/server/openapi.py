@@ -1,7 +1,6 @@
-"""GET /openapi.json and /docs: what this server understands, made from the request Structs.
+"""GET /openapi.json and /docs: the server's API, generated from the request Structs.
 
-Knows routes, Structs and JSON schema. The page needs nothing from elsewhere. Fields that are refused by name are
-left out.
+Knows routes, Structs and JSON schema. The page loads nothing from other sites. Unsupported fields are left out.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def first_line(endpoint: Any) -> str:
 
 
 def openapi(rows: Iterable[Row], keyed: bool, root: str = "") -> dict[str, Any]:
-    """The document. `keyed`: whether the server needs a key. `root`: what a proxy takes off each path."""
+    """The document. `keyed`: whether the server needs a key. `root`: the path prefix that a proxy removes."""
     paths: dict[str, Any] = {}
     for kinds, path, endpoint in rows:
         entry = paths.setdefault(path.replace(":path", ""), {})
@@ -116,7 +115,7 @@ def openapi(rows: Iterable[Row], keyed: bool, root: str = "") -> dict[str, Any]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document as a page to read."""
+    """The document as an HTML page."""
     parts = [
         f"<!doctype html><meta charset=utf-8><title>Quire</title><style>{STYLE}</style><h1>Quire {__version__}</h1>"
     ]
@@ -142,7 +141,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def kind_of(field: dict[str, Any]) -> str:
-    """A field's kind in a few words."""
+    """A field's type in a few words."""
     if "anyOf" in field:
         kinds = [kind_of(one) for one in field["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
@@ -153,7 +152,7 @@ def kind_of(field: dict[str, Any]) -> str:
 
 
 def routes(rows: list[Row], keyed: bool, root: str = "") -> list[Row]:
-    """The routes about all the others; the document is made when first asked for."""
+    """The routes of the documentation, which is made at the first request."""
     made: dict[str, Any] = {}
 
     def document() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Prompts as clients write them -> token ids.
+"""Prompts of requests -> token ids.
 
-Knows text, ids, truncation. Does not know endpoints. Threads tokenize long texts, so that other requests' streams
-go on.
+Knows text, ids and truncation. Does not know endpoints. Threads tokenize long texts, so that other requests' streams
+continue.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
 MOST_TEXT = (
     4 << 20
 )  # bytes of UTF-8: about a million tokens, for which the tokenizer takes 300 MiB of memory
-BYTES_A_TOKEN = 16  # ... and for models with a longer context, that many bytes a token of it
+BYTES_A_TOKEN = 16  # ... and as many for each token of a longer context
 MOST_MESSAGES = 10_000
 
 
 async def encode(engine: TextEngine, text: str, *, special: bool, fits: bool = True) -> list[int]:
-    """Token ids of a text; of a long one, a thread makes them. `fits`: refuse a text that the model cannot take.
+    """Token ids of a text; a thread tokenizes a long one. `fits`: refuse a text that the model cannot take.
 
     Raises:
-        ApiError: 400 for a text that is too long to be tokenized at all.
+        ApiError: 400: the text is too long to be tokenized at all.
         ValidationError: it cannot fit into the model's context.
     """
     if len(text) < LONG_TEXT:
@@ -34,7 +34,7 @@ async def encode(engine: TextEngine, text: str, *, special: bool, fits: bool = T
 
 
 def encode_long(engine: TextEngine, text: str, special: bool, fits: bool) -> list[int]:
-    """As `encode`, which calls this in a thread."""
+    """`encode` of a long text, run in a thread."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     most = max(MOST_TEXT, BYTES_A_TOKEN * engine.max_model_len)
     if size > most:
@@ -61,7 +61,7 @@ def truncated(tokens: list[int], request: Sampling, engine: TextEngine) -> list[
 
 
 def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> None:
-    """Raises ApiError 400 for a prompt that is empty, holds no tokens of the model, or is too long."""
+    """Raises ApiError 400 for a prompt that is empty, too long, or has ids outside the vocabulary."""
     if not tokens:
         raise invalid("the prompt is empty: it must have at least one token", "prompt")
     check_fits(len(tokens), request, engine)
@@ -86,10 +86,10 @@ def check_fits(count: int, request: Sampling, engine: TextEngine) -> None:
 
 
 def given_prompts(request: CompletionRequest) -> list[Any]:
-    """The prompts as the request has them, not tokenized yet.
+    """The prompts of the request, not tokenized yet.
 
     Raises:
-        ApiError: 400, there are none or too many.
+        ApiError: 400: none or too many.
     """
     given = request.prompt
     if given is None or given in ("", []):
@@ -129,14 +129,14 @@ async def one_prompt(
 
 
 def is_ids(prompt: list[Any], request: CompletionRequest, engine: TextEngine) -> bool:
-    """Raises ApiError 400: it is too long to be looked at."""
+    """Whether a prompt is a list of token ids. Raises ApiError 400: it is too long to check."""
     if request.truncate_prompt_tokens is None:
         check_fits(len(prompt), request, engine)
     return all(type(token) is int for token in prompt)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """The shape of a conversation. What its words must be is the template's to say.
+    """Check the shape of a conversation. The template checks its content.
 
     Raises:
         ApiError: 400 that names the place.

@@ -1,7 +1,7 @@
-"""A request's body: read within a limit, parsed, and turned into a Struct.
+"""Reads a request's body within a limit, and decodes it into a Struct.
 
-Short bodies are handled by the event loop, long ones by a thread. Knows bytes, JSON and Structs. Does not know what any
-field means.
+The event loop decodes short bodies, a thread long ones. Knows bytes, JSON and Structs. Does not know any field's
+meaning.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 SIZE = "quire.body_size"  # in the scope of a request whose body was read
-SHORT_BODY = 64 << 10  # bytes: what any work on so few takes does not hold up others
+SHORT_BODY = 64 << 10  # bytes: any work on so few does not delay other requests
 MOST_UNKNOWN = 8  # unknown fields that are compared with the known ones
-MOST_NAME = 64  # characters of them; the longest known name has half
+MOST_NAME = 64  # characters of such a field; the longest known name has half
 
 
 BODY_BYTES_PER_S = 16 << 10
-"""A body that comes more slowly, on average, is given up: the slowest mobile networks carry more, and a client that
-sends a byte now and then would hold its connection for ever."""
+"""The lowest average rate of a body. The slowest mobile networks are faster; without it, a client that sends a byte now
+and then would keep its connection forever.
+"""
 
 
 async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
-    """The whole body. `patience`: seconds that may pass without a part of it, and beside the time that its bytes
-    have by BODY_BYTES_PER_S; 0: any.
+    """The whole body. `patience`: seconds without a new part, and seconds in all beyond those that its bytes take at
+    BODY_BYTES_PER_S; 0: any.
 
     Raises:
-        ApiError: 413 when it is longer than `limit` bytes, however it is sent; 408 when it does not come.
+        ApiError: 413: longer than `limit` bytes, also without Content-Length; 408: it does not arrive in time.
         ClientDisconnect: the client is gone.
     """
     told = request.headers.get("content-length", "0")
@@ -64,7 +65,7 @@ async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
                 if len(body) + len(part) > limit:
                     raise too_long(limit)
                 if not (more or body):
-                    return part  # most bodies come in one part
+                    return part  # most bodies have one part
                 body += part
                 if more and patience:
                     clock.reschedule(min(now() + patience, last + len(body) / BODY_BYTES_PER_S))
@@ -87,7 +88,7 @@ def too_long(limit: int) -> ApiError:
 
 
 async def read_raw(request: Request) -> bytes:
-    """The body of a request that says it is JSON.
+    """The body of a request with Content-Type JSON.
 
     Raises:
         ApiError: 400, 408 or 413.
@@ -105,7 +106,7 @@ async def read_raw(request: Request) -> bytes:
 
 
 def read_short(raw: bytes, kind: type[Body]) -> Body:
-    """A short body as a Struct. Null means "not given"; numbers may come as text, as many clients send them.
+    """A short body as a Struct. Ignores nulls, and accepts numbers as strings, as many clients send them.
 
     Raises:
         ApiError: 400 that names the field.
@@ -117,7 +118,7 @@ def read_short(raw: bytes, kind: type[Body]) -> Body:
     if not isinstance(body, dict):
         raise not_an_object()
     body = {key: value for key, value in body.items() if value is not None}
-    known = set(kind.__struct_encode_fields__)  # structs.fields evaluates annotations anew: 1 ms
+    known = set(kind.__struct_encode_fields__)  # structs.fields evaluates annotations: 1 ms
     if unknown := body.keys() - known:
         warn_of(unknown, known)
     try:
@@ -127,9 +128,9 @@ def read_short(raw: bytes, kind: type[Body]) -> Body:
 
 
 def warn_of(unknown: Set[str], known: Set[str]) -> None:
-    """Unknown fields are ignored, and some of them are logged: a misspelt name would otherwise go unseen.
+    """Log some of the unknown fields, which are ignored: a misspelt name would otherwise go unnoticed.
 
-    Comparing names takes long, and a body may have thousands that are unknown.
+    Not all, since comparing names is slow and a body may have thousands of unknown fields.
     """
     looked_at = [name for name in islice(unknown, MOST_UNKNOWN) if len(name) < MOST_NAME]
     for name in looked_at:
@@ -139,7 +140,7 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
 
 
 async def read(request: Request, kind: type[Body]) -> Body:
-    """The body as a Struct; a long one is decoded in a thread."""
+    """The body as a Struct; a thread decodes a long one."""
     raw = await read_raw(request)
     if len(raw) <= SHORT_BODY:
         return read_short(raw, kind)
@@ -150,9 +151,9 @@ async def read(request: Request, kind: type[Body]) -> Body:
 async def prepared(
     request: Request, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywords: P.kwargs
 ) -> T:
-    """The result of `work`, which reads a request; if its body was long, an event loop in a thread runs it.
+    """The result of `work`, which processes a request; if its body is long, in an event loop of a thread.
 
-    `work` may wait for nothing that belongs to the server's loop.
+    `work` must not wait for anything that belongs to the server's loop.
     """
     size = request.scope.get(SIZE, 0)
     if size <= SHORT_BODY:

@@ -1,6 +1,6 @@
-"""The last step of a streaming endpoint, the same for all.
+"""The last step of every streaming endpoint.
 
-Knows a request, where its news come from and who tells them. Does not know what is told.
+Knows a request, its generation and its encoder. Does not know the content of events.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ async def answer(
     teller: EventEncoder[OutputDelta],
     failed: Callable[[BaseException], bytes] = failed,
 ) -> EventStream:
-    """A stream whose first frame is there, or is taking its time.
+    """A stream whose first frame is ready, or takes long.
 
     Raises:
-        Exception: whatever went wrong before the first frame: it is answered with its own status.
+        Exception: an error before the first frame; the client gets its status.
     """
     state: ServerState = request.app.state.quire
     keep_alive = state.config.server.sse_keep_alive_interval

@@ -1,7 +1,7 @@
-"""Request bodies of the generating endpoints. One Struct an endpoint; the shared part is a base.
+"""Request bodies of the endpoints: one Struct each, with a base for the common fields.
 
-Knows names, kinds and defaults. A field that exists by name and is not here yet is listed, so that it is
-refused by name (`sampling_params.py`) and never ignored in silence. Null means "not given" and is taken out before.
+Knows names, types and defaults. Contains known fields that are not supported, so that they are refused by name
+(`openai/sampling_params.py`) and not silently ignored. Nulls mean "absent", and are removed before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class StreamOptions(Struct):
 
 
 class Sampling(Struct, kw_only=True):
-    """What chat and completions have in common. None: the model's default, or SamplingParams' own."""
+    """The common fields of chat and completions. None: the model's default, or that of SamplingParams."""
 
     model: str | None = None
     n: int = 1
@@ -69,7 +69,7 @@ class Sampling(Struct, kw_only=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     thinking_token_budget: int | None = None
-    # Known by name; refused until their feature is here.
+    # Known but not supported: refused.
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     watermarking: Any = None
@@ -114,7 +114,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class MessagesRequest(Struct, kw_only=True):
-    """Anthropic's."""
+    """Anthropic's Messages."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -137,7 +137,7 @@ class MessagesRequest(Struct, kw_only=True):
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """OpenAI's Responses; fields that only matter to stored ones are accepted where they change no answer."""
+    """OpenAI's Responses. Fields that concern stored responses are accepted if they change no answer."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -174,7 +174,7 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    # Known by name; refused until their feature is here.
+    # Known but not supported: refused.
     background: bool = False
     previous_response_id: str | None = None
     conversation: Any = None

@@ -1,6 +1,6 @@
-"""What a key has used: numbers in memory, or in a file that several HTTP processes share.
+"""Usage of API keys: numbers in memory, or in a file that several HTTP processes share.
 
-Knows numbers and locks. Does not know what they mean, except which of them count what one process has under way.
+Knows numbers and locks. Does not know their meaning, except which of them count one process's running completions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from quire.logging import get_logger
 
 log = get_logger(__name__)
 
-PLAIN = 4  # numbers before those of which each process has its own
+PLAIN = 4  # shared numbers; one for each process follows
 
 
 class UsageAccount:
-    """PLAIN numbers, and one for each process."""
+    """PLAIN shared numbers, and one for each process."""
 
     def __init__(self, front: int = 0, fronts: int = 1):
         self.numbers: list[float] | memoryview[float] = [0.0] * (PLAIN + fronts)
         self.own = PLAIN + front
-        self._lock = threading.RLock()  # threads read long requests, and take from their keys
+        self._lock = threading.RLock()  # threads that read long requests use keys too
 
     @property
     def under_way(self) -> int:
-        """In all processes."""
+        """Running completions of all processes."""
         return int(sum(self.numbers[at] for at in range(PLAIN, len(self.numbers))))
 
     def begin(self, count: int = 1) -> None:
@@ -40,13 +40,13 @@ class UsageAccount:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No one else changes a number meanwhile. Not to be held across an await."""
+        """Locks all numbers. Must not be held across an await."""
         with self._lock:
             yield
 
 
 class SharedUsageAccount(UsageAccount):
-    """The same in a file; times in it are of the machine's monotonic clock."""
+    """The same in a file; its times are of the machine's monotonic clock."""
 
     def __init__(self, path: Path, front: int, fronts: int):
         super().__init__(front, fronts)
@@ -76,7 +76,7 @@ class SharedUsageAccount(UsageAccount):
 
 
 def allocate(fd: int, size: int) -> None:
-    """Give a file its blocks: writing to a mapped page that a full disk does not have ends the process. Raises OSError."""
+    """Allocate a file's blocks: writing to a mapped page when the disk is full would kill the process. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
     else:
@@ -84,7 +84,7 @@ def allocate(fd: int, size: int) -> None:
 
 
 class UsageLedger:
-    """Accounts by name, of one process of several."""
+    """Accounts by key name, for one of several processes."""
 
     def __init__(self, folder: Path, front: int, fronts: int):
         self.folder, self.front, self.fronts = folder, front, fronts
@@ -99,6 +99,6 @@ class UsageLedger:
 
 
 def forget(folder: Path, front: int, fronts: int) -> None:
-    """A process has died: nothing of it is under way."""
+    """Set the running completions of a dead process to 0."""
     for path in folder.iterdir():
         SharedUsageAccount(path, front, fronts).numbers[PLAIN + front] = 0.0

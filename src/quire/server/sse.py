@@ -1,6 +1,6 @@
-"""Server-sent events, and the client who hangs up.
+"""Server-sent events, and client disconnects.
 
-Knows bytes, ASGI messages and time. Does not know what a frame says.
+Knows bytes, ASGI messages and time. Does not know the content of a frame.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Told = TypeVar("Told", contravariant=True)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-HEADERS_AFTER_S = 2.0  # a stream answers 200 at the latest then; errors before that are real errors
+HEADERS_AFTER_S = 2.0  # a stream answers 200 at the latest then; errors before are HTTP errors
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies that would collect the stream
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
 ]
 
 
@@ -34,25 +34,25 @@ def data(body: Any) -> bytes:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """A frame that is named by its body's `type`."""
+    """A frame whose event name is its body's `type`."""
     return b"event: " + str(body["type"]).encode() + b"\n" + data(body)
 
 
 def failed(error: BaseException) -> bytes:
-    """The end of a stream that cannot go on."""
+    """The last frames of a stream that failed."""
     return data(envelope(as_api_error(error))) + DONE
 
 
 async def hung_up(receive: Receive) -> None:
-    """Return when the client is gone. The body must have been read."""
+    """Return when the client has disconnected. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class DisconnectGuard:
-    """What runs within `with` ends with ClientDisconnect when the client hangs up. `close` it at last.
+    """Code within `with` ends with ClientDisconnect when the client disconnects. `close` it at the end.
 
-    It listens from the first moment to the last, also between two `with`: a server says once that a client is gone.
+    It listens all the time, also between two `with`: a server reports a disconnect only once.
     """
 
     def __init__(self, receive: Receive):
@@ -82,7 +82,7 @@ class DisconnectGuard:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; it is cancelled when the client hangs up first.
+    """The result of `work`, which is cancelled if the client disconnects first.
 
     Raises:
         ClientDisconnect: the client is gone.
@@ -96,34 +96,34 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventSource(Protocol[New]):
-    """Where what is told comes from."""
+    """Produces what a stream sends."""
 
     ended: bool
 
     async def open(self) -> None:
-        """Begin. Before `close`, and once."""
+        """Start. Called once."""
 
     async def next(self) -> Iterable[New]:
-        """What is new, when something is. May be cancelled, and called again."""
+        """The new items, as soon as there are any. May be cancelled, and called again."""
 
     def close(self) -> None: ...
 
 
 class EventEncoder(Protocol[Told]):
-    """How it is told."""
+    """Encodes items as frames."""
 
     def add(self, delta: Told, /) -> Iterable[bytes]:
-        """Frames of what is new."""
+        """The frames of an item."""
 
     def end(self) -> Iterable[bytes]:
         """The last frames."""
 
 
 class EventStream:
-    """An ASGI answer: frames as they come. `prepare` first, so that an early error is still an HTTP error.
+    """An ASGI answer that sends frames as they come. `prepare` first, so that an early error is still an HTTP error.
 
-    Everything runs in the request's own task: a token costs one switch to it, and one message. Frames that are
-    there at the same time go out together.
+    Everything runs in the request's own task: a token costs one task switch and one message. Frames that are ready at
+    the same time are sent together.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class EventStream:
         self._ended = False
 
     async def prepare(self) -> None:
-        """Wait for the first frames, though not for long.
+        """Wait a short time for the first frames.
 
         Raises:
             ClientDisconnect: the client is gone.
-            Exception: whatever making them raised.
+            Exception: any error in making them.
         """
         try:
             with self._hang_up:
@@ -170,12 +170,12 @@ class EventStream:
                     frames = await self._next(send)
                 await send({"type": "http.response.body", "body": frames, "more_body": False})
         except (ClientDisconnect, OSError):
-            pass  # a socket that breaks is the same as hanging up
+            pass  # a broken socket is a disconnect too
         finally:
             self.close()
 
     async def _next(self, send: Send) -> bytes:
-        """The next frames; comments go out while there are none."""
+        """The next frames; sends comments until there are some."""
         try:
             if not self.keep_alive:
                 return await self._following()
@@ -189,13 +189,13 @@ class EventStream:
             return self.failed(error)
 
     async def _within(self, seconds: float) -> bytes | None:
-        """The next frames; None: they did not come in time."""
+        """The next frames; None: not within `seconds`."""
         try:
             async with asyncio.timeout(seconds) as clock:
                 return await self._following()
         except TimeoutError:
             if not clock.expired():
-                raise  # another's patience
+                raise  # of another timeout
             return None
 
     async def _following(self) -> bytes:

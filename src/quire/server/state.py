@@ -1,4 +1,4 @@
-"""What all handlers of one server share: configuration, the engine once it is there, counts, the phase.
+"""The state that all handlers of a server share: configuration, engine, counts, phase.
 
 Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
 """
@@ -32,7 +32,7 @@ class ServerPhase(Enum):
 
 @dataclass(slots=True)
 class ServerState:
-    """One for each app; `app.state.quire`."""
+    """One for each application: `app.state.quire`."""
 
     config: EngineConfig
     metrics: ServerMetrics
@@ -44,23 +44,23 @@ class ServerState:
     dev_mode: bool = False
     started: float = field(default_factory=time.time)
     active: set[str] = field(default_factory=set)
-    """Generations under way, by request id."""
+    """Request ids of the running generations."""
     searches: dict[str, BeamStream] = field(default_factory=dict)
-    """Those of them that the engine knows by their steps only."""
+    """The beam searches among them: the engine knows only their steps."""
     http_requests: int = 0
-    """HTTP requests under way (/load)."""
+    """HTTP requests in progress (/load)."""
     hurry: bool = False
-    """Told twice to stop: nobody is waited for."""
+    """Set by the second stop signal: do not wait for running requests."""
     formats: ModelFormats | None = None
+    """How the model writes reasoning and tool calls; `chat_output.model_formats` sets it."""
     answering: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "answers"))
-    """Makes the parts of large answers, one part of each in turn."""
-    """How the model writes thoughts and tool calls; `reading.model_formats` chooses."""
+    """Encodes the parts of large answers, one part of each in turn."""
     tracer: Tracer | None = None
     front: int = 0
-    """Which of `fronts` HTTP processes this is."""
+    """Number of this HTTP process among `fronts`."""
     fronts: int = 1
     stage: str = "starting"
-    """What start-up is at, for those who ask too early."""
+    """Step of the start-up, for requests that come too early."""
 
     @property
     def model_names(self) -> list[str]:
@@ -88,14 +88,14 @@ class ServerState:
         return self.engine
 
     async def abort(self, name: str) -> None:
-        """End a generation; its client gets what there is."""
+        """Abort a generation; its client gets the output so far."""
         if (search := self.searches.get(name)) is not None:
             search.stop()
         elif self.engine is not None:
             await self.engine.abort(name)
 
     def healthy(self) -> bool:
-        """Whether it answers, or will when it is asked to again (draining counts as well)."""
+        """Whether it answers requests, drains, or restarts its engine."""
         if self.engine is None or self.phase is ServerPhase.DEAD:
             return False
         try:
@@ -108,7 +108,7 @@ class ServerState:
         return True
 
     def unavailable_reason(self) -> str:
-        """Why it does not take requests, in a few words; "" if it does."""
+        """Why it takes no requests, in a few words; "" if it does."""
         match self.phase:
             case ServerPhase.LOADING:
                 return f"loading: {self.stage}"
@@ -122,7 +122,7 @@ class ServerState:
                 return "the engine is being restarted" if replaced else ""
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with.
+        """The model name for the answer.
 
         Raises:
             ApiError: 404 for a name that is not served.

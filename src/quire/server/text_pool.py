@@ -1,11 +1,11 @@
-"""Threads for long texts: they are decoded, rendered and tokenized there, and every client gets a fair share.
+"""Threads that decode, render and tokenize long texts, with a fair share for every client.
 
-Knows jobs, their sizes and which client each belongs to. Does not know what a job does.
+Knows jobs, their sizes and their clients. Does not know what a job does.
 
     run(job) -> queue of its client -> a thread, when the client and the job's size may have one -> result
 
-Clients take turns. One client never has all threads, and long jobs never have all threads, so a short text of
-another client starts at once.
+Clients take turns. Neither one client nor long jobs can occupy all threads, so a short text of another client starts
+at once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""The client that the current request belongs to: its key, or its address where no key is needed."""
+"""The client of the current request: its key, or its address if no key is needed."""
 
-MOST_THREADS = 4  # more would only compete for the interpreter's lock
-LONG_JOB = 1 << 20  # bytes: from here on a job takes about a second
-MOST_WAITING = 256 << 20  # bytes of jobs that wait, of all clients
+MOST_THREADS = 4  # more would only compete for the GIL
+LONG_JOB = 1 << 20  # bytes: such a job takes about a second
+MOST_WAITING = 256 << 20  # bytes of waiting jobs, of all clients
 MOST_WAITING_OF_ONE = 128 << 20  # ... of one client
-MOST_JOBS_OF_ONE = 1024  # jobs of one client that wait
+MOST_JOBS_OF_ONE = 1024  # waiting jobs of one client
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Job:
 
 
 class TextPool:
-    """At least two threads, so that one client, or one kind of job, cannot have them all."""
+    """At least two threads, so that neither one client nor long jobs can occupy all."""
 
     def __init__(self, threads: int | None = None):
         self.threads = max(2, threads or min(MOST_THREADS, os.cpu_count() or 1))
@@ -55,29 +55,29 @@ class TextPool:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._waiting: dict[str, list[Job]] = {}
-        """Jobs by client. The first client is the next one to get a thread."""
+        """Waiting jobs by client. The first client gets the next thread."""
         self._bytes: Counter[str] = Counter()
-        """Of the jobs that wait."""
+        """Bytes of the waiting jobs, by client."""
         self._running: Counter[str] = Counter()
         self._long = 0
-        """Long jobs that run."""
+        """Number of running long jobs."""
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is one of the pool's."""
+        """Whether the current thread is one of the pool's."""
         return getattr(self._inside, "job", False)
 
     async def run(self, call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """The result of a short job."""
+        """Run a short job."""
         return await self.run_sized(0, call, *args, **keywords)
 
     async def run_sized(
         self, size: int, call: Callable[P, T], *args: P.args, **keywords: P.kwargs
     ) -> T:
-        """The result of a job over `size` bytes. A thread of the pool does it itself.
+        """Run a job over `size` bytes. A thread of the pool runs it directly.
 
         Raises:
-            ApiError: 429: too many jobs of this client wait; 503: too many of all.
+            ApiError: 429: too many jobs of this client wait; 503: too many of all clients.
         """
         if self.inside:
             return call(*args, **keywords)
@@ -89,7 +89,7 @@ class TextPool:
             result: T = await asyncio.wrap_future(job.future)
             return result
         finally:
-            del job  # it knows the error, and the error this frame
+            del job  # it refers to the error, and the error to this frame
 
     def _add(self, job: Job) -> None:
         jobs = self._waiting.get(job.client, [])
@@ -111,7 +111,7 @@ class TextPool:
         self._bytes[job.client] += job.size
 
     def _start(self) -> None:
-        """Give free threads to jobs that may have one."""
+        """Start jobs on free threads."""
         with self._lock:
             while (job := self._next()) is not None:
                 self._running[job.client] += 1
@@ -119,7 +119,7 @@ class TextPool:
                 self._executor.submit(self._work, job)
 
     def _next(self) -> Job | None:
-        """The shortest job of the first client that may run one; that client is the last one then."""
+        """The shortest job of the first client that may run one; this client becomes the last."""
         if self._running.total() >= self.threads:
             return None
         for client, jobs in list(self._waiting.items()):
@@ -152,8 +152,8 @@ class TextPool:
         tell()
         if job.size > LONG_JOB:
             give_back()
-        # An error knows this frame and its callers: with a way back from them to the error, all that the job held would
-        # stay until the next collection.
+        # An error refers to this frame and its callers. If they referred to the error, everything of the job would stay
+        # until the next garbage collection.
         del job.future, job.call, tell
 
     def _ended(self, job: Job) -> None:
@@ -166,9 +166,9 @@ class TextPool:
 
 
 def run_alone(work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywords: P.kwargs) -> T:
-    """The result of `work`, run by an event loop of this thread. For a job of the pool.
+    """The result of `work`, run in an event loop of this thread. For a job of the pool.
 
-    asyncio.run by itself keeps an error, and all that its frames hold, until the next collection.
+    asyncio.run alone keeps an error, and all that its frames refer to, until the next garbage collection.
     """
 
     async def caught() -> tuple[Any, BaseException | None]:

@@ -1,4 +1,4 @@
-"""Routes that clients know and whose feature comes later: each says so, instead of looking misspelt.
+"""Routes of features that are not supported yet: the answer names the feature, so that the path does not look misspelt.
 
 Knows paths and remedies.
 """
@@ -46,7 +46,7 @@ ROUTES: dict[str, tuple[str, str]] = {
     "/tokenizer_info": ("telling the tokenizer's configuration", "read tokenizer_config.json of the checkpoint"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
 }  # fmt: skip
-"""Path -> (feature, what to do until then)."""
+"""Path -> (feature, alternative)."""
 
 DEV_ROUTES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), MEDIA),
@@ -58,7 +58,7 @@ DEV_ROUTES: dict[str, tuple[str, str]] = {
         WEIGHTS,
     ),
 }  # fmt: skip
-"""The same, of routes that are there in dev mode only."""
+"""The same, for routes of dev mode."""
 
 
 def paths(dev_mode: bool) -> list[str]:

@@ -1,6 +1,6 @@
-"""`--middleware`: ASGI layers of the operator's own, named by import path.
+"""`--middleware`: the operator's ASGI layers, by import path.
 
-Knows how to find them. Does not know what they do: they see each request before the key is looked at, and each answer
+Knows how to import them. Does not know what they do: they see each request before its key is checked, and each answer
 after everything else.
 """
 
@@ -21,7 +21,7 @@ from quire.server.errors import ENDS, error_response
 
 
 class UserMiddlewareBoundary:
-    """What a layer of the operator's raises becomes an answer, and a line in the log."""
+    """Turns an exception of the operator's layers into an answer and a log line."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -45,10 +45,10 @@ class UserMiddlewareBoundary:
 
 
 def own_layers(paths: Sequence[str]) -> list[Middleware]:
-    """The first is the outermost.
+    """The layers; the first is the outermost.
 
     Raises:
-        ConfigError: nothing of that name can be imported, or it is of neither kind.
+        ConfigError: the path cannot be imported, or names neither kind of layer.
     """
     layers = [_layer(path, _found(path)) for path in paths]
     return [Middleware(UserMiddlewareBoundary), *layers] if layers else []

@@ -146,9 +146,7 @@ class BeamStream:
                         prompt, params, own, news.set, inner=True, **self.options
                     )
                 )
-                await asyncio.sleep(
-                    0
-                )  # let other tasks run: a wide beam over a long prompt takes long
+                await asyncio.sleep(0)  # let other tasks run: a step of a wide beam takes long
             return await self._answers(streams)
         finally:
             for stream in streams:
