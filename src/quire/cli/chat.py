@@ -1,6 +1,6 @@
 """`quire chat`: talk with a model, in this process or on a server.
 
-Knows the terminal. Where answers come from is `completion_client.py`'s matter.
+Knows the terminal. `completion_client.py` gets the answers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ PROMPT = "> "
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talk until the end of input; the exit status."""
+    """Chat until the end of input; returns the exit status."""
     return at_the_terminal("chat", argv, conversation)
 
 
 def at_the_terminal(
     command: str, argv: Sequence[str], talk: Callable[[ClientOptions, CompletionClient], int]
 ) -> int:
-    """Find whom the flags name, and `talk` with it; what goes wrong is said in a line, and the exit status is 1."""
+    """Connect to the model that the flags name and run `talk`. An error is one line on stderr and exit status 1."""
     wish = read(command, argv)
     configure(command, wish.config.observe.log_level)
     try:
@@ -36,7 +36,7 @@ def at_the_terminal(
 
 
 def conversation(wish: ClientOptions, there: CompletionClient) -> int:
-    """One message and its answer after the other."""
+    """Send messages and show answers in turn."""
     start: list[dict[str, str]] = []
     if wish.system_prompt:
         start.append({"role": "system", "content": wish.system_prompt})
@@ -54,7 +54,7 @@ def conversation(wish: ClientOptions, there: CompletionClient) -> int:
         messages.append({"role": "user", "content": line})
         try:
             answer = shown(there.chat(messages), wish.stats)
-        except QuireError as why:  # this message's fault; the conversation goes on without it
+        except QuireError as why:  # this message failed; the conversation continues without it
             say(f"error: {why}")
             messages.pop()
             continue
@@ -63,7 +63,7 @@ def conversation(wish: ClientOptions, there: CompletionClient) -> int:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, until the end; empty lines mean nothing."""
+    """The lines that the user types, until the end of input; skips empty lines."""
     while True:
         try:
             line = input(PROMPT if sys.stdin.isatty() else "").strip()
@@ -79,7 +79,7 @@ def lines() -> Iterator[str]:
 
 
 def shown(pieces: Iterator[str], stats: bool) -> str:
-    """Write an answer as it comes; all of it. Ctrl-C ends it there."""
+    """Write an answer as it arrives and return all of it. Ctrl-C stops it."""
     clock, parts = TimingLine(pieces), []
     try:
         for piece in clock:
@@ -100,5 +100,5 @@ def shown(pieces: Iterator[str], stats: bool) -> str:
 
 
 def say(words: str) -> None:
-    """To the person, not into the answer."""
+    """Print to the user, on stderr, so that stdout has only answers."""
     print(words, file=sys.stderr, flush=True)

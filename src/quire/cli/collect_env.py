@@ -1,6 +1,6 @@
 """`quire collect-env`: versions, machine, memory and variables, as text to paste into a bug report.
 
-Keys and tokens are not shown. Works in a broken installation: what cannot be found out says so.
+Hides keys and tokens. Works in a broken installation: it reports what it could not find out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report() -> str:
-    """The report as text, one `name: value` a line, in three parts."""
+    """The report as text, one `name: value` per line, in three parts."""
     parts = {"Versions": versions, "Machine": machine, "Environment": environment}
     lines = []
     for title, rows in parts.items():
@@ -64,7 +64,7 @@ def report() -> str:
 def _safely(rows: Callable[[], list[tuple[str, str]]]) -> list[tuple[str, str]]:
     try:
         return rows()
-    except Exception as why:  # a report of a broken machine must not break
+    except Exception as why:  # a broken machine must not break the report
         return [("?", f"{type(why).__name__}: {why}")]
 
 

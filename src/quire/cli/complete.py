@@ -1,6 +1,6 @@
-"""`quire complete`: go on with a text, in this process or on a server.
+"""`quire complete`: continue a text, in this process or on a server.
 
-Knows the terminal. Where the words come from is `completion_client.py`'s matter.
+Knows the terminal. `completion_client.py` gets the completions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from quire.errors import QuireError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Complete until the end of input; the exit status."""
+    """Complete texts until the end of input; returns the exit status."""
     return at_the_terminal("complete", argv, texts)
 
 
 def texts(wish: ClientOptions, there: CompletionClient) -> int:
-    """One text and how it goes on after the other."""
+    """Read texts and show their completions in turn."""
     if wish.quick is not None:
         shown(there.complete(wish.quick), wish.stats)
         return 0

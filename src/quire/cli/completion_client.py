@@ -1,9 +1,9 @@
-"""What `quire chat` and `quire complete` share: their flags, and the two places an answer can come from.
+"""Common part of `quire chat` and `quire complete`: their flags, and the two clients that get answers.
 
-    --url given    a running server, over HTTP (any that speaks OpenAI's protocol)
+    --url given    a running server, over HTTP (any that implements OpenAI's API)
     otherwise      the model, loaded into this process
 
-Knows flags, HTTP streams and the front room. Does not know terminals.
+Knows flags, HTTP streams and the frontend. Does not know terminals.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # a busy server may need long for the first token
+SILENCE_S = 600.0  # a busy server may take long until the first token
 
 
 @dataclass(slots=True)
 class ClientOptions:
-    """What the command line asked for."""
+    """Options from the command line."""
 
     config: EngineConfig
     url: str | None = None
@@ -59,7 +59,7 @@ Every flag of the engine works too: see quire serve --help.
 
 
 def read(command: str, argv: Sequence[str]) -> ClientOptions:
-    """Flags -> a wish. Ends the program on --help (0) and on a mistake (2)."""
+    """Parse flags. Ends the program on --help (0) and on a usage error (2)."""
     parser = flags.make_parser(f"quire {command}")
     if any(word in ("-h", "--help") for word in argv):
         chat = command == "chat"
@@ -76,10 +76,10 @@ def read(command: str, argv: Sequence[str]) -> ClientOptions:
     for name in ("--url", "--model-name", "--system-prompt"):
         parser.add_argument(name)
     for name, kind in SAMPLING.items():
-        if name != "seed":  # the engine's own flag
+        if name != "seed":  # the engine has this flag
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--quick")
-    # Here -q is what it is for everybody who chats; the engine's -q is written --quantization.
+    # Here -q means --quick, as in `vllm chat`; the engine's -q must be written --quantization.
     words = ["--quick" if word == "-q" else word for word in argv]
     parser.add_argument("--stats", action="store_true")
     try:
@@ -96,12 +96,12 @@ def read(command: str, argv: Sequence[str]) -> ClientOptions:
 
 
 class CompletionClient(Protocol):
-    """Where answers come from."""
+    """Gets answers from a model."""
 
     name: str
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer, piece by piece. Closing it early ends the request."""
+        """Yields the answer in pieces. Closing it early ends the request."""
 
     def complete(self, prompt: str) -> Iterator[str]: ...
 
@@ -109,12 +109,12 @@ class CompletionClient(Protocol):
 
 
 def talker(wish: ClientOptions) -> CompletionClient:
-    """Raises QuireError: no server there, or the model cannot be loaded."""
+    """Raises QuireError: the server cannot be reached, or the model cannot be loaded."""
     return RemoteClient(wish) if wish.url is not None else LocalClient(wish)
 
 
 class RemoteClient:
-    """A server that speaks OpenAI's protocol."""
+    """A server that implements OpenAI's API."""
 
     def __init__(self, wish: ClientOptions):
         url = wish.url if "://" in (wish.url or "") else f"http://{wish.url}"
@@ -188,7 +188,7 @@ class RemoteClient:
 
 
 def error_message(answer: http.client.HTTPResponse) -> str:
-    """An error's message, whatever form it has."""
+    """The message of an error response, in any format."""
     text = answer.read(4096).decode("utf-8", "replace")
     try:
         error = json.loads(text)["error"]
@@ -198,7 +198,7 @@ def error_message(answer: http.client.HTTPResponse) -> str:
 
 
 class LocalClient:
-    """The model in this process."""
+    """A model in this process."""
 
     def __init__(self, wish: ClientOptions):
         from quire.engine.assemble import make_client
@@ -243,7 +243,7 @@ class LocalClient:
 
 
 class TimingLine:
-    """How fast an answer came."""
+    """Measures how fast an answer arrives."""
 
     def __init__(self, pieces: Iterator[str]):
         self.pieces, self.count, self.first = pieces, 0, 0.0

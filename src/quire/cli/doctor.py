@@ -1,8 +1,8 @@
-"""`quire doctor MODEL [flags of serve]`: would it start here, how much would fit, and what would go wrong?
+"""`quire doctor MODEL [flags of serve]`: would it start here, how many requests would fit, and what would go wrong?
 
-Reads config.json, the small files beside it and the headers of the weights: nothing is loaded, torch neither. Of a
-hub id that is not here, only those are fetched. Ends with 0 if it would start, 1 if not, 2 for a mistake in the flags.
-Knows how the rooms decide before they are built. The findings are in `doctor_checks.py`.
+Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch. For a hub
+id that is not in the local cache, it fetches only these. Exit status 0 if it would start, 1 if not, 2 for a usage error.
+Knows how the engine and the frontend decide before they are built. `doctor_checks.py` has the single checks.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from quire.platforms.detect import PlatformFacts, facts
 from quire.plugins import load_plugins
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
-"""Of the requests in the table of what fits."""
+"""Request lengths in the table "What fits"."""
 
 
 @dataclass(slots=True)
 class DoctorReport:
-    """What was found out, as far as it got."""
+    """What the examination found, until the first error."""
 
     asked: EngineConfig
     facts: PlatformFacts
     resolved: Resolved | None = None
     weights: int = 0
-    """Bytes, as they are stored."""
+    """Bytes, as in the files."""
     remote: bool = False
-    """The weights are not here yet."""
+    """The weights have not been fetched yet."""
     plan: MemoryPlan | None = None
     findings: list[DoctorFinding] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class DoctorReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; 0: it would start, 1: it would not, 2: a mistake in the flags."""
+    """Print the report; 0: it would start, 1: it would not, 2: a usage error."""
     with heard() as warnings:
         asked = parse(argv, "quire doctor")
         report = examine(asked)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What our loggers warn of meanwhile, instead of their lines."""
+    """Collects warnings of Quire's loggers, instead of printing them."""
     texts: list[str] = []
 
     class Keep(logging.Handler):
@@ -87,7 +87,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def examine(asked: EngineConfig) -> DoctorReport:
-    """All that can be known before anything is loaded; an error ends it, and is in the report."""
+    """Find out all that can be known without loading; an error ends this and goes into the report."""
     report = DoctorReport(asked, facts())
     try:
         check_wishes(asked)
@@ -106,7 +106,7 @@ def examine(asked: EngineConfig) -> DoctorReport:
 
 
 def _small_files(asked: EngineConfig) -> str:
-    """The checkpoint's directory; of a hub id, everything but the weights is fetched."""
+    """The checkpoint's directory; for a hub id, fetches everything but the weights."""
     load = replace(
         asked.load, ignore_patterns=[*asked.load.ignore_patterns, *hf_config.WEIGHT_FILES]
     )
@@ -114,7 +114,7 @@ def _small_files(asked: EngineConfig) -> str:
 
 
 def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
-    """From the headers here; from the hub's, if the weights were not fetched yet."""
+    """From the local headers; from the hub's, if the weights have not been fetched yet."""
     config = report.resolved.hf_config if report.resolved else None
     try:
         return stored_tensors(path, config, report.asked.load.load_format)
@@ -127,7 +127,7 @@ def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
 
 
 def _plan(report: DoctorReport, resolved: Resolved, found: list[Stored] | int) -> MemoryPlan:
-    """The memory plan; where it does not work out, the one with the longest context that does."""
+    """The memory plan; if it does not fit, the plan with the longest context that does."""
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
     weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
@@ -139,7 +139,7 @@ def _plan(report: DoctorReport, resolved: Resolved, found: list[Stored] | int) -
     return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs)
 
 
-# The text
+# The report as text
 
 
 def text_of(report: DoctorReport) -> str:
@@ -197,7 +197,7 @@ def _files(report: DoctorReport, resolved: Resolved) -> str:
 
 
 def _fits(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """How many requests of a length run at once, until the next one would wait."""
+    """How many requests of each length run at once before the next one must wait."""
     lengths = sorted({n for n in LENGTHS if n < plan.max_model_len} | {plan.max_model_len})
     rows = []
     for length in lengths:

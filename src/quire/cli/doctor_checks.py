@@ -1,6 +1,6 @@
-"""What would go wrong with a model on this machine, said before it does: one small function for each thing to look at.
+"""The checks of `quire doctor`: what would go wrong with a model on this machine. One small function for each.
 
-Knows config.json, the names of files beside it, and the plan. Does not load weights, tokenizers or torch.
+Knows config.json, the names of files beside it, and the memory plan. Does not load weights, tokenizers or torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.platforms.detect import PlatformFacts
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """error: it would not start. warning: it would start and disappoint. note: good to know."""
+    """error: it would not start. warning: it would start, but work badly. note: worth knowing."""
 
     level: Literal["error", "warning", "note"]
     text: str
@@ -42,7 +42,7 @@ class DoctorFinding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorContext:
-    """What the functions below look at."""
+    """Input of the checks below."""
 
     resolved: Resolved
     facts: PlatformFacts
@@ -57,7 +57,7 @@ class DoctorContext:
 def findings(
     resolved: Resolved, facts: PlatformFacts, plan: MemoryPlan | None, weights: int
 ) -> list[DoctorFinding]:
-    """All of them, in the order of the functions."""
+    """The findings of all checks, in the order of LOOKS."""
     patient = DoctorContext(resolved, facts, plan, weights)
     found: list[DoctorFinding] = []
     for look in LOOKS:
@@ -68,7 +68,7 @@ def findings(
     return found
 
 
-# Each looks at one thing
+# Checks
 
 
 def _code(patient: DoctorContext) -> Iterator[DoctorFinding]:
@@ -113,7 +113,7 @@ def _generic(patient: DoctorContext) -> Iterator[DoctorFinding]:
 
 
 def own_cache(resolved: Resolved) -> str:
-    """Why a model that runs through Transformers keeps a cache for each request, as far as its config tells; "": it does not."""
+    """Why a model on the Transformers backend needs per-request caches, as far as its config shows; "": it does not."""
     mode, why = choose_mode(
         resolved.hf_config, resolved.max_model_len, resolved.max_num_batched_tokens
     )
@@ -121,7 +121,7 @@ def own_cache(resolved: Resolved) -> str:
 
 
 def known_to_transformers(model_type: str) -> bool:
-    """Whether the installed Transformers has such a model: its folders and tables are read, not imported."""
+    """Whether the installed Transformers has this model: reads its folders and tables, without importing it."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return False
@@ -182,7 +182,7 @@ def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
 
 
 def _layers(names: list[str]) -> set[int]:
-    """Numbers of layers in names such as model.layers.3.mlp.up_proj.weight."""
+    """Layer numbers in names such as model.layers.3.mlp.up_proj.weight."""
     found = set()
     for name in names:
         before, dot, after = name.partition("layers.")
@@ -214,7 +214,7 @@ def _tokenizer(patient: DoctorContext) -> Iterator[DoctorFinding]:
     folder = patient.path
     if asked.tokenizer is not None:
         if not Path(asked.tokenizer).is_dir():
-            return  # on the hub
+            return  # a hub id
         folder = Path(asked.tokenizer)
     files = {
         "tokenizer.json": "",
@@ -364,7 +364,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def remote_tensors(model: ModelConfig) -> list[Stored] | None:
-    """A hub model's weights, from the headers on the hub; None if it is no hub id, or nobody answers."""
+    """The weights of a hub model, from the headers on the hub; None if it is no hub id, or the hub does not answer."""
     if Path(model.model).expanduser().is_dir() or "/" not in model.model:
         return None
     import huggingface_hub as hub
@@ -372,7 +372,7 @@ def remote_tensors(model: ModelConfig) -> list[Stored] | None:
     api = hub.HfApi(token=model.hf_token)
     try:
         found = api.get_safetensors_metadata(model.model, revision=model.revision)
-    except Exception:  # without safetensors, or without the hub: network errors have many classes
+    except Exception:  # not safetensors, or no hub: network errors have many classes
         return None
     return [
         (name, tensor.dtype, tensor.shape)

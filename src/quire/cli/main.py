@@ -1,4 +1,4 @@
-"""The command `quire`: looks at the first word and imports only what that word needs."""
+"""The command `quire`: imports only the module of the given subcommand."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COMMANDS = {
     "replay": ("quire.cli.replay", "run the last steps of a dead engine again"),
     "version": ("", "print the version"),
 }
-"""Word -> (module with `main(argv) -> int`, what it does)."""
+"""Subcommand -> (module with `main(argv) -> int`, what it does)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else "--help"
     if first in ("-v", "--version", "-V", "version"):

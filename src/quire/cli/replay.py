@@ -1,8 +1,8 @@
-"""`quire replay FOLDER`: run the last steps of an engine that died again, and say where they differ or fail.
+"""`quire replay FOLDER`: run the last steps of an engine that died again, and report which of them differ or fail.
 
-Builds a worker of the model that --model names, with the configuration that lies beside the recording. Neither where
-a model lies nor code to run is taken from the recording, so one of unknown origin may be replayed. The tokens of
-prompts and answers are in it: treat it as you treat your users' data.
+Builds a worker for the model of --model, with the configuration in the recording. Takes neither the model's path nor
+code to run from the recording, so a recording of unknown origin is safe to replay. It contains the tokens of prompts
+and answers: treat it like your users' data.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def refused(why: str) -> int:
 
 
 def show(steps: Iterable[Replayed]) -> int:
-    """Print a line a step; 1 if one failed or came out otherwise than it was recorded."""
+    """Print a line per step; 1 if a step failed or its result differs from the recorded one."""
     count = wrong = 0
     for step in steps:
         count += 1

@@ -1,10 +1,10 @@
-"""`quire run-batch -i IN -o OUT --model M`: answer a file of requests, as OpenAI's batch files have them.
+"""`quire run-batch -i IN -o OUT --model M`: answer a file of requests in OpenAI's batch format.
 
     in    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     out   {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-One line each, in the order of the input. IN and OUT are files, or http(s) addresses (OUT is then PUT). Knows the
-file. The answers are those of the HTTP room, which is asked without a socket.
+One line for each request, in the order of the input. IN and OUT are files, or http(s) addresses (OUT is then PUT).
+Knows the file format. The HTTP server's application, called in this process without a socket, answers the requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-AHEAD = 512  # requests under way at once: enough to fill any batch
+AHEAD = 512  # requests in flight at once: enough to fill any batch
 HELP = """usage: quire run-batch -i IN -o OUT [--model] MODEL [flags]
 
 Answers every line of IN, an OpenAI batch file, and writes the answers to OUT in the same order.
@@ -50,7 +50,7 @@ Every flag of the engine works too: see quire serve --help.
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """What the command line asked for."""
+    """Options from the command line."""
 
     config: EngineConfig
     source: str
@@ -60,7 +60,7 @@ class BatchJob:
 
 
 def read(argv: Sequence[str]) -> BatchJob:
-    """Flags -> a job. Ends the program on --help (0) and on a mistake (2)."""
+    """Parse flags. Ends the program on --help (0) and on a usage error (2)."""
     parser = flags.make_parser("quire run-batch")
     if any(word in ("-h", "--help") for word in argv):
         print(HELP, end="")
@@ -69,7 +69,7 @@ def read(argv: Sequence[str]) -> BatchJob:
     parser.add_argument("-o", "--output-file", dest="output_file")
     parser.add_argument("--output-tmp-dir", dest="output_tmp_dir")
     parser.add_argument("--enable-metrics", action="store_true")
-    parser.add_argument("--url")  # older than --host
+    parser.add_argument("--url")  # the old name of --host
     try:
         given = flags.keywords(argv, parser)
         own = {name: given.pop(name, None) for name in ("input_file", "output_file", "output_tmp_dir")}  # fmt: skip
@@ -88,7 +88,7 @@ def read(argv: Sequence[str]) -> BatchJob:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer the file; 0 when every line has its answer, be that an error."""
+    """Answer the file; 0 if every line has a response, which may be an error."""
     job = read(argv)
     configure("batch", job.config.observe.log_level)
     try:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def opened(source: str) -> Iterator[Iterable[bytes]]:
-    """Lines of a file, or of what an address answers."""
+    """The lines of a file or of an HTTP response."""
     if source.startswith(("http://", "https://")):
         with urllib.request.urlopen(source, timeout=600) as answer:
             yield answer
@@ -114,7 +114,7 @@ def opened(source: str) -> Iterator[Iterable[bytes]]:
 
 @contextmanager
 def written(job: BatchJob) -> Iterator[IO[bytes]]:
-    """A file that becomes the output when all of it is there."""
+    """A temporary file that becomes the output when it is complete."""
     remote = job.target.startswith(("http://", "https://"))
     folder = job.folder if remote else str(Path(job.target).resolve().parent)
     with tempfile.NamedTemporaryFile("wb", dir=folder, prefix=".batch-", delete=False) as file:
@@ -136,7 +136,7 @@ def written(job: BatchJob) -> Iterator[IO[bytes]]:
 async def run(
     config: EngineConfig, lines: Iterable[bytes], out: IO[bytes], metrics: bool = False
 ) -> tuple[int, int]:
-    """Answer all lines: how many there were, how many are errors. `metrics`: /metrics can be read meanwhile."""
+    """Answer all lines; returns their number and the number of errors. `metrics`: serve /metrics meanwhile."""
     from quire.engine.assemble import make_client
     from quire.observe.prometheus import ServerMetrics, cache_info
     from quire.server.app import build_app
@@ -164,10 +164,10 @@ async def run(
 
 @asynccontextmanager
 async def telling(state: ServerState) -> AsyncIterator[str]:
-    """/metrics can be read: where.
+    """Serve /metrics meanwhile; yields its address.
 
     Raises:
-        ConfigError: one cannot listen there.
+        ConfigError: cannot listen at this address.
     """
     from quire.server.app import metrics_app
     from quire.server.process.sockets import address, bind, http_server
@@ -184,7 +184,7 @@ async def telling(state: ServerState) -> AsyncIterator[str]:
 
 
 async def answers(app: Any, lines: Iterable[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """One answer a line, in order; up to AHEAD lines are worked on at once."""
+    """One response per line, in order; up to AHEAD lines are in flight at once."""
     under_way: deque[asyncio.Future[dict[str, Any]]] = deque()
     for line in lines:
         if not line.strip():
@@ -197,7 +197,7 @@ async def answers(app: Any, lines: Iterable[bytes]) -> AsyncIterator[dict[str, A
 
 
 async def answer(app: Any, line: bytes) -> dict[str, Any]:
-    """What one line comes to; a bad line fails alone."""
+    """The response to one line; an invalid line fails alone."""
     from quire.server.in_process_client import ask
 
     custom_id, status, body = None, 400, b""

@@ -1,4 +1,4 @@
-"""`quire serve MODEL [flags]`: read the flags, then hand over to the server."""
+"""`quire serve MODEL [flags]`: parses the flags and starts the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until stopped.
 
     Returns:
-        0 stopped, 1 could not start or died, 2 a mistake in the flags or variables.
+        0 stopped, 1 could not start or died, 2 a mistake in flags or variables.
     """
     try:
         configure("server")
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as why:
         return _failed(why, 2)
     from quire.server.process.launch import (
-        serve,  # half a second of imports that --help need not pay
+        serve,  # takes half a second to import, which --help need not wait for
     )
 
     try:
