@@ -1,4 +1,4 @@
-"""`quire bench` and `python -m quire.bench`: the first word names the benchmark.
+"""`quire bench` and `python -m quire.bench`: run the benchmark that the first argument names.
 
 Imports only the module of that benchmark: the load generator must run without torch.
 """
@@ -15,7 +15,7 @@ KINDS = {
     "latency": ("latency", "one batch, again and again, without a server"),
     "startup": ("startup", "from nothing to ready, in new processes"),
 }
-"""Word -> (module with `main(argv) -> int`, what it measures)."""
+"""Name -> (module with `main(argv) -> int`, what it measures)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
-"""Command lines of the benchmarks that start the engine themselves: their own options beside every flag of the engine.
+"""Command lines of benchmarks that start an engine themselves: own options, and every flag of the engine.
 
-Knows how the two are parsed together. Does not know what is measured.
+Knows how to parse both together. Does not know what is measured.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class BenchOption:
 class BenchArgs:
     own: dict[str, Any]
     engine: dict[str, Any]
-    """Keywords of the engine, as they were written."""
+    """Keyword arguments for the engine, as given."""
 
 
 def parse_args(
     command: str, about: str, own: Mapping[str, BenchOption], argv: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> BenchArgs:  # fmt: skip
-    """Ends the program on --help (0) and on a mistake (2).
+    """Parse the command line. Ends the program on --help (0) and on a usage error (2).
 
     Args:
-        defaults: engine keywords unless they are given.
+        defaults: default engine keywords.
     """
     parser = flags.make_parser(f"quire bench {command}")
     if any(word in ("-h", "--help") for word in argv):
@@ -59,7 +59,7 @@ def parse_args(
             if type(value) is int and value < (0 if "warmup" in name else 1):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
         engine = {"log_level": "WARNING", "disable_log_stats": True, **(defaults or {}), **given}
-        from_keywords.engine_config(engine, "flag")  # mistakes are told before anything starts
+        from_keywords.engine_config(engine, "flag")  # reports mistakes before anything starts
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
     return BenchArgs(mine, engine)
@@ -77,14 +77,14 @@ def _help(command: str, about: str, own: Mapping[str, BenchOption]) -> str:
 
 
 def start(keywords: Mapping[str, Any]) -> Any:
-    """An LLM with these flags."""
+    """Start an LLM with these engine keywords."""
     from quire.api.llm import LLM
 
     return LLM.from_config(from_keywords.engine_config(keywords, "flag"))
 
 
 def prompts(llm: Any, count: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Random tokens that are ordinary ones; no two prompts share a beginning."""
+    """Prompts of random tokens, without special ones; no two prompts share a prefix."""
     draw = random.Random(seed)
     tokenizer = llm.get_tokenizer()
     plain = [token for token in range(len(tokenizer)) if token not in tokenizer.special_ids]
@@ -101,14 +101,14 @@ def keep(path: Path | None, result: Mapping[str, Any]) -> None:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By vLLM's choice of them."""
+    """The percentiles that vLLM reports."""
     import numpy
 
     return {str(one): float(numpy.percentile(values, one)) for one in (10, 25, 50, 75, 90, 99)}
 
 
 def run_command(command: str, work: Callable[[], int]) -> int:
-    """The exit status of a benchmark; errors as one line."""
+    """Run a benchmark; returns the exit status. Prints an error as one line."""
     try:
         return work()
     except QuireError as why:

@@ -1,4 +1,4 @@
-"""`quire bench latency`: how long one batch takes, again and again, in this process.
+"""`quire bench latency`: the time of one batch, measured repeatedly in this process.
 
 Options, printout and the keys of the result file are those of `vllm bench latency`.
 """
@@ -38,7 +38,7 @@ ABOUT = "The time from a batch of prompts to all of its answers."
 
 
 def main(argv: Sequence[str]) -> int:
-    # The same prompts again and again: a prefix cache would answer for the model.
+    # Every run uses the same prompts: a prefix cache would skip their prefill.
     given = parse_args("latency", ABOUT, OWN, argv, {"enable_prefix_caching": False})
     return run_command("latency", lambda: measure(given))
 

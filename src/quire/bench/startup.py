@@ -1,7 +1,7 @@
-"""`quire bench startup`: seconds from nothing to a model that is ready, and to its first token, in new processes.
+"""`quire bench startup`: seconds until a new process has a ready model, and until its first token.
 
-Names are those of `vllm bench startup`. Cold: nothing that was compiled once is there. Warm: it is. The weights'
-file is in the system's cache in both, since emptying that needs more rights than a benchmark should have.
+Names are those of `vllm bench startup`. Cold: the compilation caches are empty. Warm: they are full. The file of the
+weights is in the page cache in both cases, since dropping it needs more rights than a benchmark should have.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def child(keywords: dict[str, Any]) -> int:
-    """What is measured: start, say so, generate one token, say so."""
+    """The measured process: starts, reports it, generates one token, reports it."""
     from quire.protocol.sampling_params import SamplingParams
 
     with start(keywords) as llm:
@@ -62,10 +62,10 @@ def child(keywords: dict[str, Any]) -> int:
 
 
 def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
-    """Seconds to ready and to the first token.
+    """Seconds until ready and until the first token.
 
     Raises:
-        StartupError: the process ended before; with the end of what it said.
+        StartupError: the process ended too early; the message has the end of its stderr.
     """
     words = [sys.executable, "-P", "-m", "quire.bench", "startup", "--child", json.dumps(keywords)]
     times = {}
@@ -90,7 +90,7 @@ def measure(given: BenchArgs) -> int:
         with tempfile.TemporaryDirectory() as empty:
             found["cold"].append(once(keywords, empty))
     with tempfile.TemporaryDirectory() as kept:
-        once(keywords, kept)  # fills it
+        once(keywords, kept)  # fills the caches
         for _ in range(own["num_iters_warmup"]):
             once(keywords, kept)
         for _ in tqdm.trange(own["num_iters_warm"], desc="warm starts"):

@@ -1,6 +1,6 @@
-"""`quire bench throughput`: many prompts at once in this process, and how many a second are answered.
+"""`quire bench throughput`: requests and tokens per second for many prompts at once, in this process.
 
-Options, printout and the keys of the result file are those of `vllm bench throughput`. Transformers beside it:
+Options, printout and the keys of the result file are those of `vllm bench throughput`. To compare with Transformers:
 `python -m benchmarks offline`.
 """
 
@@ -79,7 +79,7 @@ def measure(given: BenchArgs) -> int:
 
 
 def _prompts(llm: Any, own: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """Prompts, and how many tokens each answer has."""
+    """Prompts, and the number of tokens of each answer."""
     count, output = own["num_prompts"], own["output_len"]
     if own["dataset_name"] == "random":
         return prompts(llm, count, own["input_len"]), [output or 128] * count

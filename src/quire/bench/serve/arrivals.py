@@ -1,4 +1,4 @@
-"""When each request of a load is sent, and how many at once.
+"""When to send each request of a load, and how many may run at once.
 
 Knows rates, bursts and limits. Does not know HTTP.
 """
@@ -23,10 +23,10 @@ class Arrivals:
     """How requests arrive.
 
     Args:
-        rate: a second; infinite: all at once.
-        burstiness: 1: a Poisson process; less: in bursts; more: evenly. The shape of the gamma distribution of gaps.
+        rate: requests per second; infinite: all at once.
+        burstiness: 1: a Poisson process; less: burstier; more: evener. The shape of the gamma distribution of gaps.
         ramp: None, "linear" or "exponential": the rate goes from `first` to `last` over the requests.
-        most: at once; the others wait on this side and their time does not run.
+        most: concurrent requests; further requests wait in the client, and this time is not measured.
     """
 
     rate: float = INFINITE
@@ -37,7 +37,7 @@ class Arrivals:
     most: int | None = None
 
     def check(self) -> None:
-        """Raises ConfigError: a number that cannot be, or two that exclude each other."""
+        """Raises ConfigError: an invalid number, or options that exclude each other."""
         if not self.rate > 0:
             raise ConfigError(f"--request-rate {self.rate:g}: more than 0, or inf")
         if not 0 < self.burstiness < INFINITE:
@@ -56,7 +56,7 @@ class Arrivals:
             raise ConfigError("--ramp-up-start-rps 0: an exponential ramp starts above 0")
 
     def rate_at(self, number: int, count: int) -> float:
-        """The rate when request `number` of `count` is sent."""
+        """The rate at which request `number` of `count` is sent."""
         if self.ramp is None:
             return self.rate
         done = number / max(count - 1, 1)
@@ -65,7 +65,7 @@ class Arrivals:
         return self.first + (self.last - self.first) * done
 
     def times(self, count: int, seed: int) -> list[float]:
-        """Seconds from the start at which each request is sent; the first one at once."""
+        """Seconds from the start at which to send each request; the first is sent at once."""
         draw = random.Random(seed)
         now, times = 0.0, []
         for number in range(count):
@@ -74,7 +74,7 @@ class Arrivals:
             if rate != INFINITE:
                 now += draw.gammavariate(self.burstiness, 1 / (rate * self.burstiness))
         if self.ramp is None and self.rate != INFINITE and times[-1] > 0:
-            # Few draws can be far from their mean: keep the rate that was asked for.
+            # The mean of few draws can be far off: scale to the requested rate.
             scale = (count - 1) / self.rate / times[-1]
             times = [at * scale for at in times]
         return times
@@ -90,7 +90,7 @@ async def run(
     """Call `ask(0)` ... `ask(count - 1)` at their times.
 
     Returns:
-        what they gave, in order, and the seconds from the first call to the last end.
+        their results, in order, and the seconds from the first call to the last end.
     """
     room = asyncio.Semaphore(arrivals.most) if arrivals.most else None
 

@@ -1,6 +1,6 @@
-"""The options of `quire bench serve`: vllm bench serve's names and defaults.
+"""The options of `quire bench serve`: names and defaults of `vllm bench serve`.
 
-Knows words. Does not know what is done with them.
+Knows the options. Does not know how they are used.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def dashed(words: Sequence[str]) -> list[str]:
-    """--num_prompts is --num-prompts, as on every command line of ours."""
+    """Replace underscores in flags: --num_prompts is --num-prompts, as on all of Quire's command lines."""
     return [word if not word.startswith("--") else _dashed(*word.partition("=")) for word in words]
 
 
@@ -213,7 +213,7 @@ def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def dataset_options(given: argparse.Namespace) -> datasets.DatasetOptions:
-    """The options of the chosen dataset, under one set of names."""
+    """The options of the chosen dataset, by common names."""
     if given.random_input_len < 1 or given.random_output_len < 1:
         raise ConfigError("--random-input-len and --random-output-len: at least 1")
     if not 0 <= given.random_range_ratio < 1:

@@ -1,7 +1,7 @@
-"""The prompts of a load: made up, or read from a file. The same seed gives the same prompts.
+"""The prompts of a load, random or from a file. The same seed gives the same prompts.
 
-Knows texts, and how to cut one to a number of tokens with whatever tokenizer can be had: a local one, the server's, or
-none. Fetches nothing. Does not know how prompts are sent.
+Knows texts, and how to cut one to a number of tokens with the available tokenizer: a local one, the server's, or
+none. Downloads no datasets. Does not know how prompts are sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 
 
 class Cutter(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     name: str
 
@@ -37,7 +37,7 @@ class LocalCutter:
 
     @classmethod
     def load(cls, name: str, trust_remote_code: bool = False) -> LocalCutter:
-        """By folder, hub id or embedded model. Raises ModelNotFound."""
+        """Load by directory, hub id or name of an embedded model. Raises ModelNotFound."""
         from quire.config.load import LoadConfig
         from quire.config.model import ModelConfig
         from quire.frontend.tokenizer import load
@@ -54,7 +54,7 @@ class LocalCutter:
 
 
 class ServerCutter:
-    """The server's /tokenize and /detokenize, which vLLM's servers and ours have."""
+    """The server's /tokenize and /detokenize, which vLLM and Quire have."""
 
     def __init__(self, server: HttpTarget, model: str):
         self.server, self.model, self.name = server, model, "the server's"
@@ -69,7 +69,7 @@ class ServerCutter:
 
 
 class WordCutter:
-    """No tokenizer: a word counts as a token. What the server counts is reported where it counts."""
+    """Without a tokenizer: counts each word as a token. Results use the server's token counts where it reports them."""
 
     name = "none: one word for a token"
 
@@ -81,7 +81,7 @@ class WordCutter:
 
 
 async def cutter(server: HttpTarget, model: str, tokenizer: str | None, trust: bool) -> Cutter:
-    """`tokenizer` if one is named, else the server's if it has one, else words."""
+    """The named tokenizer; else the server's, if it has one; else words."""
     if tokenizer:
         return LocalCutter.load(tokenizer, trust)
     remote = ServerCutter(server, model)
@@ -95,7 +95,7 @@ async def cutter(server: HttpTarget, model: str, tokenizer: str | None, trust: b
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """What the prompts shall be like. Lengths in tokens."""
+    """Requirements for the prompts. Lengths in tokens."""
 
     dataset: str
     count: int
@@ -107,15 +107,15 @@ class DatasetOptions:
     prefix_len: int = 0
     prefixes: int = 10
     suffix_len: int = 256
-    fixed_output: int | None = None  # of a file's prompts: instead of what the file says
+    fixed_output: int | None = None  # output length that overrides the lengths in a file
     shuffle: bool = True
 
 
 async def make(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
-    """`wanted.count` prompts.
+    """Make `wanted.count` prompts.
 
     Raises:
-        ConfigError: an unknown dataset, or a file that is not there or not of its form.
+        ConfigError: an unknown dataset, or a file that is missing or malformed.
     """
     if wanted.count < 1:
         raise ConfigError(f"--num-prompts {wanted.count}: at least 1")
@@ -150,7 +150,7 @@ async def _random(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
 
 
 async def _prefixes(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
-    """A few long beginnings, each with many ends: what a prefix cache is for."""
+    """A few long prefixes, each with many suffixes: tests the prefix cache."""
     draw = random.Random(wanted.seed)
     heads = [await _text(draw, wanted.prefix_len, cut) for _ in range(max(1, wanted.prefixes))]
 
@@ -171,7 +171,7 @@ def _around(draw: random.Random, length: int, ratio: float) -> int:
 
 
 async def _text(draw: random.Random, length: int, cut: Cutter) -> str:
-    """Made-up words of `length` tokens."""
+    """A text of random words, `length` tokens long."""
     if length <= 0:
         return ""
     tokens: list[Any] = []
@@ -183,14 +183,14 @@ async def _text(draw: random.Random, length: int, cut: Cutter) -> str:
 
 
 def _word(draw: random.Random) -> str:
-    """Pronounceable, and short enough to be few tokens."""
+    """A pronounceable word, short enough to be few tokens."""
     return "".join(
         draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))
     )
 
 
 async def _several(makers: list[Callable[[], Awaitable[BenchPrompt]]]) -> list[BenchPrompt]:
-    """In order, and few at once: they may be questions to the server."""
+    """Run the makers, 16 at a time since they may call the server; results in order."""
     lock = asyncio.Semaphore(16)
 
     async def one(make: Callable[[], Awaitable[BenchPrompt]]) -> BenchPrompt:
@@ -201,7 +201,7 @@ async def _several(makers: list[Callable[[], Awaitable[BenchPrompt]]]) -> list[B
 
 
 async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
-    """JSON lines with `prompt`, and `output_tokens` if the length of the answer matters."""
+    """JSON lines with `prompt`, and optionally `output_tokens`, the length of the answer."""
     rows: list[tuple[str, int | None]] = []
     for number, line in enumerate(_read(wanted).splitlines(), 1):
         if not line.strip():
@@ -217,7 +217,7 @@ async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
 
 
 async def _sharegpt(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
-    """ShareGPT's file: the first two turns of each conversation are a prompt and its answer."""
+    """A ShareGPT file: the first two turns of each conversation are a prompt and its answer."""
     rows: list[tuple[str, int | None]] = []
     try:
         for talk in json.loads(_read(wanted)):

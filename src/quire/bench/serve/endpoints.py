@@ -1,7 +1,7 @@
-"""One request of a load: what is sent to each kind of endpoint, and what its stream says.
+"""One request of a load: its body for each kind of endpoint, and how to read the response stream.
 
-Knows the bodies and events of OpenAI's three text endpoints. Does not know when a request is sent (`arrivals.py`) or what
-its times mean (`metrics.py`).
+Knows the bodies and events of OpenAI's three text endpoints. Does not know when a request is sent (`arrivals.py`) or
+what its times mean (`metrics.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.bench.serve.http_client import HttpFailed, HttpTarget, reason
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
     text: str
-    length: int  # tokens, as far as is known before it is sent
-    output: int  # tokens asked for
+    length: int  # tokens, as estimated before it is sent
+    output: int  # tokens requested
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What came of one request. Times in seconds; of a failed one only `error` and `start` mean something."""
+    """Result of one request. Times in seconds; for a failed request only `error` and `start` are valid."""
 
     prompt_tokens: int
     start: float = 0.0  # time.perf_counter
@@ -42,17 +42,17 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first one; None when there is no other."""
+        """Seconds per token after the first one; None if there are no others."""
         others = self.output_tokens - 1
         return (self.latency - self.ttft) / others if others > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """What one event says."""
+    """Content of one event."""
 
     text: str = ""
-    begun: bool = False  # an event of the answer, even if it has no text
+    begun: bool = False  # an event of the answer, even without text
     usage: dict[str, Any] | None = None
     error: str = ""
 
@@ -81,7 +81,7 @@ def _response(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _endless(ignore_eos: bool) -> dict[str, Any]:
-    return {"ignore_eos": True} if ignore_eos else {}  # not OpenAI's own: only when asked for
+    return {"ignore_eos": True} if ignore_eos else {}  # not in OpenAI's API: sent only if requested
 
 
 def _read_completion(event: dict[str, Any]) -> StreamEvent:
@@ -94,7 +94,7 @@ def _read_chat(event: dict[str, Any]) -> StreamEvent:
     deltas = [choice.get("delta") or {} for choice in event.get("choices") or []]
     names = ("reasoning", "reasoning_content", "content")
     text = "".join(next((d[name] for name in names if d.get(name)), "") for d in deltas)
-    begun = any("role" not in delta for delta in deltas)  # the first one only says who speaks
+    begun = any("role" not in delta for delta in deltas)  # the first delta has only the role
     return StreamEvent(text, begun, event.get("usage"), _error(event))
 
 
@@ -127,7 +127,7 @@ KINDS["vllm"] = KINDS["quire"] = KINDS["openai"]
 
 
 class SseReader:
-    """Reads server-sent events as their bytes come, and notes when each piece of text did."""
+    """Parses server-sent events as their bytes arrive, and records the time of each piece of text."""
 
     def __init__(self, kind: Kind, done: RequestRecord):
         self.read, self.done = kind.read, done
@@ -161,7 +161,7 @@ class SseReader:
             self.usage = said.usage
 
     def end(self) -> None:
-        """Fill in what is known now that all has come."""
+        """Fill in the results after the last event."""
         done, times = self.done, self.times
         if not self.begun and not done.error:
             done.error = "the stream ended without an answer"
@@ -171,7 +171,7 @@ class SseReader:
         done.ttft, done.latency = first - done.start, last - done.start
         done.itls = [b - a for a, b in itertools.pairwise(times)]
         done.text = "".join(self.pieces)
-        # A server that counts nothing: one token an event.
+        # If the server does not report usage, count one token per event.
         done.output_tokens = self.usage.get("completion_tokens") or len(times)
         done.prompt_tokens = self.usage.get("prompt_tokens") or done.prompt_tokens
 
@@ -187,10 +187,10 @@ async def ask(
     clock: Callable[[], float],
     headers: dict[str, str] | None = None,
 ) -> RequestRecord:
-    """Send one prompt and read its stream to the end. Never raises for what the server does.
+    """Send one prompt and read its stream to the end. Failures of the server are recorded, never raised.
 
     Args:
-        more: fields of the body that win over ours, model included.
+        more: fields that override the body's, `model` included.
     """
     body = kind.body(prompt, ignore_eos) | {"stream": True}
     if kind.asks_usage:

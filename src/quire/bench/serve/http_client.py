@@ -1,8 +1,8 @@
-"""Many HTTP exchanges at once for little CPU, and the time at which each piece of an answer came.
+"""HTTP client for many concurrent exchanges with little CPU time, which records when each piece of a body arrives.
 
-Knows HTTP/1.1 over TCP and TLS, and keeps connections open. Does not know what is in a body. The load
-generator shares the machine with what it measures, so a piece costs a parser call and no task switch; its time is
-taken when its bytes arrive, before anything is read in them.
+Knows HTTP/1.1 over TCP and TLS, and keeps connections open. Does not know what a body contains. The load
+generator shares the machine with the server under test, so a piece costs a parser call and no task switch; its
+time is taken when its bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import httptools
 from quire.errors import ConfigError, QuireError
 
 Heard = Callable[[bytes, float], None]
-"""A piece of a body, and when it came (seconds of time.perf_counter)."""
+"""Called with a piece of a body and its arrival time (seconds of time.perf_counter)."""
 
 
 class HttpFailed(QuireError):
-    """No answer, or half of one."""
+    """There was no response, or an incomplete one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
     status: int
-    body: bytes  # empty where the pieces were heard
+    body: bytes  # empty if the pieces went to `heard`
 
 
 class HttpConnection(asyncio.Protocol):
@@ -58,7 +58,7 @@ class HttpConnection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    # asyncio calls these
+    # called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport, self.open = cast(asyncio.Transport, transport), True
@@ -66,7 +66,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.when, self.begun = time.perf_counter(), True
         if self.done is None or self.done.done():
-            self.close()  # nobody asked
+            self.close()  # unexpected data
             return
         try:
             self.parser.feed_data(data)
@@ -79,11 +79,11 @@ class HttpConnection(asyncio.Protocol):
         if self.status and not self.bounded and error is None:
             self._end(
                 HttpAnswer(self.status, b"".join(self.parts))
-            )  # such a body ends with the connection
+            )  # a body without a length ends with the connection
         elif self.done is not None:
             self._end(HttpFailed(f"the connection was closed{f': {error}' if error else ''}"))
 
-    # and httptools these
+    # called by httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.bounded |= name.lower() in (b"content-length", b"transfer-encoding")
@@ -114,7 +114,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 class HttpTarget:
-    """An address, and the open connections to it. `async with`: they are closed at the end."""
+    """A server's address, and the open connections to it. `async with` closes them at the end."""
 
     def __init__(
         self, base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False
@@ -146,7 +146,7 @@ class HttpTarget:
             link.close()
         self.links.clear()
         self.idle.clear()
-        await asyncio.sleep(0)  # transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the next iteration of the loop
 
     async def ask(
         self,
@@ -158,10 +158,10 @@ class HttpTarget:
         headers: Mapping[str, str] | None = None,
         timeout: float = 6 * 3600.0,
     ) -> HttpAnswer:
-        """One exchange. With `heard`, the pieces of a 200's body go there as they come.
+        """One exchange. `heard` gets the pieces of a response with status 200 as they arrive.
 
         Raises:
-            HttpFailed: no connection, a broken one, no HTTP, or `timeout` seconds have passed.
+            HttpFailed: no connection, a broken one, not HTTP, or `timeout` seconds have passed.
         """
         more = "".join(f"{name}: {_line(value)}\r\n" for name, value in (headers or {}).items())
         head = f"{method} {self.base}{path} HTTP/1.1\r\n{self.fields}{more}Content-Length: {len(body)}\r\n\r\n"
@@ -175,10 +175,10 @@ class HttpTarget:
                     except HttpFailed:
                         self._drop(link)
                         if used and not link.begun:
-                            continue  # it was closed while nobody used it: once more on another
+                            continue  # the server closed it while idle: retry on another
                         raise
                     except BaseException:
-                        self._drop(link)  # half an answer is still to come on it
+                        self._drop(link)  # the rest of the response may still arrive on it
                         raise
                     self._keep(link)
                     return answer
@@ -186,7 +186,7 @@ class HttpTarget:
             raise HttpFailed(f"no answer within {timeout:g} s") from None
 
     async def json(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        """A whole answer, decoded. Raises HttpFailed also for a status other than 200."""
+        """The decoded body of a response. Raises HttpFailed also for a status other than 200."""
         import msgspec
 
         data = b"" if body is None else msgspec.json.encode(body)
@@ -232,7 +232,7 @@ def _line(value: str) -> str:
 
 
 def reason(body: bytes) -> str:
-    """What an error's body says, whatever form it has."""
+    """The message of an error response, in any format."""
     import msgspec
 
     text = body.decode("utf-8", "replace")

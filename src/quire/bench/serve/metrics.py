@@ -1,6 +1,6 @@
-"""What the times of a load mean: throughput, latencies, goodput; the printout and the JSON that CI jobs read.
+"""Metrics of a load: throughput, latencies, goodput; the printout, and the JSON result that CI jobs read.
 
-Names and meanings are those of `vllm bench serve` 0.32. Does not know how the times were taken.
+Names and definitions are those of `vllm bench serve` 0.32. Does not know how times were taken.
 
     TTFT    first token after sending         TPOT    (E2EL - TTFT) / (tokens - 1)
     ITL     between two pieces of text        E2EL    last token after sending
@@ -26,13 +26,13 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-PROMISES = ("ttft", "tpot", "e2el")  # of a single request
+PROMISES = ("ttft", "tpot", "e2el")  # metrics of a single request, which goodput can limit
 WIDTH = 50
 
 
 @dataclass(frozen=True, slots=True)
 class MetricOptions:
-    """What of the figures is wanted."""
+    """Which metrics to report."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
     percentiles: tuple[float, ...] = (99.0,)
@@ -40,7 +40,7 @@ class MetricOptions:
 
     @staticmethod
     def read(metrics: str, percentiles: str, goodput: Sequence[str] | None) -> MetricOptions:
-        """From the command line. Raises ConfigError: an unknown metric, or a number that is none."""
+        """Parse command line options. Raises ConfigError: an unknown metric, or an invalid number."""
         names = tuple(name.strip() for name in metrics.split(",") if name.strip())
         for name in names:
             if name not in METRICS:
@@ -67,7 +67,7 @@ class MetricOptions:
 
 
 def figures(done: Sequence[RequestRecord], seconds: float, told: MetricOptions) -> dict[str, Any]:
-    """The keys of the result file that are measured. Times in milliseconds, rates a second."""
+    """The measured keys of the result file. Times in milliseconds, rates per second."""
     good = [one for one in done if one.ok]
     tokens_in = sum(one.prompt_tokens for one in good)
     tokens_out = sum(one.output_tokens for one in good)
@@ -108,7 +108,7 @@ def _values(name: str, done: Sequence[RequestRecord]) -> list[float]:
 def _summary(
     name: str, seconds: list[float], percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """None where there is nothing to sum up: 0 ms would be a lie."""
+    """The values are None without measurements: 0 ms would be wrong."""
     values = 1e3 * numpy.asarray(seconds or [math.nan])
     found = {
         f"mean_{name}_ms": values.mean(),
@@ -130,7 +130,7 @@ def _keeps(done: RequestRecord, promises: dict[str, float]) -> bool:
 
 
 def busiest_second(done: Sequence[RequestRecord]) -> float:
-    """The most tokens that came within one second of the clock. A request's tokens are spread over its pieces."""
+    """The most tokens within one second since the start. A request's tokens are spread evenly over its pieces."""
     if not done:
         return 0.0
     start = min(one.start for one in done)
@@ -146,7 +146,7 @@ def busiest_second(done: Sequence[RequestRecord]) -> float:
 
 
 def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate: float) -> str:
-    """The table that is printed at the end."""
+    """The table to print at the end."""
     lines = [_title("Serving Benchmark Result", "=")]
     lines += [
         _line("Successful requests:", result["completed"]),
@@ -195,13 +195,13 @@ def _line(words: str, value: float | None) -> str:
 
 
 def failures(done: Sequence[RequestRecord]) -> str:
-    """Each reason once, with how often: what went wrong is not to be searched for."""
+    """The most frequent errors, each with its count."""
     counts = Counter(one.error for one in done if not one.ok)
     return "\n".join(f"failed {count} times: {why}" for why, count in counts.most_common(5))
 
 
 def details(done: Sequence[RequestRecord], prompts: Sequence[int]) -> dict[str, Any]:
-    """What --save-detailed adds: by request, times in seconds."""
+    """The keys that --save-detailed adds: values by request, times in seconds."""
     return {
         "input_lens": [
             one.prompt_tokens if one.ok else length

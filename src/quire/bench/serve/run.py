@@ -1,7 +1,7 @@
-"""`quire bench serve`: load a running server and say how fast it answers.
+"""`quire bench serve`: send a load to a running server and report how fast it answers.
 
-Any server that speaks OpenAI's protocol. Options, printout and the keys of the result file are those of
-`vllm bench serve`. Status 0; 1 if no request was answered; 2 for a mistake in the options.
+Works with any server that implements OpenAI's API. Options, printout and the keys of the result file are those of
+`vllm bench serve`. Status 0; 1 if no request succeeded; 2 for a mistake in the options.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 class ServePlan:
-    """One run, from options that make sense."""
+    """One run, with validated options."""
 
     def __init__(self, given: argparse.Namespace):
-        """Raises ConfigError: options that do not."""
+        """Raises ConfigError: invalid options."""
         self.given = given
         if given.backend not in KINDS:
             raise ConfigError(f"--backend {given.backend}: not one of {', '.join(KINDS)}")
         self.kind: Kind = KINDS[given.backend]
         self.path = given.endpoint or self.kind.path
         self.url = given.base_url or f"http://{_host(given.host)}:{given.port}"
-        if self.path.startswith("/v1/"):  # both ways to write an address are in use
+        if self.path.startswith("/v1/"):  # users write the address with and without /v1
             self.url = self.url.rstrip("/").removesuffix("/v1")
         self.told = metrics.MetricOptions.read(
             given.percentile_metrics, given.metric_percentiles, given.goodput
@@ -98,10 +98,10 @@ class ServePlan:
         return 0 if result["completed"] else 1
 
     async def _ready(self, server: HttpTarget) -> str:
-        """Wait until the server answers; the model's name there.
+        """Wait until the server answers; returns the name of its model.
 
         Raises:
-            HttpFailed: it did not in time.
+            HttpFailed: it did not answer in time.
         """
         given = self.given
         name = given.served_model_name or given.model
@@ -117,7 +117,7 @@ class ServePlan:
             except HttpFailed as why:
                 refused = any(f" {status}:" in str(why) for status in (401, 403))
                 if name and " 404:" in str(why):
-                    return str(name)  # a server without the list
+                    return str(name)  # a server without /v1/models
                 if refused or time.monotonic() > end:
                     raise
             await asyncio.sleep(1)

@@ -1,6 +1,6 @@
-"""A picture of one load: a bar a request, from when it was sent to its last token. `--plot-timeline` keeps it.
+"""The page of `--plot-timeline`: a bar for each request, from sending to its last token.
 
-Knows what came of each request. Draws SVG in a page that needs nothing else.
+Knows the results of requests. Draws SVG in a self-contained HTML page.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from quire.bench.serve.endpoints import RequestRecord
 
 WIDTH, ROW, LEFT, TOP = 1000, 8, 60, 24  # pixels
 GAPS_MS = (25.0, 50.0)
-"""Gaps between tokens: below the first all is well, above the second somebody waits."""
+"""Thresholds for gaps between tokens: up to the first they are fine, above the second users notice them."""
 COLOURS = {"first": "#9ab", "fine": "#4a8", "slow": "#eb3", "late": "#c44", "failed": "#000"}
 STYLE = "body{font:14px/1.5 sans-serif;margin:2em}b{padding:0 .6em;margin-right:.3em}"
 
 
 def page(done: Sequence[RequestRecord], title: str, gaps_ms: tuple[float, float] = GAPS_MS) -> str:
-    """Requests from top to bottom in the order in which they were sent."""
+    """The page; requests from top to bottom in the order of sending."""
     rows = sorted(done, key=lambda one: one.start)
     begin = rows[0].start if rows else 0.0
     whole = max((one.start + one.latency for one in rows), default=0.0) - begin or 1.0
@@ -43,7 +43,7 @@ def page(done: Sequence[RequestRecord], title: str, gaps_ms: tuple[float, float]
 
 
 def ticks(whole: float, count: int) -> str:
-    """Seconds, at ten places."""
+    """The time axis, with ten divisions."""
     found = []
     for tenth in range(11):
         x = LEFT + WIDTH * tenth / 10
@@ -57,7 +57,7 @@ def ticks(whole: float, count: int) -> str:
 def bars(
     one: RequestRecord, y: int, begin: float, scale: float, gaps_ms: tuple[float, float]
 ) -> list[str]:
-    """One request's; neighbours of one colour are one bar."""
+    """The bars of one request; adjacent gaps of one colour become one bar."""
     pieces = [("failed", max(one.latency, 2 / scale))] if not one.ok else [("first", one.ttft)]
     for gap in one.itls if one.ok else ():
         kind = (
