@@ -1,1 +1,1 @@
-"""For programs written for vLLM: `vllm_shim.py` makes `import vllm` mean Quire; `python -m quire.compat` runs them so."""
+"""Runs programs for vLLM: `vllm_shim.py` makes `import vllm` mean Quire; `python -m quire.compat` runs a program so."""

@@ -1,6 +1,6 @@
 """`python -m quire.compat program.py ARGUMENTS`, or `-m module ARGUMENTS`: run a program written for vLLM.
 
-`python -m quire.compat -m vllm.entrypoints.openai.api_server --model M` starts our server.
+`python -m quire.compat -m vllm.entrypoints.openai.api_server --model M` starts Quire's server.
 """
 
 from __future__ import annotations

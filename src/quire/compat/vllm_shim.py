@@ -1,11 +1,11 @@
-"""For programs written for vLLM: `import vllm` can mean Quire, where vLLM is not installed.
+"""The vLLM shim: makes `import vllm` mean Quire, if vLLM is not installed.
 
     import quire; quire.install_as_vllm()
     from vllm import LLM, SamplingParams
 
-or, for a program that shall not be touched, `python -m quire.compat program.py ARGUMENTS`, or the distribution in
-`compat/vllm/`, whose package and command `vllm` are this file's. Only public names are there; a name that Quire does
-not have is an ImportError that says so. Nothing happens unless asked for.
+To run a program without changing it: `python -m quire.compat program.py ARGUMENTS`, or install the distribution in
+`compat/vllm/`, whose package and command `vllm` use this file. It provides public names only; for a name that Quire
+does not have, it raises an ImportError that says so. Importing this file changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.compat.vllm_unsupported import IGNORED, OUTPUTS
 
 ROOT = "quire"
 STANDS_IN = "quire.compat.vllm_shim"
-"""Text by which our own package `vllm` is told from vLLM."""
+"""Text that identifies Quire's own package `vllm`, in its __init__.py."""
 
 LATER = "quire.compat.vllm_unsupported:"
 PARSER = "quire.config.engine_args:ProgramParser"
@@ -112,7 +112,7 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm.utils": {"FlexibleArgumentParser": PARSER},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": PARSER},
 }
-"""Module of vLLM -> its names -> where they are here."""
+"""vLLM module -> its names -> where Quire has them."""
 
 RUN = {
     "vllm.entrypoints.openai.api_server": "serve",
@@ -120,14 +120,14 @@ RUN = {
     "vllm.entrypoints.cli.main": "",
     "vllm.__main__": "",
 }
-"""Modules that people run with `python -m`: module -> subcommand of quire."""
+"""Modules that users run with `python -m`: module -> subcommand of quire."""
 
 
 def install_as_vllm() -> None:
     """Make `import vllm` find Quire, in this process. A second call does nothing.
 
     Raises:
-        ImportError: vLLM itself is installed or imported; two of them under one name would be a riddle.
+        ImportError: vLLM itself is installed or imported.
     """
     if _installed():
         return
@@ -138,10 +138,10 @@ def install_as_vllm() -> None:
 
 
 def stand_in() -> None:
-    """Called by our own package `vllm` when it is imported: from here on it is this file's modules.
+    """Replace Quire's own package `vllm` by this file's modules; the package calls this when it is imported.
 
     Raises:
-        ImportError: vLLM is installed beside it, so that nobody could say whose files are whose.
+        ImportError: vLLM is installed too, so the two packages' files are mixed.
     """
     try:
         version = importlib.metadata.version("vllm")
@@ -173,13 +173,13 @@ def _is_ours(origin: str | None) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Makes the modules of NAMES."""
+    """Makes the modules in NAMES."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name in NAMES or name in RUN:
-            # What is run by `python -m` must not be a package, or Python looks for its __main__.
+            # A module for `python -m` must not be a package, or Python looks for its __main__.
             return importlib.machinery.ModuleSpec(name, self, is_package=name not in RUN)
         if name.startswith("vllm."):
             raise ModuleNotFoundError(
@@ -191,14 +191,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return _Module(spec.name, f"{spec.name}, played by Quire")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names are looked up when they are asked for; the file is where "cannot import name" points to."""
+        """Names are resolved on access; `__file__` appears in the error "cannot import name"."""
         module.__file__ = __file__
 
     def is_package(self, name: str) -> bool:
         return name not in RUN
 
     def get_source(self, name: str) -> str:
-        """What `python -m vllm.entrypoints.openai.api_server` runs; empty for the others."""
+        """The program for `python -m vllm.entrypoints.openai.api_server`; empty for other modules."""
         if name not in RUN:
             return ""
         words = [RUN[name]] if RUN[name] else []
@@ -211,7 +211,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 class _Module(ModuleType):
-    """Looks a name up when it is asked for."""
+    """Resolves its names on access."""
 
     def __getattr__(self, name: str) -> Any:
         here = object.__getattribute__(self, "__name__")

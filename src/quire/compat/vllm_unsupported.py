@@ -1,4 +1,4 @@
-"""Public names of the field whose feature comes later: they can be imported, and say so when they are used.
+"""Public names of vLLM that Quire does not support yet: they can be imported, but raise an error when used.
 
 A program often imports more than it uses, so the import itself must not fail. Knows names and remedies only.
 """
@@ -30,14 +30,14 @@ LATER: dict[str, tuple[str, str]] = {
         "see `quire.worker.sampling.logits_processors` for ours",
     ),
 }
-"""Name -> (feature, what to do until then). Making an object of it is refused."""
+"""Name -> (feature, what to do instead). Creating an object raises Unsupported."""
 
 IGNORED = ("CompilationConfig", "StructuredOutputsConfig", "AttentionConfig", "CUDAGraphMode")
-"""Objects that hold settings which this engine takes with a warning, or in part: they keep what they are given."""
+"""Classes for settings that Quire ignores with a warning, or supports in part: objects keep their arguments."""
 
 
 class _Later(type):
-    """So that class methods are refused with the same words as the class."""
+    """Makes access to class attributes fail with the same message as creating an object."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         feature, remedy = LATER[cls.__name__]
@@ -51,21 +51,21 @@ class _Later(type):
 
 
 class Settings(SimpleNamespace):
-    """Keeps its keywords, for a field that decides what they mean."""
+    """Keeps its keyword arguments; the configuration field that gets the object interprets them."""
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """What programs call after `del llm`: there are no process groups here, so only garbage is collected."""
+    """Programs call this after `del llm`. Quire has no process groups here, so it only collects garbage."""
     gc.collect()
 
 
 def initialize_ray_cluster(*values: Any, **keywords: Any) -> NoReturn:
-    """Refused: one device serves a model now."""
+    """Raises Unsupported: one device serves a model."""
     raise Unsupported("initialize_ray_cluster (Ray)", "start one server a device")
 
 
 def __getattr__(name: str) -> Any:
-    """Classes are made once, when they are asked for."""
+    """Make a class on first access."""
     if name in LATER:
         feature, _ = LATER[name]
         made: Any = _Later(name, (), {"__doc__": f"Comes with {feature}.", "__module__": __name__})
