@@ -1,1 +1,1 @@
-"""Features: each a few small objects that fit the sockets of the rooms; engine/assemble.py plugs them in."""
+"""Features: each has a few small objects (a gate, a hook, a logits processor) that engine/assemble.py plugs in."""

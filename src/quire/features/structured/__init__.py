@@ -1,1 +1,1 @@
-"""Structured output: text that keeps to a JSON schema, a regex, a choice, a grammar or tags."""
+"""Structured output: constrains outputs to a JSON schema, a regex, a choice, a grammar or structural tags."""

@@ -1,6 +1,6 @@
-"""The front room's checks, made in a process that ends when one of them takes too much. Answers are kept.
+"""The frontend's constraint checks, run in a process with limits, and a cache of their results.
 
-Knows constraints and processes. Does not know what is checked (`validate.py`) or HTTP.
+Knows constraints and processes. Does not know the checks themselves (`validate.py`) or HTTP.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.features.structured.json_schema import MAX_BYTES
 from quire.features.structured.validate import check_constraint, verdict
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-KEPT = 512  # answers: agents send the same schema again and again
-CPU_S = 1.0  # of one check; the largest schema that is taken needs 0.1 s
+KEPT = 512  # cached results: agents send the same schema repeatedly
+CPU_S = 1.0  # limit of one check; the largest accepted schema needs 0.1 s
 AT_ONCE = 2
 TOO_MUCH = (
     "reading it takes too much processor time or memory; make it smaller, or repeat less in it"
@@ -24,7 +24,7 @@ TOO_MUCH = (
 
 
 class ConstraintChecker:
-    """One for each front room; thread-safe. Its process is started by the first constraint."""
+    """One per frontend; thread-safe. The first constraint starts its process."""
 
     def __init__(self) -> None:
         self._forkers = Forkers()
@@ -36,7 +36,7 @@ class ConstraintChecker:
     def checked(
         self, constraint: StructuredOutputsParams, backend: str = "auto"
     ) -> StructuredOutputsParams:
-        """As `check.checked`. Blocks: run it in a thread."""
+        """As `validate.check_constraint`. Blocks: run it in a thread."""
         return check_constraint(constraint, backend, self._verdict)
 
     def _verdict(
@@ -45,7 +45,7 @@ class ConstraintChecker:
         value = getattr(constraint, constraint.kind)
         size = sum(map(len, value)) if isinstance(value, list) else len(str(value))
         if size > MAX_BYTES:
-            return verdict(constraint, engine, second)  # it is refused for its size, at once
+            return verdict(constraint, engine, second)  # refuses it for its size, at once
         key = digest(constraint), engine, second
         with self._lock:
             if key in self._known:
@@ -75,5 +75,5 @@ class ConstraintChecker:
                 return self._idle.pop()
         try:
             return self._forkers.fork()
-        except ProcessEnded:  # somebody has ended the forker: there is a new one
+        except ProcessEnded:  # the forker was killed: this starts a new one
             return self._forkers.fork()

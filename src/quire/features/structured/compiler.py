@@ -1,13 +1,13 @@
-"""Compiled grammars: each made in a process of its own, kept, and given to the rows that follow it.
+"""Grammar compiler: compiles each grammar in a process of its own and caches the processes.
 
-Knows constraints, processes, threads and limits. Does not know rows, requests or logits. A grammar has shown its first
-mask within the limits before a request with it is admitted. Rows with the same grammar share its process.
+Knows constraints, processes, threads and limits. Does not know rows, requests or logits. A compile includes the
+grammar's first mask, so both are within the limits before a row uses the grammar. Rows with the same grammar share its
+process.
 
-    quick lane   every grammar has QUICK_CPU_S of processor time here, which is plenty for an honest one
-    slow lane    what needs more begins anew here, one at a time and with low priority, and has SLOW_CPU_S
+    quick lane   every grammar gets QUICK_CPU_S of processor time here, which is enough for any normal one
+    slow lane    a grammar that needs more starts again here, one at a time with low priority, and gets SLOW_CPU_S
 
-So nobody waits behind a grammar that takes long, but others that take long. What is still to be compiled is never
-dropped, however many ask, while somebody waits for it.
+So only slow grammars wait for slow grammars. A queued compile is never evicted while a request waits for it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-KEPT = 32  # compiled grammars that no row may follow: each is a process
-KEPT_BYTES = 512 << 20  # of memory that they take together; the least recently used go first
+KEPT = 32  # compiled grammars cached without rows: each is a process
+KEPT_BYTES = 512 << 20  # their total memory; the least recently used are evicted first
 KEPT_REFUSALS = 1024
 THREADS = 2
-QUICK_CPU_S = 0.25  # an honest schema takes 0.005 s, the largest that is taken about 0.15 s
+QUICK_CPU_S = 0.25  # a normal schema takes 0.005 s, the largest accepted one about 0.15 s
 SLOW_CPU_S = 2.0
 SLOW_NICE = 15
-MEMORY = 256 << 20  # of one grammar, above the vocabulary that all share
+MEMORY = 256 << 20  # of one grammar, without the shared vocabulary
 XGRAMMAR_CPU_S = 15.0  # its compiler takes a hundred times as long
 XGRAMMAR_MEMORY = 1 << 30
 
@@ -43,7 +43,7 @@ _Job = tuple[StructuredOutputsParams, "Future[GrammarProcess]"]
 
 
 class GrammarCompiler:
-    """May be used from any thread."""
+    """Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
@@ -54,9 +54,9 @@ class GrammarCompiler:
         self._kept: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
         self._refused: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
         self.waiting: OrderedDict[bytes, _Job] = OrderedDict()
-        """What is not begun, by its digest."""
+        """Jobs that have not started, by digest."""
         self.slow: OrderedDict[bytes, _Job] = OrderedDict()
-        """What the quick lane has given up, and the slow lane has not begun."""
+        """Jobs that the quick lane gave up and the slow lane has not started."""
         self._running: dict[bytes, GrammarProcess] = {}
         self._at_work = 0
         self._slow_at_work = False
@@ -65,7 +65,7 @@ class GrammarCompiler:
         self._patient = ThreadPoolExecutor(1, "grammar-slow")
 
     def ask(self, constraint: StructuredOutputsParams, now: bool = False) -> Future[GrammarProcess]:
-        """The compiled grammar, some time; `now`: before all that waits, because a step waits for it.
+        """A future of the compiled grammar. `now`: compile it before all queued ones, because a step waits for it.
 
         Its result raises:
             Refused, ConfigError: it cannot be enforced, or not with this vocabulary.
@@ -90,7 +90,7 @@ class GrammarCompiler:
         return found
 
     def drop(self, constraint: StructuredOutputsParams) -> None:
-        """Nobody waits for it any more: it is not compiled, and a compile that has begun is ended."""
+        """Cancel a compile that no request waits for, even a running one."""
         key = digest(constraint)
         with self._lock:
             job = self.waiting.pop(key, None) or self.slow.pop(key, None)
@@ -104,7 +104,7 @@ class GrammarCompiler:
 
     # -- in the threads -------------------------------------------------------------------------
     def _work(self) -> None:
-        """Compile what waits, until nothing does."""
+        """Compile the queued jobs until the queue is empty."""
         while True:
             with self._lock:
                 if not self.waiting:
@@ -129,12 +129,12 @@ class GrammarCompiler:
         except ProcessEnded:
             if slow or not self._to_slow_lane(key, job):
                 made.set_exception(Refused(too_much(constraint)))
-        except BaseException as error:  # it is told to whoever asked
+        except BaseException as error:  # the caller gets it from the future
             made.set_exception(error)
 
     def _to_slow_lane(self, key: bytes, job: _Job) -> bool:
         with self._lock:
-            if self._known.get(key) is not job[1]:  # nobody waits for it any more
+            if self._known.get(key) is not job[1]:  # it was dropped
                 return False
             self.slow[key] = job
             if not self._slow_at_work:
@@ -145,14 +145,14 @@ class GrammarCompiler:
     def _compile(
         self, key: bytes, constraint: StructuredOutputsParams, slow: bool
     ) -> GrammarProcess:
-        """Raises ProcessEnded: it takes too much."""
+        """Raises ProcessEnded: it exceeds the limits."""
         other = constraint.engine == "xgrammar"
         if other and not slow:
             raise ProcessEnded("xgrammar is slow")
         forkers = self._xgrammar if other else self.forkers
         try:
             process = forkers.fork()
-        except ProcessEnded:  # somebody has ended the forker: there is a new one
+        except ProcessEnded:  # the forker was killed: this starts a new one
             process = forkers.fork()
         with self._lock:
             self._running[key] = process
@@ -166,7 +166,7 @@ class GrammarCompiler:
                 self._running.pop(key, None)
         return process
 
-    # -- what is kept ---------------------------------------------------------------------------
+    # -- cache ----------------------------------------------------------------------------------
     def _made(self, key: bytes, made: Future[GrammarProcess]) -> None:
         with self._lock:
             if self._known.get(key) is made:
@@ -175,7 +175,7 @@ class GrammarCompiler:
     def _keep(self, key: bytes, made: Future[GrammarProcess]) -> None:
         if made.cancelled() or (error := made.exception()) is not None:
             if made.cancelled() or not isinstance(error, Refused | ConfigError):
-                self._known.pop(key, None)  # it may go better the next time
+                self._known.pop(key, None)  # it may succeed the next time
                 return
             self._refused[key] = made
             self._refused.move_to_end(key)
@@ -188,13 +188,13 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
 
     def kept_bytes(self) -> int:
-        """Memory of the kept grammars' processes."""
+        """Memory of the cached grammars' processes."""
         return sum(made.result().bytes for made in self._kept.values())
 
     def warm(self, other: bool = False) -> None:
-        """Prepare the vocabulary in the background. It takes a second of a large one.
+        """Prepare the vocabulary in the background; a large one takes a second.
 
-        `other`: for xgrammar too, which takes five more.
+        `other`: for xgrammar too, which takes five seconds more.
         """
         self._first.submit(self.forkers.start)
         if other:
@@ -202,7 +202,7 @@ class GrammarCompiler:
 
 
 def digest(constraint: StructuredOutputsParams) -> bytes:
-    """What a constraint is known as: its text may have a MiB."""
+    """A hash as the cache key of a constraint, whose text may have a MiB."""
     return hashlib.sha256(msgspec.msgpack.encode(constraint.key)).digest()
 
 
@@ -213,7 +213,7 @@ def _ended(made: Future[GrammarProcess]) -> bool:
 
 
 def too_much(constraint: StructuredOutputsParams) -> str:
-    """What is said of a grammar that was ended."""
+    """The error message for a grammar whose compile exceeded the limits."""
     other = constraint.engine == "xgrammar"
     seconds = XGRAMMAR_CPU_S if other else SLOW_CPU_S
     memory = XGRAMMAR_MEMORY if other else MEMORY

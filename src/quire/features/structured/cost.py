@@ -1,7 +1,7 @@
-"""What a constraint asks for, counted before anything is compiled: the clear cases of too much are refused here.
+"""Cost check: refuses a constraint that is clearly too large, before compiling it.
 
-Knows the shapes of regexes, grammars and schemas, and limits. It reads roughly and quickly; what gets past it is held by
-the limits of the process that compiles (`compiler.py`).
+Knows the syntax of regexes, grammars and schemas, and limits. The estimate is rough and fast; the limits of the compile
+process (`compiler.py`) stop what it misses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 
 from quire.features.structured.refusal import Refused
 
-MAX_NESTED = (
-    10_000  # `(a{100}){100}`: llguidance takes 0.03 s for as many, and seconds for a million
-)
-MAX_LITERAL = 64 << 10  # characters of one text that the output must have: 0.06 s
-MAX_ALTERNATIVES = 5000  # of a grammar: compiling takes time by the square of them, 0.1 s for these
-MAX_MULTIPLE = 100_000  # llguidance makes a state of each remainder: a second for as many
-MAX_GROUPS = 1000  # that stand in one another
+MAX_NESTED = 10_000  # `(a{100}){100}`: llguidance takes 0.03 s for this, and seconds for a million
+MAX_LITERAL = 64 << 10  # characters of one required text: 0.06 s
+MAX_ALTERNATIVES = 5000  # of a grammar: compile time is quadratic, 0.1 s for this many
+MAX_MULTIPLE = 100_000  # llguidance makes one state per remainder: a second for this many
+MAX_GROUPS = 1000  # nesting depth
 
 PIECE = re.compile(
     r"\\(?:x\{[^}]*\}|u\{[^}]*\}|[pP]\{[^}]*\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|\(\?[^:)>=!]{0,64}[:>]?|.",
@@ -35,11 +33,11 @@ IN_GRAMMAR = re.compile(
 
 @dataclass(slots=True)
 class _Part:
-    """A piece of an expression."""
+    """The cost of a part of an expression."""
 
-    length: int = 0  # characters that it has at least
-    nested: int = 1  # the largest product of counts that stand in one another
-    depth: int = 0  # how many counts those are
+    length: int = 0  # minimum number of characters
+    nested: int = 1  # the largest product of nested repetition counts
+    depth: int = 0  # nesting depth of counts
 
     def times(self, least: int, most: int) -> None:
         self.length *= least
@@ -69,14 +67,14 @@ class _Part:
 
 
 class _Reader:
-    """Adds up an expression from its pieces: groups, alternatives and counts."""
+    """Sums the cost of an expression from its pieces: groups, alternatives and counts."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[_Part, _Part, _Part]] = []
         self._new()
 
     def _new(self) -> None:
-        # The alternatives before this one, this one up to its last piece, and that piece.
+        # The earlier alternatives, the current one without its last piece, and that piece.
         self.before, self.own, self.last = _Part(), _Part(), _Part()
 
     def piece(self, length: int, part: _Part | None = None) -> None:
@@ -131,7 +129,7 @@ def _regex(text: str) -> _Part:
 
 
 def check_grammar(text: str) -> None:
-    """A grammar in EBNF or Lark, rule by rule. Raises Refused."""
+    """Check a grammar in EBNF or Lark, rule by rule. Raises Refused."""
     reader, alternatives = _Reader(), 0
     for piece in IN_GRAMMAR.findall(text):
         first = piece[:1]
@@ -168,7 +166,7 @@ def check_text(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """All parts of a JSON schema. Raises Refused."""
+    """Check all parts of a JSON schema. Raises Refused."""
     todo = [schema]
     while todo:
         part = todo.pop()
@@ -189,7 +187,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_multiple(schema: dict[str, Any]) -> None:
-    """The least common multiple of what stands in one `allOf`."""
+    """Check the least common multiple of all `multipleOf` in a schema and its `allOf`. Raises Refused."""
     parts, found = [schema], Fraction(1)
     while parts:
         part = parts.pop()
@@ -210,5 +208,5 @@ def _check_multiple(schema: dict[str, Any]) -> None:
 
 
 def _number(digits: str) -> int:
-    """At most a billion, since Python takes long for thousands of digits."""
+    """The number, capped at a billion, because Python is slow on thousands of digits."""
     return int(digits) if len(digits) < 10 else 10**9

@@ -1,7 +1,7 @@
-"""The gate: a request waits until its grammar is compiled, and holds up nobody meanwhile.
+"""Grammar gate: a request waits until its grammar is compiled, without blocking other requests.
 
-Knows waiting requests and a compiler. Does not know rows or tokens. A grammar that cannot be compiled lets its
-request through: it fails alone, on the worker, with the reason.
+Knows waiting requests and a compiler. Does not know rows or tokens. If the compile fails, the gate admits the request,
+which then fails alone on the worker, with the reason.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _Key = tuple[object, ...]
 
 
 class GrammarGate(Gate):
-    """`wake` is called from a thread when a grammar is ready: the loop may be asleep.
+    """Calls `wake` from a thread when a grammar is ready, because the engine loop may be asleep.
 
-    With the worker `elsewhere`, in a process with a compiler of its own, plans tell it what is being compiled here, so
-    that both are done when the request enters.
+    If the worker is `elsewhere`, in a process with a compiler of its own, the plans list the grammars that compile
+    here, so that both compilers finish before the request enters.
     """
 
     name = NAME
@@ -52,8 +52,8 @@ class GrammarGate(Gate):
         self._ready: WeakSet[Request] = WeakSet()
 
     def ready(self, request: Request) -> bool:
-        """It asks once for each: what was compiled for one may be forgotten by the time the last was asked for, and
-        whoever asks again would wait again."""
+        """Asks the compiler once per request: it may have evicted a finished grammar, and asking again would wait
+        again."""
         if (constraint := request.params.structured_outputs) is None or request in self._ready:
             return True
         if request not in self._asked:
@@ -65,7 +65,7 @@ class GrammarGate(Gate):
             self._askers[compiled] = others = self._askers.get(compiled, 0) + 1
             if self.elsewhere and others == 1:
                 self._wanted[constraint.key] = constraint
-            # Whoever else asked for it: the worker, which compiles a spent grammar anew, wakes nobody.
+            # Needed even if the worker asked first: when it recompiles a grammar, it does not call `wake`.
             compiled.add_done_callback(partial(self._done, ref(request)))
         return request in self._ready
 
@@ -73,7 +73,7 @@ class GrammarGate(Gate):
         return request in self._asked and request not in self._ready
 
     def gave_up(self, request: Request) -> None:
-        """What nobody else waits for is not compiled; a compile that has begun is ended."""
+        """Drop the compile, even a running one, if no other request waits for it."""
         constraint, asked = request.params.structured_outputs, self._asked.pop(request, None)
         compiled = None if asked is None else asked()
         if constraint is None or compiled is None or compiled.done():
@@ -85,7 +85,7 @@ class GrammarGate(Gate):
                 self._dropped[constraint.key] = constraint
 
     def leave(self, request: Request) -> None:
-        """It may come back much later."""
+        """Forget the request: it may return much later, and asks again then."""
         self._asked.pop(request, None)
         self._ready.discard(request)
 
@@ -104,14 +104,14 @@ class GrammarGate(Gate):
 
 
 class CompileRequests(Struct, array_like=True):
-    """What a compiler elsewhere is to begin, after it has dropped what nobody waits for."""
+    """Compiles that the worker's compiler drops, and then those that it starts."""
 
     wanted: list[StructuredOutputsParams]
     dropped: list[StructuredOutputsParams]
 
 
 def apply_compile_requests(compiler: GrammarCompiler, extra: bytes) -> None:
-    """Do what `GrammarGate.extra` said."""
+    """Apply the requests of `GrammarGate.extra`."""
     told = msgspec.msgpack.decode(extra, type=CompileRequests)
     for constraint in told.dropped:
         compiler.drop(constraint)

@@ -1,7 +1,7 @@
-"""From a constraint to the text of a grammar that llguidance reads.
+"""Converts a constraint to grammar text for llguidance.
 
-Knows the forms of a constraint. Does not know tokens, but for the special ones that tags may name. What cannot be
-enforced exactly is refused by name, here or by llguidance when it reads the grammar; nothing is dropped in silence.
+Knows the kinds of constraints. Does not know tokens, except the special ones that tags may contain. This module, or
+llguidance when it reads the grammar, refuses by name what cannot be enforced exactly; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from quire.features.structured.structural_tags import tags_to_grammar
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 4096
-MAX_ITEMS = 10_000  # ways to go on at one place: an object of MAX_PROPERTIES needs four for each
+MAX_ITEMS = 10_000  # parser items at one position: an object needs four per property
 UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \[(".*?")\]')
 SPENT = re.compile(
     r"fuel exhausted|[Tt]oo many|Current row has \d+ items|[Tt]ooComplex|InternalError"
 )
 TOO_MUCH = "it is too much work; make it smaller, or repeat less in it"
-MAX_TOLD = 1000  # characters of what llguidance says
+MAX_TOLD = 1000  # characters of llguidance's message
 PREFIX = re.compile(r"^at \d+\(\d+\): ")
 
 
 def limits() -> LLParserLimits:
-    """How much work llguidance does for a grammar: when it is compiled (about 0.1 s), and for one mask (about 0.03 s).
+    """llguidance's limits of work for a grammar: to compile it (about 0.1 s), and for one mask (about 0.03 s).
 
-    It does not count all work, forced text for one; `compiler.py` and `grammar_server.py` have the limits that hold.
+    llguidance does not count all work (not forced text); `compiler.py` and `grammar_server.py` have the hard limits.
     """
     return LLParserLimits(
         initial_lexer_fuel=5_000_000,
         step_lexer_fuel=400_000,
         step_max_items=200_000,
         max_items_in_row=MAX_ITEMS,
-        max_lexer_states=40_000,  # of 1 to 2 kB each
+        max_lexer_states=40_000,  # 1 to 2 kB each
         verbose_errors=False,
     )
 
@@ -49,13 +49,13 @@ def limits() -> LLParserLimits:
 def grammar_of(
     constraint: StructuredOutputsParams, specials: Mapping[str, int] | None = None
 ) -> str:
-    """The grammar's text.
+    """The grammar text of a constraint.
 
     Args:
-        specials: special tokens and their ids, which the text of a tag may hold.
+        specials: special tokens (text -> id) that the text of a tag may contain.
 
     Raises:
-        Refused: it cannot be enforced.
+        Refused: the constraint cannot be enforced.
     """
     kind = constraint.kind
     value: Any = getattr(constraint, kind)
@@ -89,18 +89,18 @@ def _choice(texts: list[str]) -> str:
 
 
 def read_grammar(text: str) -> str:
-    """Lark from EBNF (`name ::= ...`) or from Lark."""
+    """Convert EBNF (`name ::= ...`) or Lark to Lark."""
     if not text.strip():
         raise Refused("it is empty")
     check_grammar(text)
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter raises what it likes
+    except Exception as error:  # the converter raises many types
         raise Refused(f"it is no EBNF that we can read: {error}") from error
 
 
 def explained(message: str) -> str:
-    """What llguidance says against a grammar, in the words of who wrote the constraint."""
+    """llguidance's error message, in terms of the constraint instead of the grammar."""
     message = PREFIX.sub("", message.replace("<non-verbose/>", "").strip())
     if (found := UNKNOWN_KEYS.search(message)) is not None:
         names = ", ".join(sorted(json.loads(f"[{found[1]}]")))

@@ -1,6 +1,6 @@
-"""Messages between the engine and the processes that follow grammars: each is its length and its bytes.
+"""Messages between the grammar processes and their clients: each is its length and its bytes.
 
-Knows sockets and the messages' types. Does not know what a message asks for.
+Knows sockets and the message types. Does not know how a message is handled.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from msgspec import Struct
 from quire.features.structured.grammar_rows import PlaceSettings
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-STEP_CPU_S = (
-    0.1  # of processor time for a message; the hardest mask of an honest grammar takes about 0.03 s
-)
+STEP_CPU_S = 0.1  # processor time for a message; the hardest mask of a normal grammar takes 0.03 s
 MOST = 1 << 30  # bytes of a message: masks of 8,192 rows and a million tokens
 
 
 class ProcessEnded(Exception):
-    """The process at the other end has ended, or did not answer in time."""
+    """The peer process has ended, or did not answer in time."""
 
 
 # -- to the forker --------------------------------------------------------------------------------
@@ -29,27 +27,27 @@ class Prepare(Struct, array_like=True):
     """The first message."""
 
     tokenizer: str | None
-    """The text of a tokenizer.json; None: grammars are only checked."""
+    """The text of a tokenizer.json; None: only check grammars."""
     size: int
     xgrammar: bool
 
 
 class Prepared(Struct, array_like=True):
-    """The answer to it."""
+    """The answer to `Prepare`."""
 
     words: int = 0
-    """How many words of 32 tokens a mask has."""
+    """Size of a mask in words of 32 tokens."""
     error: str | None = None
 
 
 ORDER = struct.Struct(">BQ")
-"""Each later message: what is to be done, and the number of a process."""
-FORK, END = 1, 2  # make a process, which serves the socket that comes with this message; kill it
+"""Each later message: an order (FORK, END), and the number of a process."""
+FORK, END = 1, 2  # fork a process that serves the attached socket; kill it
 
 
 # -- to a grammar's process -----------------------------------------------------------------------
 class Check(Struct, array_like=True, tag=True):
-    """Read the grammar without a vocabulary."""
+    """Check a constraint without a vocabulary."""
 
     constraint: StructuredOutputsParams
     engine: str
@@ -67,14 +65,14 @@ class Compile(Struct, array_like=True, tag=True):
 
 
 class Compiled(Struct, array_like=True):
-    """The answer to both."""
+    """The answer to `Check` and `Compile`."""
 
     bytes: int = 0
     refused: str | None = None
 
 
 class Begin(Struct, array_like=True, tag=True):
-    """A row enters, with what it has put out."""
+    """A row enters, with its output so far."""
 
     number: int
     settings: PlaceSettings
@@ -82,7 +80,7 @@ class Begin(Struct, array_like=True, tag=True):
 
 
 class Step(Struct, array_like=True, tag=True):
-    """Rows have drawn tokens."""
+    """Sampled tokens: (row number, token)."""
 
     rows: list[tuple[int, int]]
 
@@ -94,7 +92,7 @@ class Drop(Struct, array_like=True, tag=True):
 
 
 class Fed(Struct, array_like=True):
-    """The first answer to a step: for each of its rows, what is forced next."""
+    """The first answer to a step: the forced tokens of each of its rows."""
 
     forced: list[list[int]]
 
@@ -103,10 +101,10 @@ class Filled(Struct, array_like=True):
     """The last answer to a step, and the answer to `Begin`. The masks of its rows follow as one message."""
 
     over: list[bool]
-    """Only an end may come."""
+    """Only an end-of-text token is allowed."""
     errors: list[str | None]
     bytes: int
-    """How much memory the process has taken so far."""
+    """Private memory of the process."""
 
 
 # -- sending --------------------------------------------------------------------------------------
@@ -120,7 +118,7 @@ def send(pipe: socket.socket, data: bytes | memoryview) -> None:
 
 
 def receive(pipe: socket.socket, until: float | None = None) -> bytearray:
-    """Raises ProcessEnded. `until` is in the time of `time.monotonic`."""
+    """Raises ProcessEnded. `until`: a time of `time.monotonic`."""
     size = int.from_bytes(_read(pipe, 4, until))
     if size > MOST:
         raise ProcessEnded(f"a message of {size} bytes")

@@ -1,7 +1,7 @@
-"""The engine's side of the processes that compile and follow grammars.
+"""Client side of the grammar processes, which compile grammars and compute their masks.
 
-Knows sockets, time and one program (`grammar_server.py`). Does not know rows' tensors. A process that ends, or does not answer in
-time, is a `ProcessEnded` for its own grammar alone.
+Knows sockets, time and one program (`grammar_server.py`). Does not know tensors. A process that ends, or does not
+answer in time, raises `ProcessEnded` for its own grammar only.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-START_S = 120.0  # for the vocabulary, and for xgrammar, which loads torch
-STEP_S = 2.0  # a step waits no longer for a mask; the process itself has 0.1 s of processor time (`grammar_server.py`)
+START_S = 120.0  # to read the vocabulary, and for xgrammar to import torch
+STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
 COMPILE_WALL = (
-    5  # a compile may take so many times its processor time, because other work may run beside it
+    5  # wall-clock limit of a compile, times its CPU limit: other work competes for cores
 )
 encode = msgspec.msgpack.encode
 T = TypeVar("T")
 
 
 class Forkers:
-    """Makes grammar processes. Its own process is started when first needed, and anew if it has ended. Thread-safe.
+    """Makes grammar processes, by a forker process that it starts on first use and again after it ends. Thread-safe.
 
     Args:
-        vocabulary: None: processes only check grammars.
+        vocabulary: None: the processes can only check grammars.
         xgrammar: the processes have xgrammar's compiler.
     """
 
@@ -74,7 +74,7 @@ class Forkers:
         self.close: weakref.finalize[Any, Any] | None = None
 
     def fork(self) -> GrammarProcess:
-        """Raises ConfigError: there is no tokenizer that can be read. ProcessEnded: no process can be started."""
+        """Fork a process. Raises ConfigError: no readable tokenizer. ProcessEnded: no process can be started."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             control, number = self._started(), next(self._numbers)
@@ -88,7 +88,7 @@ class Forkers:
         return GrammarProcess(ours, control, number, self._words)
 
     def start(self) -> None:
-        """Prepare the vocabulary. Blocks."""
+        """Start the forker, which reads the vocabulary. Blocks."""
         with self._lock:
             self._started()
 
@@ -120,47 +120,47 @@ class Forkers:
 
 
 def environment() -> dict[str, str]:
-    """What the process needs to know, and no keys."""
+    """The environment that the process needs, without secrets."""
     return {
         **env.bare_for_a_child(),
         "PYTHONPATH": str(Path(quire.__file__).parents[1]),
         "QUIRE_MAX_SCHEMA_NESTING": str(env.get("MAX_SCHEMA_NESTING")),
-        "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of addresses, which MEMORY counts
+        "MALLOC_ARENA_MAX": "2",  # each arena reserves 64 MiB of address space, which counts as memory
         "OMP_NUM_THREADS": "1",
     }
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()  # it ends, and kills its children
+    control.close()  # the forker then kills its children and ends
     try:
         process.wait(1)
-    except subprocess.TimeoutExpired:  # it still reads the vocabulary
+    except subprocess.TimeoutExpired:  # it is still reading the vocabulary
         process.kill()
         process.wait()
 
 
 class GrammarProcess:
-    """One grammar's process. Who talks to it has its `turn`; anybody may end it."""
+    """The process of one grammar. Hold `turn` while you talk to it; any thread may `close` it."""
 
     def __init__(self, pipe: socket.socket, control: socket.socket, number: int, words: int):
         self.pipe, self.words = pipe, words
         self.bytes = 0
         self.turn = threading.Lock()
         self.overran = False
-        """It has ended after it had worked at a message for as long as it may, so that message was too much."""
+        """The process ended after it had worked on a message for STEP_CPU_S: the message exceeded its limit."""
         self._asked_at = 0.0
-        self._told = 0  # masks that are still to be read
+        self._told = 0
         self.close = weakref.finalize(self, _end_one, pipe, control, number)
 
     @property
     def alive(self) -> bool:
-        """False: it has been ended, or was found to have ended."""
+        """False: it was closed, or a call found that it had ended."""
         return self.close.alive
 
     def check(
         self, constraint: StructuredOutputsParams, engine: str, second: bool, cpu_s: float
     ) -> str | None:
-        """As `check.verdict`. Raises ProcessEnded: it takes too much."""
+        """As `validate.verdict`. Raises ProcessEnded: it exceeds its limits."""
         asked = Check(constraint, engine, second, cpu_s)
         return self._ask(asked, COMPILE_WALL * cpu_s).refused
 
@@ -170,8 +170,8 @@ class GrammarProcess:
         """Compile the grammar and compute its first mask.
 
         Raises:
-            ProcessEnded: it takes more processor time or memory than this.
-            Refused, ConfigError: it cannot be enforced.
+            ProcessEnded: it needs more processor time or memory than `cpu_s` and `memory`.
+            Refused: it cannot be enforced.
         """
         told = self._ask(Compile(constraint, cpu_s, memory, nice), COMPILE_WALL * cpu_s)
         if told.refused is not None:
@@ -187,12 +187,12 @@ class GrammarProcess:
     def begin(
         self, number: int, settings: PlaceSettings, outputs: Sequence[int], until: float
     ) -> tuple[Filled, np.ndarray]:
-        """A row enters. The answer has its mask."""
+        """Enter a row; returns its state and its mask."""
         self.send(Begin(number, settings, list(outputs)), until)
         return self.filled(until)
 
     def step(self, rows: list[tuple[int, int]], until: float) -> None:
-        """Rows, by their numbers, have drawn tokens. `fed` and `filled` have the answers."""
+        """Send sampled tokens (row number, token). Read the answers with `fed`, then `filled`."""
         self.send(Step(rows), until)
 
     def fed(self, until: float) -> Fed:

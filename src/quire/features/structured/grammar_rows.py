@@ -1,7 +1,7 @@
-"""The rows that follow one grammar: each row's place in it, the tokens that it forces, and the mask of the next token.
+"""The rows of one grammar: each row's state in it (`Place`), its forced tokens, and the mask of its next token.
 
-Knows one compiled grammar and places, by number. Does not know logits, nor which process it runs in. The engine runs it
-in a process of the grammar's own (`grammar_server.py`), because a matcher may take much time and memory at any token.
+Knows one compiled grammar and its rows, by number. Does not know logits, or which process it runs in. Each grammar
+runs in its own process (`grammar_server.py`), because a matcher may take much time and memory at any token.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ NOT_KEPT = "the constraint cannot be kept: the grammar library fails on it"
 GAVE_UP = (
     "the constraint is too much work, or the output left it; make it smaller, or repeat less in it"
 )
-MANY = 4  # rows from which a pool of threads computes their masks, where the machine has the cores
+MANY = 4  # from this many rows (and cores) on, a thread pool computes the masks
 THREADS = 8
 
 
 class PlaceSettings(Struct, array_like=True):
-    """What the request says about its end."""
+    """A request's settings for the end of its output and for forced tokens."""
 
     ends: list[int]
     """Tokens that end the output."""
     ends_late: bool
-    """`ignore_eos`: the output ends only where nothing else is allowed."""
+    """`ignore_eos`: the output ends only where no other token is allowed."""
     room: int
-    """How many tokens the output may have."""
+    """Maximum number of output tokens."""
     end_at: int
-    """From this length on, a finished grammar ends the output by itself."""
+    """From this length on, the end token of a finished grammar is forced."""
     jumps: bool
-    """Forced tokens are fed at once."""
+    """Feed forced tokens at once, without sampling."""
 
 
 class Place:
-    """How far one row has come."""
+    """The state of one row in the grammar."""
 
     __slots__ = ("ended", "error", "known", "matcher", "num_fed", "over", "renewed", "settings")
 
     def __init__(self, matcher: Matcher, settings: PlaceSettings):
         self.matcher, self.settings = matcher, settings
         self.known: list[int] = []
-        self.num_fed = 0  # how many tokens the matcher has read: all up to the first end
+        self.num_fed = 0  # tokens that the matcher has consumed: all before the first end token
         self.renewed = False
-        self.over = False  # only an end may come now
-        self.ended = False  # an end was drawn; what else comes is an end as well
+        self.over = False  # only an end token is allowed now
+        self.ended = False  # an end token was sampled; only end tokens may follow
         self.error: str | None = None
 
     @property
@@ -67,9 +67,9 @@ class Places:
     """All rows of one grammar.
 
     Args:
-        make: compiles the grammar. It is called again when copies of the first one have used up its limits.
-        accepts: the token whose bit in a mask says that the output may end.
-        words: how many words of 32 tokens a mask has.
+        make: compiles the grammar; called again when copies of the first one have exhausted its limits.
+        accepts: the token whose bit in a mask means that the output may end.
+        words: size of a mask in words of 32 tokens.
     """
 
     def __init__(self, make: Callable[[], Matcher], accepts: int, words: int):
@@ -80,10 +80,10 @@ class Places:
         self.check()
 
     def check(self) -> None:
-        """Compute the first mask: most of the work of a compile happens there.
+        """Compute the first mask, which is most of the work of a compile.
 
         Raises:
-            Refused: no row can begin.
+            Refused: the matcher fails on it.
         """
         first = self.grammar.deep_copy()
         _compute(first, np.zeros((1, self.words), np.int32), 0)
@@ -99,22 +99,22 @@ class Places:
         self.at.pop(number, None)
 
     def feed(self, number: int, token: int) -> list[int]:
-        """Read a token. The result has the tokens that are forced after it, which are read too."""
+        """Feed a token; returns the forced tokens after it, which are fed too."""
         place = self.at[number]
         try:
             self._feed(place, token)
             return self._jump(place) if place.settings.jumps else []
-        except BaseException:  # a panic of Rust is no Exception
+        except BaseException:  # a Rust panic is no Exception
             place.error = NOT_KEPT
             return []
 
     def fill(self, numbers: Sequence[int]) -> np.ndarray:
-        """The masks of these rows, in their order; rows that have ended or failed have zeros."""
+        """The masks of these rows, in order; zeros for rows that have ended or failed."""
         masks_NW = np.zeros((len(numbers), self.words), np.int32)
         places = [self.at[number] for number in numbers]
         try:
             self._compute_all(places, masks_NW)
-        except BaseException:  # each is computed alone below, so that only the guilty row fails
+        except BaseException:  # below, compute each alone, so that only the row at fault fails
             masks_NW[:] = 0
         for row, place in enumerate(places):
             if place.goes_on:
@@ -161,7 +161,7 @@ class Places:
                 self._renew(place)
 
     def _jump(self, place: Place) -> list[int]:
-        """Feed what is forced next."""
+        """Feed the forced tokens; returns them."""
         settings, start = place.settings, len(place.known)
         while place.goes_on:
             forced = place.matcher.compute_ff_tokens()[: settings.room - len(place.known)]
@@ -177,7 +177,7 @@ class Places:
         return place.known[start:]
 
     def _renew(self, place: Place) -> None:
-        """The matcher has given up. If other rows have used up its limits, a new one goes on; else it was right."""
+        """The matcher has failed. Retry once with a new one, as other rows may have exhausted the grammar's limits."""
         if not place.renewed:
             place.renewed = True
             self.grammar = self.make()

@@ -1,13 +1,14 @@
-"""A program that reads the vocabulary once and forks a process for each grammar, so that each grammar can be ended alone.
+"""Grammar server: a program that reads the vocabulary once and forks a process per grammar, which can be killed alone.
 
-Knows how a process limits itself. Does not know rows, the engine or HTTP. It imports no torch unless xgrammar is asked
-for, and has one thread, so that it can fork.
+Knows how a process limits itself. Does not know the engine or HTTP. It imports no torch unless it needs xgrammar, and
+has one thread, so that it can fork.
 
-    engine -> forker:   Prepare; then FORK, with a socket, and END
-    engine -> grammar:  Check, Compile, Begin, Step and Drop, on that socket
+    client -> forker:   Prepare; then FORK, with a socket, and END
+    client -> grammar:  Check, Compile, Begin, Step and Drop, on that socket
 
-The kernel ends a grammar's process that takes more processor time for a message (ITIMER_PROF) or more memory (RLIMIT_AS)
-than it may: no code of the grammar libraries has to look at a clock. The forker ends with the engine, and ends all others.
+The kernel kills a grammar's process that exceeds its processor time for a message (ITIMER_PROF) or its memory
+(RLIMIT_AS), so the grammar libraries need not check a clock. When the client ends, the forker kills all its children
+and ends.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from quire.features.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from quire.features.structured.xgrammar_backend import XCompiler
 
-ROW_CPU_S = 0.02  # more for each row of the message
-TOKENS_A_ROW = 200  # tokens that are read again take as long as a row's mask
+ROW_CPU_S = 0.02  # added for each row of the message
+TOKENS_A_ROW = 200  # feeding this many tokens again takes as long as a row's mask
 CHECK_MEMORY = 512 << 20
 encode = msgspec.msgpack.encode
 
@@ -70,7 +71,7 @@ class Forker:
         send(self.control, encode(self._prepare(asked)))
         del asked
         gc.collect()
-        gc.freeze()  # a collection in a child would copy pages that all share
+        gc.freeze()  # a collection in a child would copy shared pages
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         try:
             while self._next():
@@ -78,7 +79,7 @@ class Forker:
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             for pid in self.pids.values():
-                os.kill(pid, signal.SIGKILL)  # it is ours until we have waited for it
+                os.kill(pid, signal.SIGKILL)  # the pid stays valid until `_reap` waits for it
 
     def _prepare(self, asked: Prepare) -> Prepared:
         if (text := asked.tokenizer) is None:
@@ -101,7 +102,7 @@ class Forker:
                     del self.pids[number]
 
     def _next(self) -> bool:
-        """Do what the engine says next; False: it says nothing any more."""
+        """Execute the client's next order; False: the client has closed the socket."""
         data, files, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
         if len(data) < ORDER.size:
             return False
@@ -113,7 +114,7 @@ class Forker:
         return True
 
     def _fork(self, number: int, files: list[int]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it must be in `pids` first
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is in `pids`
         pid = os.fork()
         if pid:
             self.pids[number] = pid
@@ -127,7 +128,7 @@ class Forker:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             self.control.close()
             with open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), 2)  # backtraces of a grammar that took too much
+                os.dup2(nothing.fileno(), 2)  # hide backtraces of a killed grammar
             GrammarServer(socket.socket(fileno=files[0]), self.vocabulary, self.other).run()
             code = 0
         finally:
@@ -173,7 +174,7 @@ class GrammarServer:
                 signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _limit(self, cpu_s: float, memory: int) -> None:
-        """The kernel ends this process when it takes more than this, above what the forker has taken."""
+        """Set the kernel's limits of this process: processor time, and memory above what the forker already uses."""
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         if self._limited:
             return
@@ -210,7 +211,7 @@ class GrammarServer:
         send(self.pipe, memoryview(masks_NW.data).cast("B"))
 
     def _taken(self) -> int:
-        """Bytes that this process has for itself. The kernel is asked anew when a MiB of pages has changed."""
+        """Private memory of this process in bytes. Reads it from the kernel again after 1 MiB of page faults."""
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         if self._faults < 0 or faults - self._faults > 256:
             self._faults, self._bytes = faults, _private() or 4096 * faults
@@ -218,7 +219,7 @@ class GrammarServer:
 
 
 def _private() -> int:
-    """0: this kernel does not say."""
+    """Private memory in bytes; 0 if the kernel does not report it."""
     try:
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             lines = [line.split() for line in file if line.startswith("Private")]

@@ -1,7 +1,7 @@
-"""JSON schemas: read, bounded, and made as strict as they say.
+"""JSON schemas: parses them, checks limits, and rewrites what llguidance would enforce only loosely.
 
-Knows JSON Schema's shape and the limits on a schema. Which keywords can be enforced is llguidance's word, and its
-refusals name the keyword; what it would take and enforce loosely is rewritten or refused here.
+Knows the structure of JSON Schema and the limits. llguidance decides which keywords it can enforce, and its errors name
+the keyword; this module rewrites or refuses what llguidance accepts but does not enforce exactly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from quire.features.structured.regex_dialect import to_rust_regex
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
-MAX_PROPERTIES = (
-    1000  # of one object: compiling takes time by the square of it, half a second for these
-)
+MAX_PROPERTIES = 1000  # of one object: compile time is quadratic, half a second for this many
 MAX_ALL_PROPERTIES = 4000
-OPTIONS = "x-guidance"  # llguidance's own, among them one that drops what it does not know
-SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # of JSON; bounded, since models have been seen to write nothing else for ever
-ESCAPES = 'nrbtf\\"'  # no \uXXXX: a key so written would pass for another than it is
+OPTIONS = "x-guidance"  # llguidance's options, removed from user schemas: one of them ignores unknown keywords
+SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # JSON white space; bounded, because some models write it without end
+ESCAPES = 'nrbtf\\"'  # no \uXXXX: it spells a key in a second way, which would count as another key
 
-# Where schemas stand in a schema. Whatever else is there is data, and not looked into.
+# Keywords that contain schemas. All other values are data and are copied unchanged.
 IN_ONE = frozenset(
     ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
      "propertyNames", "contains", "not", "if", "then", "else", "contentSchema")
@@ -34,10 +32,10 @@ IN_MAP = frozenset(("properties", "patternProperties", "$defs", "definitions", "
 
 
 def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
-    """The schema as text, with what the constraint says of spaces and further properties.
+    """The schema as text for llguidance, with the constraint's options for white space and additional properties.
 
     Raises:
-        Refused: it is no schema, or beyond a limit.
+        Refused: it is not a schema, or exceeds a limit.
     """
     schema = value
     if isinstance(value, str):
@@ -68,12 +66,12 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
 
 
 def most_nested() -> int:
-    """How deep a schema may be nested."""
+    """Maximum nesting depth of a schema."""
     return int(env.get("MAX_SCHEMA_NESTING"))
 
 
 def depth(value: Any) -> int:
-    """How deep objects and lists stand in one another; counted no further than needed."""
+    """Nesting depth of objects and lists; stops counting beyond twice the limit."""
     level, reached, most = [value], 0, 2 * most_nested()
     while level and reached <= most:
         reached += 1
@@ -86,17 +84,17 @@ def depth(value: Any) -> int:
 
 
 class _Strict:
-    """Copies a schema so that every part means to llguidance what it says.
+    """Copies a schema so that llguidance enforces every part exactly.
 
     Args:
-        closed: objects that say nothing of further properties have none.
+        closed: objects without `additionalProperties` allow none.
     """
 
     def __init__(self, closed: bool):
         self.closed, self.properties = closed, 0
 
     def copy(self, schema: Any) -> Any:
-        """Raises Refused: too many properties, or a pattern that means different things to different readers."""
+        """Raises Refused: too many properties, or a pattern that regex dialects read differently."""
         if not isinstance(schema, dict):
             return schema
         made: dict[str, Any] = {}
@@ -109,7 +107,7 @@ class _Strict:
             if self.closed:
                 made.setdefault("additionalProperties", False)
         if _distinct(made.get("oneOf")) and "anyOf" not in made:
-            made["anyOf"] = made.pop("oneOf")  # exactly one is any, if no value fits two of them
+            made["anyOf"] = made.pop("oneOf")  # equivalent, as no value fits two branches
         return made
 
     def _within(self, name: str, value: Any) -> Any:
@@ -132,7 +130,7 @@ class _Strict:
 
 
 def _distinct(branches: Any) -> bool:
-    """Each is one value or some, of which no two are equal."""
+    """Whether each branch is a list of values (`const`, `enum`), and no value occurs twice."""
     seen: list[str] = []
     for branch in branches if isinstance(branches, list) else [None]:
         if not isinstance(branch, dict) or not set(branch) <= {

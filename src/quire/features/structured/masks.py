@@ -1,22 +1,23 @@
-"""Masks: what the grammars of a step's rows allow next, laid over the logits.
+"""Grammar masks: a logits processor that allows only the tokens that the grammars of a step's rows allow.
 
-Knows rows, tokens and the processes that follow grammars. A row's place in its grammar is known beside the tokens, so
-nothing has to travel to the host and back between two steps: it works at any depth, with any chunking, and after a
-preemption the grammar is fed what the row brings along.
+Knows rows, tokens and the grammar processes. The worker keeps each row's grammar state beside its tokens, so nothing
+travels to the scheduler and back between two steps: masks work at any pipeline depth and with any chunking. After a
+preemption the row enters again with its output so far.
 
-    enter   -> thread: the row enters the process of its grammar, with the output so far; its mask comes back
-    apply      wait for the masks of the rows that draw; lay them over the logits
-    after   -> thread: send the tokens that were drawn to the grammars; the masks of the next step come back
-    certain    wait for the feeding; tokens that the grammar forces next are not drawn at all (`jumps`)
+    enter   -> thread: the row enters its grammar's process with the output so far; receive its mask
+    apply      wait for the masks of the rows that sample; apply them to the logits
+    after   -> thread: send the sampled tokens to the grammars; receive the masks of the next step
+    certain    wait until the tokens are fed; forced tokens are never sampled (`jumps`)
 
-A token is forced when the mask allows no other, so a jump changes no token. A step that was planned before a jump
-was known draws at places which the jump has filled: it gets the token that stands there.
+A token is forced if the mask allows no other, so a jump changes no token. A step planned before a jump was known
+samples at positions that the jump has filled: it gets the tokens that are already there.
 
-The processes work while the forward pass runs. One thread talks to them, so a row's jobs run in order. A process that
-takes too much is ended by the kernel. If it had one row, that row fails. Of several, each is tried again alone, in a new
-process, so that only the row at fault fails.
+The processes work during the forward pass. One thread talks to them, so a row's jobs run in order. The kernel kills a
+process that exceeds its limits. If its message was for one row, that row fails. Of several rows, each enters a new
+process in turn, so that only the row at fault fails.
 
-Shape suffixes: R rows of the worker, S rows that draw, V vocabulary, W = words of 32 tokens.
+Shape suffixes: R rows of the worker, S rows that sample, P picked rows, N rows of one process, V vocabulary,
+W = words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -48,39 +49,37 @@ from quire.worker.sampling.logits_processors import Processor, ProcessorRows, ke
 from quire.worker.sampling.sampled_step import RequestFault
 
 MAX_DEATHS = 2
-WAIT_S = (
-    3.0  # a step waits no longer for all its masks; a process has 0.2 s of processor time for them
-)
+WAIT_S = 3.0  # a step waits at most this long for all its masks
 
 TOO_LONG = "its grammar needed too much processor time or memory for one token; make it smaller, or repeat less in it"
 
 
 @dataclass(slots=True, eq=False)
 class RowGrammar:
-    """A row's grammar. Touched by the thread alone, but for `job` and `gone`."""
+    """The grammar state of a row. Belongs to the thread while `job` or `again` runs, except `gone`."""
 
     row: int
-    number: int  # of the row in its grammar's process
+    number: int  # identifies the row in its grammar's process
     constraint: StructuredOutputsParams
     compiled: Future[GrammarProcess]
     settings: PlaceSettings
-    start: int  # where the output begins
-    known: list[int]  # the output so far, with what is forced next
+    start: int  # position of the first output token
+    known: list[int]  # the output so far, with the forced tokens that follow
     process: GrammarProcess | None = None
-    deaths: int = 0  # how many processes ended while the row was in them
-    over: bool = False  # only an end may come now
+    deaths: int = 0  # how often the row's process ended
+    over: bool = False  # only an end-of-text token is allowed now
     error: str | None = None
     gone: bool = False
     job: Future[None] | None = None
-    again: Future[None] | None = None  # it enters a new process, which may take long
+    again: Future[None] | None = None  # entering a new process, which may take long
 
     def fail(self, why: str) -> None:
-        """The row's error, which names the field that the client wrote."""
+        """Set the row's error, which names the request field that the client used."""
         said, kind = self.constraint.said, self.constraint.kind
         self.error = RequestFault(f"{said if said != FIELD else f'{said}.{kind}'}: {why}")
 
     def told(self, told: Filled, at: int) -> bool:
-        """Take the process's answer; True: it has a mask."""
+        """Read the row's part of a process's answer. True: it has a mask."""
         self.over = told.over[at]
         if told.errors[at] is not None:
             self.fail(told.errors[at] or "")
@@ -88,14 +87,14 @@ class RowGrammar:
 
 
 class GrammarMasks(Processor):
-    """One for a worker; `hook` goes to the worker's hooks."""
+    """One per worker; register `hook` with the worker's hooks."""
 
     bars = True
 
     def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
         self.held: dict[int, RowGrammar] = {}
-        self.found: dict[int, Future[dict[int, list[int]]]] = {}  # by step: what is certain, by row
+        self.found: dict[int, Future[dict[int, list[int]]]] = {}  # step -> row -> forced tokens
         self.hook = GrammarHook(self)
         self._drawing: tuple[list[RowGrammar], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
@@ -129,7 +128,7 @@ class GrammarMasks(Processor):
 
     # -- a step ---------------------------------------------------------------------------------
     def begin_step(self) -> None:
-        """Forget what a step that failed was about to draw."""
+        """Discard the draw of a step that failed."""
         self._drawing = None
 
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
@@ -149,7 +148,10 @@ class GrammarMasks(Processor):
             keep_only(words_SW[at], tokens)
 
     def _lay(self, words_SW: np.ndarray, picked: ProcessorRows) -> list[tuple[int, list[int]]]:
-        """Masks of the picked rows, once they are filled; rows whose token is settled are told instead, with it."""
+        """Wait for the picked rows' masks and AND them into `words_SW`.
+
+        Returns the rows whose next token needs no mask, with the allowed tokens.
+        """
         helds = [self.held[row] for row in picked.rows.tolist()]
         until = time.monotonic() + WAIT_S
         for at, held in zip(picked.at.tolist(), helds, strict=True):
@@ -176,14 +178,14 @@ class GrammarMasks(Processor):
         return settled
 
     def _wait(self, held: RowGrammar, job: Future[None], until: float) -> None:
-        """The step goes on in any case: a row whose mask is not there in time fails."""
+        """Wait for a row's job. A row whose mask is late fails; the step continues."""
         try:
             job.result(max(until - time.monotonic(), 0))
         except TimeoutError:
             held.fail(TOO_LONG)
 
     def drew(self, step: int) -> None:
-        """The step's tokens stand in the rows: feed them, in the thread."""
+        """Feed the step's sampled tokens, which are now in the rows, to the grammars, in the thread."""
         drawing, self._drawing = self._drawing, None
         if drawing is None:
             return
@@ -214,14 +216,14 @@ class GrammarMasks(Processor):
         return self._masks_RW
 
     def _begin(self, held: RowGrammar) -> None:
-        """Enter the grammar's process with what is known of the output."""
+        """Enter the grammar's process with the output so far."""
         try:
             self._enter(held)
         except ProcessEnded:
             self._again([held])
 
     def _enter(self, held: RowGrammar) -> None:
-        """Raises ProcessEnded. All other errors are the row's own."""
+        """Raises ProcessEnded. Records all other errors in the row."""
         try:
             process = held.process = held.compiled.result(STEP_S)
             with process.turn:
@@ -241,7 +243,7 @@ class GrammarMasks(Processor):
                 self._masks(process.words)[held.row] = masks_1W[0]
 
     def _again(self, rows: list[RowGrammar]) -> None:
-        """Their process has ended. Each is tried alone, in a new one, while other grammars go on."""
+        """Their process has ended: each enters a new one in turn, in a second thread, while other grammars continue."""
         if len(rows) == 1 and rows[0].process is not None and rows[0].process.overran:
             rows[0].fail(TOO_LONG)
             return
@@ -249,7 +251,7 @@ class GrammarMasks(Processor):
             held.again = self._second.submit(self._enter_again, held)
 
     def _enter_again(self, held: RowGrammar) -> None:
-        """The row at fault fails here again."""
+        """Enter a new process. The row at fault fails here again."""
         held.deaths += 1
         if held.deaths > MAX_DEATHS or held.gone:
             held.fail(TOO_LONG)
@@ -282,7 +284,7 @@ class GrammarMasks(Processor):
             until = time.monotonic() + STEP_S
             fed = [one for one in asked if self._fed(*one, until, certain)]
         finally:
-            found.set_result(certain)  # whoever waits for it is not left waiting
+            found.set_result(certain)  # also after an error, so that `certain` never hangs
         for process, rows in fed:
             try:
                 told, masks_NW = process.filled(until)
@@ -325,7 +327,7 @@ class GrammarMasks(Processor):
         until: float,
         certain: dict[int, list[int]],
     ) -> bool:
-        """Take what is forced after the tokens."""
+        """Receive the forced tokens that follow the fed ones. False: the process has ended."""
         try:
             told = process.fed(until)
         except ProcessEnded:
@@ -343,14 +345,14 @@ _Rows = tuple[GrammarProcess, list[RowGrammar]]
 
 
 def may_jump(params: SamplingParams) -> bool:
-    """Nothing is to be reported of a forced token, and no other rule may bar it."""
+    """Whether forced tokens may skip sampling: no logprobs to report, and no other processor that may mask them."""
     reported = params.logprobs is not None or params.logprob_token_ids is not None
     barred = params.allowed_token_ids is not None or any(params.bad_word_ids)
     return not (reported or barred or (params.min_tokens and params.stop_token_ids))
 
 
 class GrammarHook(Hook):
-    """After each step, the grammars go on."""
+    """Advances the grammars after each step."""
 
     name = NAME
 

@@ -1,7 +1,7 @@
-"""Makes a matcher: the grammar of one constraint, compiled for one vocabulary.
+"""Makes matchers: the grammar of one constraint, compiled for one vocabulary.
 
-Knows constraints, both grammar libraries and their errors. Does not know rows. A compile may take much time and memory,
-so the engine runs this module only in processes that it can end (`grammar_server.py`).
+Knows constraints, both grammar libraries and their errors. Does not know rows. A compile may take much time and
+memory, so this module runs only in processes that can be killed (`grammar_server.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def make_matcher(
     constraint: StructuredOutputsParams, vocabulary: Vocabulary, other: XCompiler | None = None
 ) -> Matcher:
-    """A matcher that has read nothing. `other` is given for constraints that xgrammar reads.
+    """A matcher in its initial state. `other`: xgrammar's compiler, for constraints of that engine.
 
     Raises:
         Refused, ConfigError: the constraint cannot be enforced, or not with this vocabulary.

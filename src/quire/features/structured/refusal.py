@@ -1,12 +1,12 @@
-"""The errors of this feature: a constraint that cannot be enforced as it stands, and an engine that fails on it."""
+"""Errors of structured output: a constraint that cannot be enforced, and a panic of a grammar library."""
 
 from __future__ import annotations
 
 
 class Refused(ValueError):
-    """The message names the keyword or the place; whoever knows the request's field puts it before."""
+    """A constraint cannot be enforced. The message names the keyword or the place; the caller prefixes the field."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Rust code gave up. That is no Exception to Python, and would end the process for one bad request."""
+    """Whether it is a Rust panic, which is no `Exception`: uncaught, one bad request would end the process."""
     return type(error).__name__ == "PanicException"

@@ -1,11 +1,11 @@
-r"""Patterns of JSON schemas, from the dialect they are written in (ECMA-262) to the one that llguidance reads (Rust's).
+r"""Translates patterns of JSON schemas from ECMA-262 regexes to Rust's, which llguidance reads.
 
-Knows both dialects where they differ in meaning; what differs in spelling alone llguidance refuses. Each rewriting
-admits the same texts or fewer, never more:
+Knows where the dialects differ in meaning; llguidance refuses what differs only in syntax. Each rewrite matches the
+same texts or fewer, never more:
 
-    .  \S           leave out every line break and space that ECMA's do
-    [^...]          does not match NUL. llguidance (1.9) takes a class of all control characters as one that holds
-                    the quote and the backslash too, when it writes it for a JSON string; without NUL it does not
+    .  \S           exclude every line break and space that ECMA's exclude
+    [^...]          does not match NUL. In a JSON string, llguidance (1.9) reads a class of all control characters as
+                    one that also contains the quote and the backslash; without NUL it does not
     [\x00-...]      begins at \x01, for the same reason
     [ & ~ in a class, \< \>     are characters, not operators
 """
@@ -22,10 +22,10 @@ PIECE = re.compile(r"\\(?:x\{[^}]*\}|u\{[^}]*\}|[pP]\{[^}]*\}|x..|u....|.)|.", r
 
 
 def to_rust_regex(pattern: str) -> str:
-    """The pattern for llguidance.
+    """Translate a pattern for llguidance.
 
     Raises:
-        Refused: a class has an operator that means different things in the two dialects.
+        Refused: a class is empty, is not closed, or has two hyphens in a row, which the dialects read differently.
     """
     out: list[str] = []
     pieces = PIECE.findall(pattern)

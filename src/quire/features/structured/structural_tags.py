@@ -1,10 +1,10 @@
-"""Structural tags: text in which tags open constrained parts, as one grammar in Lark.
+"""Structural tags: free text with tags around constrained parts, converted to one Lark grammar.
 
     {"type": "structural_tag", "format": {"type": "tag", "begin": ..., "content": {...}, "end": ...}}
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}      the older form
 
-Knows both forms and Lark. Does not know tokens, but the names of special ones: where the text of a tag holds one,
-the token itself is meant, since its bytes alone are another text to the model.
+Knows both forms and Lark. Does not know tokens, except the names of special ones: where the text of a tag contains
+one, the grammar requires the token itself, because a model tokenizes the same characters differently.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def tags_to_grammar(
     constraint: StructuredOutputsParams,
     specials: Mapping[str, int],
 ) -> str:
-    """A grammar for llguidance.
+    """Convert a structural tag to a grammar for llguidance.
 
     Raises:
-        Refused: it is not of either form; or has a part that cannot be enforced.
+        Refused: it has neither form, or a part that cannot be enforced.
     """
     given = value
     if isinstance(value, str):
@@ -76,7 +76,7 @@ def _from_older_form(given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Writer:
-    """Collects rules; each method gives the Lark expression of one part."""
+    """Collects rules; each method returns the Lark expression of one part."""
 
     constraint: StructuredOutputsParams
     specials: Mapping[str, int]
@@ -100,7 +100,7 @@ class _Writer:
         return name
 
     def literal(self, text: str) -> str:
-        """Text, in which special tokens stand for themselves."""
+        """A literal text; special tokens in it become token ids."""
         pieces, at = [], 0
         for found in self._special.finditer(text) if self._special is not None else ():
             if found.start() > at:
@@ -113,7 +113,7 @@ class _Writer:
 
     # -- parts ----------------------------------------------------------------------------------
     def part(self, given: Any, last: bool, end: str | None = None) -> str:
-        """One format. `last`: the output ends after it; `end`: this text comes after it."""
+        """Convert one format. `last`: the output ends after it; `end`: this text follows it."""
         if not isinstance(given, dict):
             raise Refused("a format must be an object with a `type`")
         kind = given.get("type")
@@ -144,14 +144,14 @@ class _Writer:
         name = f"g{len(self.grammars)}"
         try:
             self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
-        except Exception as error:  # the converter raises what it likes
+        except Exception as error:  # the converter raises many types
             raise Refused(f"grammar: it is no EBNF that we can read: {error}") from error
         return f"@{name}"
 
     def _any_text(self, given: dict[str, Any], last: bool, end: str | None) -> str:
         without = _texts(given, "excludes") if given.get("excludes") else []
         if end:
-            # The shortest text before `end`: that is what makes `end` the end.
+            # The shortest text before `end`, so that the first `end` ends it.
             if self._special is not None and self._special.search(end):
                 return f"{self._free(without)} {self.literal(end)}"
             return self.rule(
@@ -190,7 +190,7 @@ class _Writer:
 
     # -- tags -----------------------------------------------------------------------------------
     def _tag(self, given: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:
-        """`skip`: that much of its beginning is written already."""
+        """A tag. `skip`: this many characters of its `begin` are already written."""
         begin = _text(given, "begin", may_be_empty=True)[skip:]
         ends = given.get("end")
         closing = ends if isinstance(ends, list) else [ends]
@@ -204,7 +204,7 @@ class _Writer:
         return whole + (f" {self.literal(end)}" if end else "")
 
     def _triggered_tags(self, given: dict[str, Any], last: bool, end: str | None) -> str:
-        """Free text that holds no trigger, but where a tag begins."""
+        """Free text in which a trigger may occur only as the start of a tag."""
         if not last or end:
             raise Refused("triggered_tags must come last: nothing says where their free text ends")
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
@@ -252,7 +252,7 @@ def _quoted(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    r"""A regex between slashes: each slash that is not escaped becomes \/ and each line break \n."""
+    r"""Escape a regex for use between slashes: each unescaped slash becomes \/, each line break \n."""
     return re.sub(r"\\.|/", lambda m: m[0] if m[0] != "/" else r"\/", pattern, flags=re.S).replace(
         "\n", r"\n"
     )

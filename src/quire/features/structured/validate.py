@@ -1,12 +1,11 @@
-"""The check of a constraint before it travels: refused with a 400 that names the fault.
+"""Validates a constraint in the frontend: a bad one gets a 400 that names the fault.
 
-Knows grammars, which engines there are, and how to ask llguidance for its opinion. Does not know tokens, nor which
-process it runs in: reading may take much time and memory, so the front room asks a process that can be ended
-(`check_process.py`).
+Knows grammars, the grammar engines, and llguidance's validation. Does not know tokens, or which process it runs in:
+parsing may take much time and memory, so the frontend uses a process with limits (`check_process.py`).
 
-    auto        guidance; a JSON schema that it refuses may be one that xgrammar, where installed, enforces
-    guidance    llguidance or nothing
-    xgrammar    what it is known to enforce exactly (`xgrammar_subset.py`); its compiler has the last word
+    auto        guidance; if it refuses a JSON schema, xgrammar, where installed and able
+    guidance    llguidance only
+    xgrammar    only what it is known to enforce exactly (`xgrammar_subset.py`); its compiler may still refuse
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 
 
 def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> str | None:
-    """What is wrong with it, as far as that can be seen without a vocabulary. `second`: another engine has refused it."""
+    """The fault of a constraint, as far as it shows without a vocabulary; None: no fault.
+
+    `second`: the backend is `auto`, so xgrammar gets only what guidance has refused.
+    """
     if engine == "xgrammar":
         if second and (constraint.kind != "json" or not has_xgrammar()):
             return "it has been refused"
@@ -53,7 +55,7 @@ Verdict = Callable[[StructuredOutputsParams, str, bool], "str | None"]
 def check_constraint(
     constraint: StructuredOutputsParams, backend: str = "auto", verdict: Verdict = verdict
 ) -> StructuredOutputsParams:
-    """The constraint as it travels, with the engine that is to read it.
+    """The constraint for the engine protocol, with the grammar engine that compiles it.
 
     Raises:
         ValidationError: it cannot be enforced; the message names the keyword or the place.
@@ -72,5 +74,5 @@ def check_constraint(
 
 
 def has_xgrammar() -> bool:
-    """Looked for and not imported: it would bring torch into the front room."""
+    """Whether xgrammar is installed. Does not import it: that would import torch into the frontend."""
     return importlib.util.find_spec("xgrammar") is not None

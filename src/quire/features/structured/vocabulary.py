@@ -1,9 +1,9 @@
-"""The vocabulary as llguidance wants it: the bytes of each token.
+"""The vocabulary in llguidance's form: the bytes of each token.
 
 Knows where a checkpoint keeps its tokenizer. Does not know grammars.
 
-One special token more than the tokenizer has stands at its end: `accepts`. llguidance is told that this is the end
-of text, so in a mask its bit says "the output may end here", whichever tokens of the model end it.
+It adds one special token at its end, `accepts`, which llguidance gets as the end-of-text token. So its bit in a mask
+means "the output may end here", whichever tokens end the model's outputs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What is read of a tokenizer.json."""
+    """The fields read from a tokenizer.json."""
 
     model: _Model
     added_tokens: list[dict[str, Any]] = []
 
 
 class Vocabulary:
-    """Made when first asked for (0.6 s for 130,000 tokens); from any thread.
+    """Built on first use (0.6 s for 130,000 tokens); thread-safe.
 
     Args:
-        source: gives tokenizer.json's text.
-        size: how many logits the model has.
+        source: returns the text of tokenizer.json.
+        size: number of logits of the model.
     """
 
     def __init__(self, source: Callable[[], str], size: int):
@@ -47,7 +47,7 @@ class Vocabulary:
         self._specials: dict[str, int] = {}
 
     def text(self) -> str:
-        """The text of the tokenizer.json, for a process that reads it.
+        """The text of the tokenizer.json, for another process.
 
         Raises ConfigError: there is none.
         """
@@ -58,24 +58,24 @@ class Vocabulary:
 
     @property
     def accepts(self) -> int:
-        """The token whose bit in a mask says that the output may end."""
+        """The token whose bit in a mask means that the output may end."""
         return int(self.tokenizer.eos_token)
 
     @property
     def specials(self) -> dict[str, int]:
-        """Special tokens by their text: grammars name them by id."""
+        """Special tokens, text -> id: grammars refer to them by id."""
         return self._specials if self.tokenizer else {}
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Raises ConfigError: there is no tokenizer that it can read."""
+        """The llguidance tokenizer. Raises ConfigError: llguidance cannot read the model's tokenizer."""
         with self._lock:
             if self._made is None:
                 try:
                     self._made = self._make(self._source())
                 except ConfigError:
                     raise
-                except Exception as error:  # llguidance raises what it likes
+                except Exception as error:  # llguidance raises many types
                     raise ConfigError(
                         f"constrained output cannot read this tokenizer: {error}"
                     ) from error
@@ -98,14 +98,14 @@ class Vocabulary:
             raise ConfigError(
                 f"constrained output cannot read this tokenizer: its ids have holes below {free}"
             )
-        # Its own opinion counts: it takes `<tool_call>` for special though the tokenizer says it is not.
+        # Use llguidance's notion of special: it treats `<tool_call>` as special even if the tokenizer does not.
         ids = {str(token["content"]): int(token["id"]) for token in added}
         self._specials = {text: id for text, id in ids.items() if made.is_special_token(id)}
         return made
 
 
 def tokenizer_json(folder: str) -> Callable[[], str]:
-    """The text of a checkpoint's tokenizer.json; transformers makes one where there is none."""
+    """Returns a function that reads a checkpoint's tokenizer.json; transformers converts one if there is none."""
 
     def read() -> str:
         path = Path(folder) / "tokenizer.json"

@@ -1,9 +1,9 @@
-"""The engine xgrammar behind the face that llguidance's matchers have. An extra: `pip install quire[xgrammar]`.
+"""xgrammar with the interface of llguidance's matchers. Optional: `pip install quire[xgrammar]`.
 
-Knows xgrammar's grammars and matchers. What it may be given is settled before (`xgrammar_subset.py`). Imported by the worker's
-side alone: xgrammar brings torch along.
+Knows xgrammar's grammars and matchers. `xgrammar_subset.py` decides beforehand which constraints it gets. Only grammar
+processes import this module, because xgrammar imports torch.
 
-One special token more than the tokenizer has says that the output may end, as in `vocabulary.py`.
+One extra special token means that the output may end, as in `vocabulary.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.features.structured.vocabulary import Vocabulary
 from quire.features.structured.xgrammar_subset import anchored_regex, schema_of
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-SPACES = 80  # as schema.SPACES
+SPACES = 80  # as json_schema.SPACES
 
 
 def installed() -> bool:
@@ -30,7 +30,7 @@ def installed() -> bool:
 
 
 class XMatcher:
-    """One output's place in a grammar."""
+    """The state of one output in a grammar."""
 
     def __init__(self, compiled: Any):
         from xgrammar import GrammarMatcher
@@ -50,13 +50,13 @@ class XMatcher:
         return all(self.consume_token(token) for token in tokens)
 
     def try_consume_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of them fit."""
+        """How many leading tokens the grammar accepts."""
         return next(
             (at for at, token in enumerate(tokens) if not self.consume_token(token)), len(tokens)
         )
 
     def compute_ff_tokens(self) -> list[int]:
-        return []  # it knows forced text, and not how the model's tokenizer would write it
+        return []  # xgrammar knows forced text, but not its tokenization
 
     def is_accepting(self) -> bool:
         return self.stuck is None and bool(self.matcher.is_completed())
@@ -76,7 +76,7 @@ class XMatcher:
 
 
 class XCompiler:
-    """Made when first asked for."""
+    """Compiles constraints for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary):
         if not installed():
@@ -87,7 +87,7 @@ class XCompiler:
 
         tokenizer = vocabulary.tokenizer
         size, special = tokenizer.vocab_size, tokenizer.is_special_token
-        # A token without bytes is one that no text has.
+        # Special tokens get no bytes, so that no text matches them.
         tokens = [b"" if special(id) else tokenizer.decode_bytes([id]) for id in range(size)]
         about = TokenizerInfo(
             tokens, VocabType.RAW, vocab_size=size, stop_token_ids=[vocabulary.accepts]
@@ -95,10 +95,10 @@ class XCompiler:
         self.compiler = GrammarCompiler(about, max_threads=1, cache_enabled=False)
 
     def compile(self, constraint: StructuredOutputsParams) -> XMatcher:
-        """Raises Refused: it is no grammar to xgrammar."""
+        """Raises Refused: xgrammar cannot compile it."""
         try:
             return XMatcher(self._compile(constraint))
-        except Exception as error:  # what its C++ throws comes as several
+        except Exception as error:  # its C++ errors have several types
             raise Refused(str(error).strip().rpartition("] ")[2]) from None
 
     def _compile(self, constraint: StructuredOutputsParams) -> Any:

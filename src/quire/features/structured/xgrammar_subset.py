@@ -1,7 +1,8 @@
-"""What xgrammar (0.2.8) enforces exactly, and no more: it drops many keywords in silence, so what is not here is refused.
+"""The subset of constraints that xgrammar (0.2.8) enforces exactly. It drops many keywords silently, so all else is
+refused.
 
-Knows JSON Schema and what was tried (tests/structured/test_xgrammar.py holds every schema of the table against its
-instances). Imports nothing of xgrammar: the front room asks before a request travels.
+Knows JSON Schema and the tested keywords (tests/structured/test_xgrammar.py tests every schema of the table against
+instances). Does not import xgrammar: the frontend runs this check.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from quire.features.structured.json_schema import depth, most_nested
 from quire.features.structured.refusal import Refused
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-MAX_BYTES = (
-    64 << 10
-)  # its compiler takes a hundred times as long as llguidance's, and cannot be stopped
-MOST = 1000  # that a count may say
+MAX_BYTES = 64 << 10  # its compiler takes a hundred times as long as llguidance's
+MOST = 1000  # largest count in a constraint
 NOTES = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
      "$defs", "definitions", "strict")
@@ -51,7 +50,7 @@ ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[^\W_nrtfvxu0]|\[[^\]]*(&&|--|~~|\[)")
 
 
 def check(constraint: StructuredOutputsParams) -> None:
-    """Raises Refused: xgrammar cannot enforce it, or is not known to."""
+    """Raises Refused: xgrammar is not known to enforce the constraint."""
     kind = constraint.kind
     if constraint.whitespace_pattern is not None:
         raise Refused("whitespace_pattern: the engine xgrammar cannot enforce it")
@@ -69,7 +68,7 @@ def check(constraint: StructuredOutputsParams) -> None:
             except (
                 TypeError,
                 AttributeError,
-            ) as error:  # a list where a text belongs, and the like
+            ) as error:  # for example a list in place of a string
                 raise Refused(f"it is no schema: {error}") from error
         case "json_object":
             return
@@ -89,10 +88,10 @@ def check(constraint: StructuredOutputsParams) -> None:
 
 
 def schema_of(constraint: StructuredOutputsParams) -> Any:
-    """The schema, closed if it is to be.
+    """The parsed schema, closed if the constraint disables additional properties.
 
     Raises:
-        Refused: it is no JSON, or nested too deep.
+        Refused: it is not JSON, or nested too deep.
     """
     try:
         schema = json.loads(str(constraint.json))
@@ -104,7 +103,7 @@ def schema_of(constraint: StructuredOutputsParams) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Objects that say nothing of further properties have none. Looks where `_Reader` allows a schema to stand."""
+    """Forbid additional properties in objects that do not mention them, wherever `_Reader` allows a schema."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
@@ -131,7 +130,7 @@ class _Reader:
         self.root = root
 
     def read(self, schema: Any) -> None:
-        """One part, and the parts in it."""
+        """Check one schema and its subschemas."""
         if schema is True:
             return
         if not isinstance(schema, dict):
@@ -149,7 +148,7 @@ class _Reader:
             self._typed(said)
 
     def _alone(self, name: str, said: dict[str, Any]) -> None:
-        """A keyword that stands for the whole; a type beside values must be theirs."""
+        """Check a keyword that must be alone; enum and const may have a `type`, which must be their values' type."""
         value = said.pop(name)
         kind = said.pop("type", None) if name in ("enum", "const") else None
         if said:
@@ -268,7 +267,7 @@ def _pattern(pattern: str) -> None:
 
 
 def _within_a_string(pattern: str) -> None:
-    """It writes what a pattern says as it stands, where JSON needs an escape."""
+    """Refuse patterns that need JSON escapes, which xgrammar omits, and others that it misreads within a string."""
     if '"' in pattern or re.search(r"\\[\\\w]|[\x00-\x1f]", pattern):
         raise _no("a pattern with a quote, or an escape that is not of punctuation,")
     if "(" in pattern and "{" in pattern:  # `(a{2})?` admits one a
@@ -284,10 +283,10 @@ PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def anchored_regex(pattern: str) -> str:
-    """A regex that the whole output matches, for xgrammar: to it a dot is any character, and anchors within are nothing.
+    """Adapt a regex that must match the whole output: xgrammar's dot matches line breaks, and it ignores inner anchors.
 
     Raises:
-        Refused: it has an anchor elsewhere than at its ends, or what `_pattern` refuses.
+        Refused: it has an anchor inside, or `_pattern` or `check_regex` refuses it.
     """
     _pattern(pattern)
     check_regex(pattern)
