@@ -1,1 +1,1 @@
-"""The loop and its door. core, client and process know no torch; assemble puts the rooms together."""
+"""The engine loop, its process, and the clients that reach it. Only `assemble.py` imports packages that need torch."""

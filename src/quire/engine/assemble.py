@@ -1,7 +1,7 @@
-"""The composition root: from a configuration to a running engine. The one file that asks what is on.
+"""The composition root: from a configuration to a running engine. The only file that decides which features are on.
 
-Knows every room by name, and imports a room only when it builds it: the HTTP process, which calls
-`make_client(process=True)`, gets through this file without torch.
+Knows every package by name, but imports one only to build from it: the HTTP process, which calls
+`make_client(process=True)`, uses this file without torch.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ log = get_logger(__name__)
 
 
 class WorkerFacts(msgspec.Struct):
-    """What a built worker says of itself: all that the core needs to know of it."""
+    """What a built worker reports: everything that the engine must know about it."""
 
-    specs: list[tuple[int, int, int, str, int]]  # of each layer: fields of a spec; window 0: none
+    # for each layer the fields of its spec; window 0: no window
+    specs: list[tuple[int, int, int, str, int]]
     num_blocks: int
     max_model_len: int
     model_impl: str
@@ -77,7 +78,7 @@ class WorkerFacts(msgspec.Struct):
         ]
 
 
-# -- from outside ---------------------------------------------------------------------------------
+# -- public ---------------------------------------------------------------------------------------
 @overload
 def make_client(
     config: EngineConfig, *, process: Literal[True], wait: bool = True
@@ -87,12 +88,12 @@ def make_client(config: EngineConfig, *, process: Literal[False] = False) -> Inl
 def make_client(
     config: EngineConfig, *, process: bool = False, wait: bool = True
 ) -> InlineClient | ProcessClient:
-    """An engine in this process, stepped by whoever asks for outputs; or in its own.
+    """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own.
 
     With `wait=False` the child may still be loading: call `wait_ready` before anything else.
 
     Raises:
-        ConfigError: what was asked for does not fit together, or not on this machine.
+        ConfigError: the configuration contradicts itself or does not fit this machine.
         StartupError: the child could not start.
     """
     stages = StartupStages()
@@ -117,18 +118,18 @@ def patience() -> RestartPolicy:
 
 
 def resolve_config(config: EngineConfig) -> Resolved:
-    """Find the checkpoint, read its config.json, settle every "auto"."""
+    """Find the checkpoint, read its config.json, resolve every "auto"."""
     check_wishes(config)
     load_plugins()
     path = hf_config.locate(config.model, config.load)
     return resolve(config, path, hf_config.read_config(path, config.model.hf_overrides), facts())
 
 
-# -- the middle room ------------------------------------------------------------------------------
+# -- the engine -----------------------------------------------------------------------------------
 def build_core(
     resolved: Resolved, stages: StartupStages | None = None
 ) -> tuple[EngineCore, EngineReady]:
-    """Executor and scheduler of a resolved configuration; the model is loaded when this returns."""
+    """Build executor and scheduler from a resolved configuration; loads the model before it returns."""
     stages = stages or StartupStages()
     compiler = build_compiler(resolved)
     executor = build_executor(resolved, compiler)
@@ -165,7 +166,7 @@ def build_core(
 
 
 def build_compiler(resolved: Resolved) -> GrammarCompiler:
-    """Of grammars: one for each process that reads them, so the gate and an inline worker share it."""
+    """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
     asked = resolved.asked.model
     folder = hf_config.locate_tokenizer(resolved.path, asked, resolved.asked.load)
     size = int(resolved.hf_config.get("vocab_size") or 0)
@@ -175,9 +176,7 @@ def build_compiler(resolved: Resolved) -> GrammarCompiler:
             structured_options(resolved.asked.structured.structured_outputs_config).backend
             == "xgrammar"
         )
-        compiler.warm(
-            other
-        )  # beside the loading of weights; later it would hold up running requests
+        compiler.warm(other)  # while weights load; later it would delay running requests
     return compiler
 
 
@@ -218,7 +217,7 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
     return ObservedBlockPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
 
 
-# -- the back room --------------------------------------------------------------------------------
+# -- the worker -----------------------------------------------------------------------------------
 def build_executor(resolved: Resolved, compiler: GrammarCompiler) -> Executor:
     if resolved.executor == "mp":
         from quire.executor.process import ProcessExecutor
@@ -237,11 +236,11 @@ def worker_from_wire(payload: bytes) -> Worker:
 
 
 def build_worker(resolved: Resolved, compiler: GrammarCompiler) -> Worker:
-    """Plan memory, load the model, allocate its cache: one device, ready to run plans.
+    """Plan memory, load the model, allocate its KV cache: one device, ready to run plans.
 
     Raises:
         NotEnoughMemory: before anything is loaded.
-        Unsupported: a device, or a model, that is not served yet.
+        Unsupported: a device or a model that is not supported yet.
     """
     stages = StartupStages()
     load_plugins()
@@ -308,7 +307,7 @@ def build_worker(resolved: Resolved, compiler: GrammarCompiler) -> Worker:
 
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
-    """What of the weights stays on the host."""
+    """Which weights stay in host memory."""
     if not resolved.asked.cache.cpu_offload_gb:
         return None
     if (copier := platform.copier()) is None:
@@ -320,11 +319,11 @@ def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
 
 
 def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> MemoryPlan:
-    """The same sum with the device's own word: without it, a forecast can only say what there is when nothing runs."""
+    """Repeat the plan with the device's own numbers: the forecast does not know what else uses the device's memory."""
     from quire.platforms.base import Memory
 
     specs = specs_of(resolved.hf_config, resolved.kv_dtype)
-    # Of each row its tokens, and its blocks by group: once for good, and once for the step that runs.
+    # A row needs its tokens and, for each group, two block tables: a permanent one, and one for the running step.
     groups = len(forecast.layout.groups)
     blocks = -(-forecast.max_model_len // resolved.block_size) + 1
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
@@ -335,12 +334,12 @@ def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> Mem
 def replan(
     resolved: Resolved, forecast: MemoryPlan, weights: int, specs: list[CacheSpec]
 ) -> MemoryPlan:
-    """The same sum with what the weights take, and the layers' own word of what they keep."""
+    """Repeat the plan with the actual size of the weights and the layers' own cache specs."""
     return make_plan(resolved, weights, forecast.total, forecast.available, specs)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:
-    """With its rows. A device that is apart from the host keeps tables of its own and is sent what changes."""
+    """The builder and its rows. An accelerator keeps its own tables, and the host sends only the changes."""
     from quire.worker.input_batch import InputBatchBuilder
     from quire.worker.request_rows import RequestRows
 
@@ -354,7 +353,7 @@ def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> I
 
 
 def build_drawing(platform: Platform) -> SamplerOps:
-    """The functions that draw: kernels, where the platform has them."""
+    """The sampler's functions: kernels, if the platform has them."""
     if "triton" in platform.kernels:
         from quire.worker.sampling.triton_ops import COMPILED
 
@@ -370,7 +369,7 @@ def build_drawing(platform: Platform) -> SamplerOps:
 def build_source(
     resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any
 ) -> ModelInput:
-    """Steps of single tokens are replayed, where device, backend and model allow it."""
+    """The model input; steps of single tokens replay graphs if device, backend and model allow it."""
     from quire.worker.graphs import GraphModelInput, default_sizes
     from quire.worker.model_input import TokenModelInput
 
@@ -387,7 +386,7 @@ def build_source(
 
 
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:
-    """Choose a backend that serves every layer, and give each its part of the cache; the storages."""
+    """Choose a backend that supports every layer, and give each layer its part of the cache. Returns the storages."""
     from quire.attention.base import Needs, choose
     from quire.worker.kv_cache import allocate_cache
 

@@ -1,7 +1,7 @@
-"""The door of the middle room: submit, abort, call, outputs.
+"""EngineClient: the interface of an engine for a frontend: submit, abort, call, outputs.
 
-Knows how a caller's thread reaches a core that lives in the same process (`InlineClient`). The one that
-lives in another is `process_client.py`'s; both behave alike. Does not know what a request is for.
+Knows how a caller's thread reaches an EngineCore in the same process (`InlineClient`). `process_client.py` reaches one
+in another process; both behave alike. Does not know what a request is for.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ log = get_logger(__name__)
 
 
 class EngineClient(Protocol):
-    """What a front room may ask. All methods may be called from any thread."""
+    """The interface for a frontend. All methods may be called from any thread."""
 
     resolved: Resolved
     ready: EngineReady
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request; everything about it, a refusal too, comes back through `outputs`."""
+        """Queue a request. Everything about it, also a refusal, comes through `outputs`."""
 
     def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
-        """End these requests; each still running one answers with finish `why`, and is counted as that."""
+        """End these requests. Each one that still runs gets an output with finish `why`, and is counted as that."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """A named function of the engine (`rpc.py`); blocks for the answer.
+        """Call a named function of the engine (`rpc.py`) and wait for the answer.
 
         Raises:
-            QuireError: the function failed, or there is none of this name.
-            ValidationError: it cannot do what was asked of it, and nothing has happened.
+            QuireError: the function failed, or there is none with this name.
+            ValidationError: the arguments are invalid, and the function changed nothing.
         """
 
     def outputs(self) -> list[EngineOutput]:
-        """Block until something is new. Raises EngineDeadError when nothing will ever be."""
+        """Wait for new outputs. Raises EngineDeadError when there will be no more."""
 
     def close(self) -> None:
         """Stop the engine; `outputs` in another thread then raises EngineDeadError."""
 
 
 class InlineClient:
-    """Steps the core in whichever thread asks for outputs."""
+    """Runs the core's steps in the thread that calls `outputs`."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class InlineClient:
     ):
         self.core, self.resolved, self.ready, self._shut = core, resolved, ready, shut
         self._stepping = threading.Lock()
-        self._held: list[EngineOutput] = []  # came out while somebody waited for a reply
+        # outputs received while another thread waited for a reply
+        self._held: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
         self._numbers = itertools.count(1)
@@ -101,7 +102,7 @@ class InlineClient:
         self._alive()
         self.core.inbox.put(Call(number, name, list(args)))
         while True:
-            # Nobody may be stepping: then the message is taken in here, and no step is made.
+            # If no thread runs steps, this one receives the message, without running a step.
             if self._stepping.acquire(blocking=False):
                 try:
                     self._keep(self.core.receive(block=False))
@@ -116,7 +117,7 @@ class InlineClient:
     def close(self) -> None:
         if self._dead is None:
             self._dead = EngineDeadError("the engine was shut down")
-            self.core.inbox.put(None)  # wakes whoever waits for outputs
+            self.core.inbox.put(None)  # wakes the thread that waits for outputs
             with self._stepping:
                 self._shut()
 
@@ -135,7 +136,7 @@ class InlineClient:
 
 
 def answer(reply: Reply) -> Any:
-    """The value of a reply, or its error raised."""
+    """The value of a reply; raises its error if it has one."""
     if reply.error is not None:
         raise (ValidationError if reply.error_kind == "invalid" else QuireError)(reply.error)
     return reply.value
@@ -143,9 +144,9 @@ def answer(reply: Reply) -> Any:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C waits for the end of the step: half a step would leave core and worker at odds.
+    """Delay Ctrl-C until the end of the step: an interrupted step would leave core and worker inconsistent.
 
-    The second one does not wait.
+    A second Ctrl-C is not delayed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
 """EngineCore: the loop. Receive, plan, launch, commit, publish.
 
 Knows a scheduler, an executor, an inbox, and how far the host may run ahead of the device. Does not know
-what a request is for, nor which features are on. Keep it so.
+what a request is for, or which features are on. Keep it so.
 
     depth 1    plan 1, run 1, commit 1, plan 2, ...
     depth 2    host   plan 1 | plan 2   | commit 1, plan 3 | commit 2, plan 4 | ...
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-LOOK_AGAIN_S = 0.2  # how long the loop sleeps while requests wait
+LOOK_AGAIN_S = 0.2  # the longest wait for a message while the scheduler has requests
 
 Answered = EngineOutput | Reply
 Outbox = list[Answered]
-Inbox = SimpleQueue[ToEngine | Answered | None]  # None wakes the loop and means nothing else
+Inbox = SimpleQueue[ToEngine | Answered | None]  # None only wakes the loop
 
 
 class EngineCore:
@@ -41,35 +41,36 @@ class EngineCore:
     ):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self.check_when_idle = check_when_idle
-        self.check_each_step = False  # QUIRE_CHECK=1: the step that breaks something says so
+        # QUIRE_CHECK=1: check after each step, to find the one that breaks something
+        self.check_each_step = False
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, StepFuture]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
-        self.caller = 0  # the front room that asked for the function that runs
-        self.said: Outbox = []  # what a function has to tell besides its reply
-        self.counts: dict[str, float] = {}  # what else is told of its steps, by whoever counts it
+        self.caller = 0  # the frontend that called the running function
+        self.said: Outbox = []  # messages that a function sends besides its reply
+        self.counts: dict[str, float] = {}  # additional counters (mfu.py, engine_process.py)
         self.state = "awake"
         self.idle = True
-        self.broken: BaseException | None = None  # why no step can be trusted any more
+        self.broken: BaseException | None = None  # why the engine cannot run further steps
 
     # -- the loop -------------------------------------------------------------------------------
     def turn(self) -> Outbox:
-        """Receive what came, take one step; block for a message when there is nothing to do."""
+        """Receive messages, run one step; wait for a message when there is nothing to do."""
         outputs = self.receive(block=self.idle)
         outputs += self.step()
         return outputs
 
     def receive(self, block: bool) -> Outbox:
-        """Take in every message that is there; with `block`, wait until there is one.
+        """Handle every message that is there; with `block`, wait until there is one.
 
-        With requests here that wait does end: whatever holds them back should wake the loop when it lets go, and
-        one that forgets to must cost them a moment, not their answer.
+        With requests in the scheduler, the wait has a limit. A gate that blocks requests should wake the loop later. If
+        one forgets that, the requests are delayed for a moment, not for ever.
         """
         outputs: Outbox = []
         try:
             end = LOOK_AGAIN_S if self.scheduler.has_requests else None
             message = self.inbox.get(block=block, timeout=end)
-            self.idle = False  # whoever took this in need not be the one who steps
+            self.idle = False  # another thread may run the step
             while True:
                 self._take_in(message, outputs)
                 message = self.inbox.get_nowait()
@@ -77,7 +78,7 @@ class EngineCore:
             return outputs
 
     def step(self) -> Outbox:
-        """Launch a step if one can be planned and is due; commit the oldest one when enough are in flight."""
+        """Launch a step if one can be planned and the depth allows it; commit the oldest if enough are in flight."""
         if self.broken is not None:
             raise self.broken
         self.idle = False
@@ -91,9 +92,9 @@ class EngineCore:
         return self._commit()
 
     def settle(self) -> None:
-        """Commit all that is in flight, launching nothing: for a function that needs the device idle.
+        """Commit all steps in flight and launch none: for a function that needs an idle device.
 
-        A failure ends the engine, as it does in a step; the function's caller alone would be told of it.
+        A failure ends the engine, as it does in `step`; otherwise only the function's caller would know of it.
         """
         try:
             while self.in_flight:
@@ -122,7 +123,8 @@ class EngineCore:
     # -- messages -------------------------------------------------------------------------------
     def _take_in(self, message: ToEngine | Answered | None, outputs: Outbox) -> None:
         match message:
-            case EngineOutput() | Reply():  # answered before it came here
+            # a complete answer, for a message that could not be decoded
+            case EngineOutput() | Reply():
                 outputs.append(message)
             case EngineRequest():
                 if (refused := self.scheduler.add(message)) is not None:
@@ -136,7 +138,7 @@ class EngineCore:
                 self.said.clear()
 
     def _answer(self, call: Call) -> Reply:
-        """Run a named function; its failure is the caller's, not ours."""
+        """Run a named function. If it fails, the caller gets the error, and the engine goes on."""
         if (function := self.functions.get(call.name)) is None:
             known = ", ".join(sorted(self.functions))
             return Reply(
@@ -149,7 +151,7 @@ class EngineCore:
             return Reply(call.id, function(*call.args), client=call.client)
         except ValidationError as error:
             return Reply(call.id, error=str(error), client=call.client, error_kind="invalid")
-        except QuireError as error:  # these say it all
+        except QuireError as error:  # their messages are complete
             log.error("engine function %s failed: %s", call.name, error)
             return Reply(call.id, error=str(error), client=call.client)
         except Exception as error:

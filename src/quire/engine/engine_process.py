@@ -1,7 +1,8 @@
-"""A core as a process: `python -m quire.engine.engine_process FOLDER GENERATION FRONTENDS LIFELINE PARENT`.
+"""The engine as a process: `python -m quire.engine.engine_process FOLDER GENERATION FRONTENDS LIFELINE PARENT`.
 
-Its configuration comes on stdin. Knows sockets, signals and how to die: with a last message that says why,
-and never later than its parent. One thread takes in what comes, one shows that we live; the main thread is the loop.
+It reads its configuration from stdin. Knows sockets and signals. When the process ends, it sends a last message with
+the reason, and it never outlives its parent. One thread receives messages, one sends heartbeats; the main thread runs
+the loop.
 """
 
 from __future__ import annotations
@@ -39,26 +40,28 @@ log = get_logger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_S = 1.0
+# thresholds of gc: new objects, then collections of the younger generations; Python's default begins with 700
 COLLECT_AFTER = (
     20_000,
     20,
     50,
-)  # new objects, then collections of the younger; Python's own begins with 700
+)
 
 
 class StopEngine(BaseException):
-    """Our host said so. No Exception: it may come in the middle of whatever catches those."""
+    """The parent ordered a stop. Not an Exception: it may arrive inside any `except Exception`."""
 
 
 class FrontendSockets:
-    """The child's ends of the sockets: one that all front rooms push into, and one to each of them."""
+    """The child's ends of the sockets: one that all frontends push to, and one to each frontend."""
 
     def __init__(self, folder: Path, frontends: int):
         context = zmq.Context()
         self.down = context.socket(zmq.PULL)
         self.up = [context.socket(zmq.PUSH) for _ in range(frontends)]
         for socket in (self.down, *self.up):
-            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
+            # the number of messages is limited by the requests that the scheduler admits
+            socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
         self.down.bind(f"ipc://{folder}/down")
         for number, socket in enumerate(self.up):
@@ -66,7 +69,7 @@ class FrontendSockets:
         self.encoder = msgspec.msgpack.Encoder()
 
     def send(self, messages: list[EngineOutput | Reply]) -> None:
-        """Each to the front room that asked."""
+        """Send each message to the frontend that it is for."""
         if len(self.up) == 1:
             self.up[0].send(self.encoder.encode(messages))
             return
@@ -97,11 +100,11 @@ class FrontendSockets:
     def close(self) -> None:
         for socket in self.up:
             socket.close(linger=1000)
-        # The reading thread still waits on `down`; the process ends with it.
+        # The reading thread still waits on `down`; it ends with the process.
 
 
 def undecoded(data: bytes) -> Answered | None:
-    """The answer to a message that could not be decoded; None if even its head cannot be."""
+    """The answer to a message that could not be decoded; None if not even its head could be decoded."""
     try:
         head = msgspec.msgpack.decode(data, type=Head)
     except Exception:
@@ -114,7 +117,7 @@ def undecoded(data: bytes) -> Answered | None:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; where there is no such thing, look now and then."""
+    """Let the kernel send SIGKILL when the parent dies. Where prctl is missing, a thread checks every second."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
@@ -135,7 +138,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
-    """Until told to stop, or an error that no request can be blamed for."""
+    """Run until a stop, or until an error that is not one request's."""
     told = 0.0
     while True:
         outbox = core.receive(block=core.idle)
@@ -150,7 +153,7 @@ def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
 
 
 def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
-    """Build the engine, say that it is ready, run it."""
+    """Build the engine, report that it is ready, run it."""
     from quire.config.serialize import resolved_from_bytes
     from quire.engine.assemble import build_core
 
@@ -162,7 +165,7 @@ def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
     core, ready = build_core(resolved)
     pulse = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
     core.executor = TimedExecutor(core.executor, pulse)
-    # A function may load a model; nobody is served meanwhile, so it must not take for ever either.
+    # A function may load a model. No request is served in the meantime, so it has a time limit too.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
     core.functions = sleep_state.persisting(core.functions, told)
     core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
@@ -170,7 +173,7 @@ def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
         core.counts["recorder_stops"] = 0.0
         stopped = partial(core.counts.update, recorder_stops=1.0)
         core.executor = RecordingExecutor(core.executor, FlightRecorder(folder), stopped)
-    # What was built stays; without this a collection walks all of it in the middle of a step.
+    # Freeze the objects built so far; otherwise a garbage collection would visit all of them in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
@@ -188,7 +191,8 @@ def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
 def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
     configure("engine")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole group; the parent decides
+        # a terminal sends it to the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(STOP, stop)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
@@ -209,6 +213,6 @@ def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
 if __name__ == "__main__":
     place, generation, count, pipe, keeper = sys.argv[1:]
     code = main(Path(place) / generation, int(count), int(pipe), int(keeper))
-    with suppress(OSError):  # nobody reads any more, or the disk is full
+    with suppress(OSError):  # the reader is gone, or the disk is full
         sys.stdout.flush()
     os._exit(code)

@@ -1,15 +1,15 @@
-"""The flight recorder: the last plans and results of an engine, on disk, so that they outlive any death.
+"""The flight recorder: the last plans and results of an engine, on disk, where they survive a crash.
 
-Knows wire 2 and files. Does not know models. `RecordingExecutor` stands between a core and its executor; neither
-notices. A recording can be fed to a worker again (`cli/replay.py`), because every segment starts with what
-each seated row held: a worker that computes those rows from nothing is where the recorded one was.
+Knows the worker protocol and files. Does not know models. `RecordingExecutor` wraps the core's executor; both work as
+without it. A recording can be run on a worker again (`cli/replay.py`), because every segment starts with the content
+of each occupied row: a worker that computes those rows anew has the same state as the recorded one.
 
-    FOLDER/flight-0, flight-1    segments of `SEGMENT` plans, the older one overwritten when the newer is full
-    a segment                    frames of (length: 4 bytes, msgpack): Seated, then StepPlan and StepResult; a length of
-                                 0, or the end of the file, ends it
+    FOLDER/flight-0, flight-1    segments of `SEGMENT` plans; when one is full, the older one is overwritten
+    a segment                    frames of (length: 4 bytes, msgpack): SeatedRows, then StepPlan and StepResult; a
+                                 length of 0, or the end of the file, ends it
 
-The files are mapped, so a frame is a copy into the page cache: a process that is killed loses nothing that it had written.
-A recording that cannot be written stops, and its files are deleted; the engine goes on without it.
+The files are memory-mapped, so writing a frame copies it into the page cache: a killed process loses no written frame.
+If a recording cannot be written, it stops and its files are deleted; the engine goes on without it.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 SEGMENT = 64
-ROOM = 1 << 18  # bytes of a file at first
-MOST_ROOM = 1 << 26  # bytes of a file: two of them bound what a recording takes of the disk
+ROOM = 1 << 18  # initial size of a file in bytes
+MOST_ROOM = 1 << 26  # largest size of a file in bytes; a recording has two files
 LENGTH = struct.Struct("<I")
 
 
 class SeatedRows(Struct, array_like=True, tag="seated"):
-    """The rows at the start of a segment, each as if it entered now; `done` of its tokens were computed."""
+    """The rows at the start of a segment, each as if it entered now. For each, `done` tokens were computed."""
 
     rows: list[EnteredRow]
     done: list[int]
-    steps: int  # before this segment
+    steps: int  # number of steps before this segment
 
 
 Frame = SeatedRows | StepPlan | StepResult
 
 
 class Recording(Struct):
-    """What can be read back: where it starts, and what happened then."""
+    """A recording as read from disk: its start state, and the frames after it."""
 
     seated: SeatedRows
     frames: list[StepPlan | StepResult]
 
     def unfinished(self) -> set[str]:
-        """Ids of the requests that plans without a result were working for."""
+        """Ids of the requests in plans without a result."""
         results = {f.step for f in self.frames if isinstance(f, StepResult)}
         ids = {row.row: row.id for row in self.seated.rows}
         stuck: set[str] = set()
@@ -70,7 +70,7 @@ class Recording(Struct):
         return stuck
 
     def running(self) -> list[EnteredRow]:
-        """The requests that have a row at its end."""
+        """The requests that have a row at the end."""
         rows = {row.row: row for row in self.seated.rows}
         for frame in self.frames:
             if isinstance(frame, StepPlan):
@@ -80,7 +80,7 @@ class Recording(Struct):
         return list(rows.values())
 
     def seen(self) -> set[str]:
-        """Ids of all requests that had a row at any time of it."""
+        """Ids of all requests that had a row at any time."""
         ids = {row.id for row in self.seated.rows}
         for frame in self.frames:
             if isinstance(frame, StepPlan):
@@ -89,9 +89,9 @@ class Recording(Struct):
 
 
 class RecordingSegment:
-    """A file that is written as memory: a write() costs a small step more than its plan and its result together.
+    """A memory-mapped file: a write() would cost more than a small step's plan and result together.
 
-    Its room is asked for in advance: a page that a full disk does not have would end the process where it is touched.
+    Its space is allocated in advance: if the disk is full, touching an unallocated page would kill the process.
 
     Raises:
         OSError: the disk is full.
@@ -118,14 +118,14 @@ class RecordingSegment:
         return self._map
 
     def restart(self) -> None:
-        """Nothing of it counts any more."""
+        """Invalidate all frames."""
         if self._map is not None:
             LENGTH.pack_into(self._map, 0, 0)
             self._map[: self._end] = bytes(self._end)
         self._end = 0
 
     def has_room(self, size: int) -> bool:
-        """Whether a frame of so many bytes fits below the limit of a file."""
+        """Whether a frame of `size` bytes fits below the limit of a file."""
         return self._end + 2 * LENGTH.size + size <= MOST_ROOM
 
     def append(self, data: bytes) -> None:
@@ -134,11 +134,12 @@ class RecordingSegment:
         if room is None or end + LENGTH.size > len(room):
             room = self._grow(min(2 * end, MOST_ROOM))
         room[self._end + LENGTH.size : end] = data
-        LENGTH.pack_into(room, self._end, len(data))  # last: half a frame has none
+        # last, so that a partly written frame has no length
+        LENGTH.pack_into(room, self._end, len(data))
         self._end = end
 
     def close(self) -> None:
-        """The file ends where its frames do."""
+        """Truncate the file to its frames and close it."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -147,16 +148,15 @@ class RecordingSegment:
 
 
 class FlightRecorder:
-    """Writes frames, and keeps what a new segment must start with."""
+    """Writes frames, and tracks the rows that a new segment must start with."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._encoder = msgspec.msgpack.Encoder()
         self._rows: dict[int, EnteredRow] = {}
         self._done: dict[int, int] = {}
-        self._work: dict[
-            int, list[EnteredRow | None]
-        ] = {}  # who draws, by work item, of steps in flight
+        # for each step in flight and each work item, the row that draws
+        self._work: dict[int, list[EnteredRow | None]] = {}
         self._plans = self._pages = 0
         self._segments: dict[int, RecordingSegment] = {}
         self._segment: RecordingSegment | None = None
@@ -170,7 +170,7 @@ class FlightRecorder:
         for row in plan.left:
             self._rows.pop(row, None)
         for new in entered:
-            # A copy: tokens and blocks grow here as they do in the worker.
+            # A copy: tokens and blocks grow here as they do on the worker.
             self._rows[new.row] = msgspec.structs.replace(
                 new, tokens=list(new.tokens), blocks=[list(column) for column in new.blocks]
             )
@@ -190,16 +190,15 @@ class FlightRecorder:
         for request, tokens in zip(work, result.tokens, strict=True):
             if request is not None and tokens:
                 request.tokens += tokens
-                if (
-                    len(tokens) > 1 and self._rows.get(request.row) is request
-                ):  # else it is another's by now
+                # otherwise the row has another request by now
+                if len(tokens) > 1 and self._rows.get(request.row) is request:
                     self._done[request.row] += len(tokens) - 1
         for index, tokens in result.certain.items():
             if (request := work[index]) is not None and result.tokens[index]:
                 request.tokens += tokens
 
     def failed(self, step: int) -> None:
-        """There will be no result of this step."""
+        """This step will have no result."""
         self._work.pop(step, None)
 
     def close(self) -> None:
@@ -209,7 +208,7 @@ class FlightRecorder:
         self._segment = None
 
     def discard(self) -> None:
-        """Delete what was written: an end that is missing would mislead."""
+        """Delete the files: a recording without its end would mislead."""
         with suppress(OSError, ValueError):
             for segment in self._segments.values():
                 segment.restart()
@@ -244,14 +243,14 @@ class FlightRecorder:
 
 
 def _noted(new: EnteredRow) -> EnteredRow:
-    """With its parameters in their short form, encoded once: each segment begins with all that are seated."""
+    """Encode the parameters once, in their short form, because each segment repeats those of all occupied rows."""
     return msgspec.structs.replace(
         new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
     )
 
 
 def frames(path: Path) -> Iterator[Frame]:
-    """Frames of a segment, up to its end or to the first that was not wholly written."""
+    """Frames of a segment, up to its end or to the first incomplete one."""
     decoder = msgspec.msgpack.Decoder(Frame)
     data = path.read_bytes()
     at = 0
@@ -267,7 +266,7 @@ def read_recording(folder: Path) -> Recording | None:
     """The last one or two segments as one recording; None if nothing was recorded.
 
     Raises:
-        ValueError: a file there is not one of ours.
+        ValueError: a file is not a flight recording.
     """
     segments: list[tuple[SeatedRows, list[StepPlan | StepResult]]] = []
     for path in sorted(folder.glob("flight-*")):
@@ -276,7 +275,7 @@ def read_recording(folder: Path) -> Recording | None:
         except (ValueError, msgspec.DecodeError) as why:
             raise ValueError(f"{path} is not a flight recording: {why}") from None
         if not found:
-            continue  # just begun
+            continue  # just started
         first, *rest = found
         if not isinstance(first, SeatedRows):
             raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
@@ -288,7 +287,7 @@ def read_recording(folder: Path) -> Recording | None:
 
 
 class RecordingExecutor:
-    """An executor that writes down what goes through it, as long as it can be written.
+    """An executor that records all plans and results, until a write fails.
 
     Args:
         stopped: called once when the recording stops.
@@ -316,7 +315,7 @@ class RecordingExecutor:
         self.note(FlightRecorder.close)
 
     def note(self, write: Callable[..., None], *args: Any) -> None:
-        """Write; a failure stops the recording, and never the step."""
+        """Write; if that fails, stop the recording, but never the step."""
         if (recorder := self._recorder) is None:
             return
         try:

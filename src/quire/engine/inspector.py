@@ -1,10 +1,10 @@
-"""What an engine looks like from inside while somebody looks: its blocks, its steps, and each request's life.
+"""Inspector: the live state of an engine for an observer: its blocks, its steps, and each request's timeline.
 
-Knows the scheduler, its pool and wire 2. Tells no token unless asked for one request's. Nobody looks: nothing is
-kept, and no step is touched. The first look puts a `InspectedExecutor` between the core and its executor; once nobody has
-looked for `FORGET_S`, the next step takes it away again.
+Knows the scheduler, its block pool and the worker protocol. Reports tokens only of a single, named request. It costs
+nothing without an observer: the first `look` wraps the core's executor in an `InspectedExecutor`; when no call
+has come for `FORGET_S`, the next step removes it.
 
-    a life    queued | prefill 256 | prefill 40 | decode ........ | preempted .. | prefill | decode .. | ended
+    a timeline    queued | prefill 256 | prefill 40 | decode ........ | preempted .. | prefill | decode .. | ended
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from quire.executor.base import Executor, StepFuture
 
 FORGET_S = 5.0
-SPAN_S = 30.0  # what ended longer ago is not told
+SPAN_S = 30.0  # requests that ended longer ago are not reported
 STEPS = 96
-MOST_IN_STEP = 64  # work items that are told one by one
+MOST_IN_STEP = 64  # work items that are reported one by one
 MOST_LIVES = 64
 MOST_WAITING = 24
 MOST_PHASES = 96
-MOST_WORDS = 512  # tokens of a prompt, and of an output
-CELLS = 10_240  # more blocks than these are told by several a cell
+MOST_WORDS = 512  # tokens of a prompt, and of an output, that are reported
+CELLS = 10_240  # with more blocks than this, a cell stands for several
 
 FREE, CACHED, SHARED, OWNED = 0, 1, 2, 3
-"""What a cell holds. OWNED + n: blocks of the n-th request to arrive; SHARED: of several requests."""
+"""The values of a cell. SHARED: a block of several requests; OWNED + n: a block of the n-th request to arrive."""
 
 QUEUED, UNSEEN, PREFILL, DECODE, PREEMPTED = "queued", "unseen", "prefill", "decode", "preempted"
 
 
 @dataclass(slots=True)
 class TimelinePhase:
-    """It lasts until the next one begins."""
+    """It lasts until the next phase begins."""
 
     kind: str
     since: float
@@ -61,7 +61,7 @@ class RequestTimeline:
     ended: float | None = None
 
     def add(self, kind: str, now: float, tokens: int = 0) -> None:
-        """Decoding steps are one phase, a prompt's chunks are one each; the oldest give way."""
+        """Add a phase. Decode steps form one phase, each chunk of a prompt has its own; old ones are dropped."""
         last = self.phases[-1]
         if kind == last.kind == DECODE:
             last.tokens += tokens
@@ -73,7 +73,7 @@ class RequestTimeline:
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step did. `work`: (request, tokens, whether they are of a prompt)."""
+    """One step. `work`: (arrival number of the request, tokens, whether they are of a prompt)."""
 
     number: int
     launched: float
@@ -83,7 +83,7 @@ class StepRecord:
 
 
 class Inspector:
-    """`look` when somebody wants to see; all else follows from that."""
+    """Observes a core. `look` starts the observation and returns what was seen."""
 
     def __init__(self, core: EngineCore, bytes_per_block: int = 0):
         self.core, self.bytes_per_block = core, bytes_per_block
@@ -91,14 +91,14 @@ class Inspector:
         self.watched: InspectedExecutor | None = None
         self.looked = 0.0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS)
-        self.lives: dict[int, RequestTimeline] = {}  # by number of arrival
-        self.resulted = 0.0  # when the last step came to its end
+        self.lives: dict[int, RequestTimeline] = {}  # by arrival number
+        self.resulted = 0.0  # when the last step ended
         self.machine = 0
         self.processes: list[int] = []
 
-    # -- asked ----------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
     def look(self) -> dict[str, Any]:
-        """All there is to see, as builtins; times in ms before now."""
+        """The whole state, as builtins; times are in ms before now."""
         began = time.perf_counter()
         now = self.clock()
         if self.watched is None:
@@ -128,7 +128,7 @@ class Inspector:
         return seen | {"cost_ms": 1000 * (time.perf_counter() - began)}
 
     def words(self, number: int) -> dict[str, Any] | None:
-        """The beginning of a request's prompt and the end of its output, as tokens; None if it is not here."""
+        """The first tokens of a request's prompt and the last ones of its output; None if it is unknown."""
         if (life := self.lives.get(number)) is None:
             return None
         request = life.request
@@ -141,7 +141,7 @@ class Inspector:
             "output_left": max(0, len(output) - MOST_WORDS),
         }
 
-    # -- watching -------------------------------------------------------------------------------
+    # -- observation ----------------------------------------------------------------------------
     def _start(self, now: float) -> None:
         self.machine = self.machine or facts().total_bytes
         self.processes = self.processes or process_tree(os.getpid())
@@ -161,7 +161,7 @@ class Inspector:
         self.lives.clear()
 
     def _life(self, request: Request, now: float) -> RequestTimeline | None:
-        """Of a request seen before, or from now on; None if there are too many."""
+        """The timeline of a request, a new one if necessary; None if there are too many."""
         number = request.order[1]
         if (life := self.lives.get(number)) is None and self._room():
             arrived = request.arrived if 0 < now - request.arrived < 86_400 else now
@@ -178,7 +178,7 @@ class Inspector:
         return True
 
     def launched(self, plan: StepPlan, watched: InspectedExecutor) -> StepRecord | None:
-        """A step begins. None: nobody looks any more, and it is not kept."""
+        """Record the start of a step. None: the observation has ended, and the step is not recorded."""
         now = self.clock()
         if now - self.looked > FORGET_S:
             self._stop(watched)
@@ -202,7 +202,7 @@ class Inspector:
         step.seconds = self.resulted - step.launched
 
     def _notice(self, now: float) -> None:
-        """Who ended or was set back since the last time; the long gone are forgotten."""
+        """Note which requests ended or were preempted since the last call; drop those that ended long ago."""
         gone = []
         for number, life in self.lives.items():
             last = life.phases[-1]
@@ -219,7 +219,7 @@ class Inspector:
 
 
 class InspectedExecutor:
-    """An executor whose steps are seen by a `Inspector`."""
+    """An executor that reports its steps to an `Inspector`."""
 
     def __init__(self, executor: Executor, live: Inspector):
         self.executor, self._live = executor, live
@@ -250,7 +250,7 @@ class _Seen:
 
 # -- as builtins ----------------------------------------------------------------------------------
 def of_prompt(request: Request, item: WorkItem) -> bool:
-    """Whether a work item computes what was known before: a prompt, or all of it again after a preemption."""
+    """Whether a work item computes tokens known before: a prompt, or all tokens again after a preemption."""
     before = request.computed - item.num_tokens
     return before < request.num_prompt or item.num_tokens - item.drafts > 1
 
@@ -266,7 +266,7 @@ def step_dict(step: StepRecord, now: float) -> dict[str, Any]:
 
 
 def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
-    """Phases: (kind, since, tokens)."""
+    """A timeline as builtins. A phase is (kind, since, tokens)."""
     request = life.request
     state = life.phases[-1].kind
     if state == UNSEEN:
@@ -294,7 +294,7 @@ def ms(seconds: float) -> float:
 
 
 def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
-    """Each block once, in runs of equal ones: [what, how many, what, how many, ...]."""
+    """The state of each block, run-length encoded: [state, count, state, count, ...]."""
     cells = [FREE] * pool.num_blocks
     for block in pool.hash_of:
         cells[block] = CACHED
@@ -307,7 +307,7 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
     cells = cells[1:]
     free, cached, shared = cells.count(FREE), cells.count(CACHED), cells.count(SHARED)
     each = max(1, -(-len(cells) // CELLS))
-    if each > 1:  # what most needs to be seen: held, then cached, then free
+    if each > 1:  # a cell shows the most important state: used, then cached, then free
         cells = [max(cells[start : start + each]) for start in range(0, len(cells), each)]
     runs: list[int] = []
     for what, same in groupby(cells):
@@ -323,6 +323,6 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
 
 
 def functions(core: EngineCore, bytes_per_block: int) -> dict[str, Callable[..., Any]]:
-    """What `EngineClient.call` may ask for."""
+    """The functions for `EngineClient.call`."""
     live = Inspector(core, bytes_per_block)
     return {"live": live.look, "live_words": live.words}

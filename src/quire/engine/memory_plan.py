@@ -1,7 +1,7 @@
-"""The memory plan: arithmetic before anything is loaded.
+"""The memory plan: how memory is divided, calculated before anything is loaded.
 
-Knows bytes: of weights, of a step's activations, of a token's KV. Does not know tensors or devices. It
-either fits, and says how much, or it does not, and says which number to change.
+Knows the bytes of weights, of a step's activations, of a token's KV. Does not know tensors or devices. If the
+plan fits, it says how many blocks there are; if not, the error says which number to change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What goes where, in bytes, and what comes of it."""
+    """The size of each part in bytes, and the limits that follow from it."""
 
     total: int
     available: int
@@ -32,7 +32,7 @@ class MemoryPlan:
     weights: int
     activations: int
     layout: CacheLayout
-    num_blocks: int  # that requests can use: the null block comes on top
+    num_blocks: int  # usable by requests; the null block is additional
     max_model_len: int
     max_num_seqs: int
     max_step_tokens: int
@@ -48,7 +48,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens fit, if they are long requests'."""
+        """How many tokens fit, for requests of max_model_len."""
         return self.layout.tokens_in(self.num_blocks, self.max_model_len, self.max_step_tokens)
 
     def table(self) -> list[tuple[str, str]]:
@@ -80,9 +80,9 @@ def size(num_bytes: int) -> str:
 
 
 def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
-    """What the layers of a config.json will ask for: a forecast, checked again when they are built.
+    """The cache specs of a model's layers, forecast from config.json; checked again when the layers are built.
 
-    dtype: name of the cached elements (kvcache/specs.py).
+    dtype: format of the cached elements (kvcache/specs.py).
     """
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or heads
@@ -109,7 +109,7 @@ def _many(value: Any) -> list[int]:
 
 
 def activation_bytes(resolved: Resolved) -> int:
-    """The widest moment of a step: a few hidden states, the MLP's inside, and float32 logits twice."""
+    """The peak of memory in a step: a few hidden states, the inner values of an MLP, and float32 logits twice."""
     config = resolved.hf_config
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024
     inner = config.get("intermediate_size") or 4 * hidden
@@ -123,34 +123,34 @@ def activation_bytes(resolved: Resolved) -> int:
 def forecast_weights(
     resolved: Resolved, available: int, found: Iterable[Stored] | int | None = None
 ) -> int:
-    """What the weights will take, from the headers of their files, or of those `found` elsewhere.
+    """The bytes of the weights in memory, from the headers of their files, or from `found`.
 
     Raises:
-        NotEnoughMemory: there is no room to make them small.
-        ModelNotFound, ConfigError: as `models.formats.stored`.
+        NotEnoughMemory: the weights do not fit before they are quantized.
+        ModelNotFound, ConfigError: as `models.checkpoint_files.stored_tensors`.
     """
     if found is None:
         found = stored_tensors(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
     loading = in_memory(found, ITEMSIZE[resolved.dtype])
     if resolved.quantization is None:
         return loading
-    # A device of its own is given one weight after the other, made small at once.
+    # An accelerator gets one weight after the other, and each is quantized at once.
     if loading > available and resolved.device == "cpu":
         raise NotEnoughMemory(
             f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
             f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."
         )
-    small_head = resolved.device == "cpu"  # elsewhere the head stays as it is
+    small_head = resolved.device == "cpu"  # on an accelerator the head is not quantized
     return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=small_head)
 
 
 def make_plan(
     resolved: Resolved, weights: int, total: int, available: int, specs: Sequence[CacheSpec]
 ) -> MemoryPlan:
-    """Decide the number of blocks, and with `auto` the longest context.
+    """Choose the number of blocks, and with `auto` also the longest context.
 
     Raises:
-        NotEnoughMemory: weights and activations leave no room for one request of max_model_len.
+        NotEnoughMemory: weights and activations leave too little for one request of max_model_len.
     """
     cache = resolved.asked.cache
     cut = layout(specs, resolved.block_size, resolved.max_model_len)
@@ -172,7 +172,7 @@ def make_plan(
     if room is None:
         room = int(available * plan.share) - weights - plan.activations
     blocks = room // cut.bytes_per_block - 1
-    # More than max_num_seqs full-length requests can never be used.
+    # More blocks than max_num_seqs full-length requests need can never be used.
     one = cut.blocks_for(plan.max_model_len, plan.max_step_tokens)
     return _with_blocks(plan, min(blocks, resolved.max_num_seqs * one), resolved)
 
@@ -187,12 +187,13 @@ def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> Memor
             asked = resolved.asked.cache.kv_cache_memory_bytes
             raise NotEnoughMemory(_explain(plan, num_blocks, longest, asked))
         if forced and not resolved.auto_max_model_len:
-            longest = plan.max_model_len  # the scheduler refuses what cannot fit, with the numbers
+            # the scheduler refuses requests that cannot fit, with the numbers
+            longest = plan.max_model_len
     return replace(plan, num_blocks=num_blocks, max_model_len=longest)
 
 
 def _longest(plan: MemoryPlan, num_blocks: int) -> int:
-    """The most tokens that one request may have: a multiple of the block size."""
+    """The most tokens that one request may have, as a multiple of the block size."""
     low, high = 0, plan.max_model_len // plan.layout.block_size
     while low < high:
         middle = (low + high + 1) // 2
@@ -226,7 +227,7 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None)
 
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """Before anything is loaded: from what config.json and the weights' headers forecast."""
+    """The plan before anything is loaded, from config.json and the headers of the weight files."""
     about, cache = facts(), resolved.asked.cache
     away = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     weights = max(0, forecast_weights(resolved, about.available_bytes + away) - away)
@@ -235,10 +236,10 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 
 def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
-    """What each layer keeps; of a model that keeps its own cache, the forecast stands.
+    """The cache spec of each layer; if a model keeps its own cache, the forecast remains.
 
     Raises:
-        Unsupported: such a model, asked to keep it in another format.
+        Unsupported: such a model is configured with another cache format.
     """
     dtype = resolved.kv_dtype
     specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]

@@ -1,11 +1,11 @@
-"""What each step costs by the sums, for `--enable-mfu-metrics`: floating-point operations, and bytes of weights and KV.
+"""What each step costs in theory, for `--enable-mfu-metrics`: floating-point operations, and bytes of weights and KV.
 
-Knows config.json, what layers keep, and plans. Does not know what a step really took: beside a device's peaks this says how
-much of it is used. Products alone are counted, two operations for each number of a weight and of a key or value that is
-looked at; activations, which mostly stay in caches, are not.
+Knows config.json, cache specs and plans. Does not know how long a step took. Divided by time and a device's peak rate,
+the numbers show how much of the device is used. Only products are counted: two operations for each element of a weight,
+and of each key and value that is attended to. Activations mostly stay in caches and are not counted.
 
-    operations   2 x (numbers of the weights) x tokens  +  2 x heads x (sizes of key and value) x positions looked at
-    read         the weights once a step                +  keys and values once for each request
+    operations   2 x (elements of the weights) x tokens  +  2 x heads x (sizes of key and value) x attended positions
+    read         the weights once a step                 +  keys and values once for each request
     written      keys and values of the step's tokens
 """
 
@@ -30,24 +30,24 @@ FLOPS, READ, WRITTEN = "flops", "read_bytes", "write_bytes"
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Of one model on one device."""
+    """The cost model of one model on one device."""
 
     layers: int
-    """Numbers of the weights that a token is multiplied with, of all layers."""
+    """Elements of the weights, in all layers, that each token is multiplied with."""
     head: int
-    """Of what makes logits of it."""
+    """Elements of the head, which computes the logits."""
     weight_bytes: int
-    """That a step reads, without the head."""
+    """Bytes of weights that a step reads, without the head."""
     head_bytes: int
     kinds: tuple[tuple[CacheSpec, int], ...]
-    """What layers keep, and how many of them."""
+    """Each cache spec, and how many layers have it."""
     num_heads: int
 
     @classmethod
     def of(
         cls, config: dict[str, Any], specs: Iterable[CacheSpec], weight_bytes: int, itemsize: int
     ) -> StepCosts:
-        """`weight_bytes`: of the whole checkpoint in memory; `itemsize`: of a number that is not quantized."""
+        """`weight_bytes`: of the whole checkpoint in memory; `itemsize`: of an unquantized element."""
         kinds = tuple(Counter(specs).items())
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
         heads = _first(config, "num_attention_heads", "n_head")
@@ -57,14 +57,14 @@ class StepCosts:
             count * (mlp + hidden * (heads + spec.num_kv_heads) * (spec.head_dim + spec.v_head_dim))
             for spec, count in kinds
         )
-        # A table of embeddings is looked up; tied to the head, it is the head that is read.
+        # A step reads only a few rows of the embedding table. If it is tied to the head, it is read as the head.
         table = 0 if config.get("tie_word_embeddings") else head * itemsize
         read = max(weight_bytes - table, 0)
         head_bytes = min(head * itemsize, read)
         return cls(layers, head, read - head_bytes, head_bytes, kinds, heads)
 
     def flops(self, item: WorkItem, start: int) -> float:
-        """Of a row's share of a step; `start` tokens of it were computed before."""
+        """Operations for a row's part of a step; `start` of its tokens were computed before."""
         total = 2 * self.layers * item.num_tokens + 2 * self.head * item.samples
         for spec, count in self.kinds:
             seen = _looked_at(spec, start, item.num_tokens)
@@ -72,7 +72,7 @@ class StepCosts:
         return float(total)
 
     def kv_bytes(self, item: WorkItem, start: int) -> tuple[float, float]:
-        """Read and written."""
+        """(bytes read, bytes written)"""
         read = written = 0
         for spec, count in self.kinds:
             each, end = count * spec.bytes_per_token, start + item.num_tokens
@@ -82,13 +82,13 @@ class StepCosts:
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
-    """Of the names that there are; the largest, where layers differ."""
+    """The value of the first name that exists; the maximum if layers differ."""
     found = next((config[name] for name in names if config.get(name)), 0)
     return int(max(found) if isinstance(found, list | tuple) else found)
 
 
 def _mlp(config: dict[str, Any], hidden: int) -> int:
-    """Numbers of a layer's MLP for each of the hidden size: with experts, of those that a token goes to."""
+    """Elements of one layer's MLP, divided by the hidden size; with experts, only those that a token uses."""
     width = _first(config, "intermediate_size", "n_inner") or 4 * hidden
     if chosen := _first(config, "num_experts_per_tok"):
         width = _first(config, "moe_intermediate_size") or width
@@ -100,11 +100,11 @@ def _mlp(config: dict[str, Any], hidden: int) -> int:
 
 
 def _looked_at(spec: CacheSpec, start: int, num_tokens: int) -> int:
-    """How many positions the tokens look at, all in all, each at itself too."""
+    """How many positions the tokens attend to in total, each token's own included."""
     end, window = start + num_tokens, spec.window if isinstance(spec, WindowSpec) else 0
     if not window:
         return _up_to(end) - _up_to(start)
-    grown = max(min(window, end), start)  # until there a token looks at all before it
+    grown = max(min(window, end), start)  # up to here a token attends to all before it
     return _up_to(grown) - _up_to(start) + (end - grown) * window
 
 
@@ -113,7 +113,7 @@ def _up_to(length: int) -> int:
 
 
 class MfuExecutor:
-    """An executor whose steps are counted in `counts`, as they are launched."""
+    """An executor that adds the cost of each launched step to `counts`."""
 
     def __init__(self, executor: Executor, costs: StepCosts):
         self._executor, self._costs = executor, costs
@@ -146,7 +146,7 @@ class MfuExecutor:
 
 
 def count(core: EngineCore, resolved: Resolved, specs: Iterable[CacheSpec]) -> None:
-    """Have the core tell what its steps cost."""
+    """Let the core report the cost of its steps."""
     weights = forecast_weights(resolved, available=1 << 62)
     costs = StepCosts.of(resolved.hf_config, specs, weights, ITEMSIZE[resolved.dtype])
     core.executor = counted = MfuExecutor(core.executor, costs)

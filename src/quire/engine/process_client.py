@@ -1,9 +1,9 @@
-"""ProcessClient: a core in another process, reached over ZMQ, that may die and be replaced.
+"""ProcessClient: an EngineClient for an engine in another process, over ZMQ. The process may die and be replaced.
 
-Knows sockets, the engine's state, and which requests of ours are under way. Does not know how an engine
-is kept alive (`supervisor.py`), nor what a request is for. Two rules keep it from hanging: every wait has an end, and at
-the end it looks how the engine stands. When the engine is replaced, requests that it had begun end with an
-error, and those that still waited are sent again, once. A request that ran at two deaths of the engine is refused.
+Knows sockets, the engine's state, and which of its requests are unfinished. Does not know how the engine is kept alive
+(`supervisor.py`), or what a request is for. To never hang, it gives every wait a limit, and after each wait it checks
+the engine's state. When the engine is replaced, requests that had begun end with an error, and those that still waited
+are sent once more. A request that ran at two deaths of the engine is refused.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from quire.protocol.output import (
 )
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
-LOOK_AGAIN_MS = 200  # how often a wait looks how the engine stands
+LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
 
 
 class EngineSockets:
-    """Both sockets to one generation of the engine."""
+    """Both sockets to one epoch (`generation`) of the engine."""
 
     def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
         self.down, self.up = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket in (self.down, self.up):
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the requests that the scheduler admits
+            # the number of messages is limited by the requests that the scheduler admits
+            socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
         folder.mkdir(exist_ok=True)
         self.down.connect(f"ipc://{folder}/down")
@@ -62,7 +63,7 @@ class EngineSockets:
 
 
 class _Mine:
-    """A request of ours that has not ended."""
+    """An unfinished request of this client."""
 
     __slots__ = ("begun", "given_up", "request", "sent")
 
@@ -74,9 +75,9 @@ class ProcessClient:
     """An EngineClient. `wait_ready` must have returned before `ready` is read.
 
     Args:
-        board: how the engine stands.
-        host: the engine's keeper, if it is ours to close.
-        client: our number among the front rooms.
+        board: the engine's state.
+        host: the engine's supervisor, if this client must close it.
+        client: this client's number among the frontends.
     """
 
     ready: EngineReady
@@ -99,20 +100,20 @@ class ProcessClient:
         self._held: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
-        # An answer to an earlier process that had our place must not look like one to us.
+        # Start at the time, so that replies to an earlier process with this client number match no call of this one.
         self._numbers = itertools.count(time.monotonic_ns())
         self._dead: EngineDeadError | None = None
-        self.stats = EngineStats()  # the latest that came by itself
+        self.stats = EngineStats()  # the latest that the engine sent
         self.generation = self.state.generation
         self._wires = EngineSockets(self._context, folder / str(self.generation), client)
 
     @property
     def state(self) -> EngineState:
-        """How the engine stands, as its host last said."""
+        """The engine's state, as its supervisor last published it."""
         return self._board.look() if self.host is None else self.host.state
 
     def check(self) -> None:
-        """Raises EngineDeadError, or EngineDelayed: it takes no requests until it is started again."""
+        """Raises EngineDeadError; or EngineDelayed if the engine accepts no requests until its next start."""
         self._alive()
         state = self.state
         if state.condition in ("dead", "closed"):
@@ -121,10 +122,10 @@ class ProcessClient:
             raise EngineDelayed(state.incident)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        """Block until the model is loaded.
+        """Wait until the model is loaded.
 
         Raises:
-            StartupError: it could not start (with the child's own message), or not in `timeout` seconds.
+            StartupError: the engine could not start (with its own message), or not within `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
@@ -139,7 +140,7 @@ class ProcessClient:
         self.close()
         raise StartupError(f"the engine was not ready after {timeout:.0f} s")
 
-    # -- what a front room asks -----------------------------------------------------------------
+    # -- interface for the frontend -------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
         self.check()
         if request.client != self.client:
@@ -149,9 +150,9 @@ class ProcessClient:
                 "the engine died twice while this request ran, so it is not run again now:"
                 " change the prompt or the parameters"
             )
-        data = self._encoded(request)  # a request that cannot be sent is not registered
+        data = self._encoded(request)  # a request that cannot be encoded is not registered
         with self._sending:
-            # An id that is taken already is the engine's to refuse; the first one stays ours.
+            # The engine refuses an id that is in use; this client keeps the first request.
             is_new = request.id not in self._mine
             if is_new:
                 self._mine[request.id] = _Mine(request)
@@ -177,7 +178,7 @@ class ProcessClient:
             asked = self.generation
             self._put(Call(number, name, list(args), self.client))
         while True:
-            if self._reading.acquire(blocking=False):  # nobody else takes messages in
+            if self._reading.acquire(blocking=False):  # no other thread receives messages
                 try:
                     self._receive(10)
                 finally:
@@ -208,7 +209,7 @@ class ProcessClient:
 
     # -- messages -------------------------------------------------------------------------------
     def _encoded(self, message: ToEngine) -> bytes:
-        """Raises ValidationError: it holds a value that the wire does not take."""
+        """Raises ValidationError: the message contains a value that the protocol cannot encode."""
         try:
             return msgspec.msgpack.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as why:
@@ -226,7 +227,7 @@ class ProcessClient:
             raise EngineDeadError("the engine was shut down") from error
 
     def _receive(self, wait_ms: int) -> None:
-        """Take in what came; while nothing comes, look how the engine stands. Holds `_reading`."""
+        """Receive messages; if none comes, check the engine's state. The caller has the lock `_reading`."""
         try:
             if self._wires.up.poll(wait_ms):
                 self._keep(self._decoder.decode(self._wires.up.recv()))
@@ -259,8 +260,8 @@ class ProcessClient:
                     self.stats = message
 
     def _follow(self, state: EngineState) -> None:
-        """The engine was replaced: end what cannot be had again, send the rest to the new one."""
-        while self._wires.up.poll(0):  # what the old one had said before it died is true
+        """The engine was replaced: end the requests that had begun, send the rest to the new process."""
+        while self._wires.up.poll(0):  # outputs from before the death are valid
             self._keep(self._decoder.decode(self._wires.up.recv()))
         error = (
             "the engine was restarted while this request ran; the server's log has the reason under"
@@ -274,7 +275,7 @@ class ProcessClient:
             )
             ran = self._note_deaths(state)
             for id, mine in list(self._mine.items()):
-                if mine.given_up:  # what died may not have heard of it
+                if mine.given_up:  # the old process may not have received the abort
                     self._end(id, "abort")
                 elif id in ran or self._is_poison(mine.request):
                     self._end(id, "error", error)
@@ -283,7 +284,7 @@ class ProcessClient:
                     self._send_again(mine.request)
 
     def _note_deaths(self, state: EngineState) -> set[str]:
-        """Ids of our requests that must not be sent again: they ran when the engine died, or were there twice."""
+        """Ids of this client's requests that must not be sent again: they may have run, or were sent twice."""
         lost, not_again, suspects = set(state.lost), set(), []
         for id, mine in self._mine.items():
             ran = mine.begun or id in lost or mine.sent > 1
@@ -296,7 +297,7 @@ class ProcessClient:
         return not_again
 
     def _end_all(self, state: EngineState) -> None:
-        """No engine will run until a later start, so nobody is to wait for it."""
+        """No engine will run for a while, so end all requests instead of letting them wait."""
         error = (
             f"the engine failed and is started again later ({state.incident} in the server's log)"
         )
@@ -311,14 +312,14 @@ class ProcessClient:
     def _end(
         self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
     ) -> None:
-        """One of ours ends here, and not in the engine."""
+        """End a request here, without the engine."""
         del self._mine[id]
         self._held.append(
             EngineOutput(id, [], finish, error=error, error_kind=kind, client=self.client)
         )
 
     def _clear(self, request: EngineRequest, finish: FinishReason) -> None:
-        """A request that came to its end between two deaths caused neither, as far as anybody can tell."""
+        """A request that finished normally between two deaths is no longer suspected."""
         if not self._suspects or finish in ("abort", "error"):
             return
         digest = digest_of(request)
@@ -335,7 +336,7 @@ class ProcessClient:
         return digest in self._poison or (digest in known and digest not in self._cleared)
 
     def _send_again(self, request: EngineRequest) -> None:
-        """A failure ends this request, not the thread that reads outputs."""
+        """If this fails, only the request ends, not the thread that reads outputs."""
         try:
             self._put(request)
         except ValidationError as why:

@@ -1,7 +1,7 @@
-"""Requests that were running when the engine died, by what they asked for.
+"""Quarantine: which requests ran when the engine died, identified by prompt and parameters.
 
-One that ran at two deaths, and did not come to its end between them, is poison: no engine is given it again for FORGET_S. Knows
-digests and a clock. Does not know how a death is seen.
+A request that ran at two deaths, and did not finish between them, is poison: it is refused for FORGET_S. Knows digests
+and a clock. Does not know how a death is detected.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from quire.protocol.plan import EnteredRow
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
-DEATHS = 2  # one may be chance
-FORGET_S = (
-    3600.0  # an innocent request that ran beside a poisonous one is refused no longer than this
-)
-MOST = 1024  # digests that are kept: the published list stays below the board's room
-MOST_FIELD = 1 << 10  # bytes of a field that a short form keeps
-MOST_PARAMS = 1 << 16  # bytes of parameters that are their own short form
+DEATHS = 2  # one may be a coincidence
+# how long a request is refused at most, because it may be innocent and only have run beside a poisonous one
+FORGET_S = 3600.0
+MOST = 1024  # digests that are kept, so that the published list fits on the state board
+MOST_FIELD = 1 << 10  # larger fields are replaced by a digest in a short form
+MOST_PARAMS = 1 << 16  # larger parameters get a short form
 
 
 class Suspects:
-    """Deaths by digest."""
+    """Counts deaths by digest."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._deaths: dict[str, tuple[int, float]] = {}  # count, when the last was; oldest first
+        # (count, time of the last one); oldest first
+        self._deaths: dict[str, tuple[int, float]] = {}
 
     def ran(self, digests: Iterable[str]) -> None:
-        """The engine died while these ran."""
+        """The engine died while the requests with these digests ran."""
         now = self._clock()
         for digest in set(digests):
             count, _ = self._deaths.pop(digest, (0, now))
@@ -44,11 +44,11 @@ class Suspects:
             del self._deaths[digest]
 
     def completed(self, digest: str) -> bool:
-        """A request came to its end, so it is forgotten; whether it was suspect."""
+        """A request finished, so its deaths are forgotten. Returns whether it had any."""
         return self._deaths.pop(digest, None) is not None
 
     def poison(self) -> list[str]:
-        """Digests of what ran at DEATHS deaths."""
+        """Digests of the requests that ran at DEATHS deaths."""
         now = self._clock()
         return [
             digest
@@ -71,17 +71,18 @@ def digest_of_entered(entered: EnteredRow) -> str:
 
 
 def digest(tokens: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
-    # Of n outputs each has its own seed, and the first alone computes the prompt's log-probabilities.
+    # Each of n outputs has its own seed, and only the first computes the prompt's log-probabilities.
     asked = params.settled(seed=None, prompt_logprobs=None, checked=True)
     try:
         data = msgspec.msgpack.encode([tokens, short_form(asked), adapter])
-    except (TypeError, ValueError, OverflowError, RecursionError):  # no engine was sent it
+    # it cannot have been sent to the engine
+    except (TypeError, ValueError, OverflowError, RecursionError):
         data = repr((tokens, adapter)).encode()
     return sha256(data).hexdigest()[:32]
 
 
 def short_form(params: SamplingParams) -> SamplingParams:
-    """Parameters of more than MOST_PARAMS bytes with a digest in place of each large field; others as they are."""
+    """Parameters of more than MOST_PARAMS bytes with large fields replaced by digests; smaller ones unchanged."""
     if len(msgspec.msgpack.encode(params)) <= MOST_PARAMS:
         return params
     left_out: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Replay: a flight recording, run again on an executor of one's own.
+"""Replay: runs a flight recording on another executor.
 
-Knows recordings and wire 2. Does not know where the executor comes from (`cli/replay.py` builds it). KV that the
-recorded engine had from before the recording is computed first, by plans of our own without a result.
+Knows recordings and the worker protocol. Does not know where the executor comes from (`cli/replay.py` builds it). KV
+from before the recording is computed first, by additional plans without a recorded result.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One step, then and now."""
+    """One step, as recorded and as replayed."""
 
     plan: StepPlan
     recorded: StepResult | None
-    """None: the engine died, or failed, in this step."""
+    """None: the engine died, or the step failed."""
     result: StepResult | None
     error: BaseException | None
 
     @property
     def differs(self) -> bool:
-        """Whether the same plan came out otherwise."""
+        """Whether the same plan had another result."""
         if self.recorded is None or self.result is None:
             return self.recorded is not self.result
         return self.recorded.tokens != self.result.tokens
 
 
 def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Replayed]:
-    """Run it step by step, ending at the first step that fails.
+    """Run the recording step by step; ends at the first step that fails.
 
     Args:
         budget: the most tokens of a step (max_num_batched_tokens).
@@ -70,7 +70,7 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
 def _compute(
     rows: list[EnteredRow], done: list[int], left: list[int], budget: int
 ) -> Iterator[StepPlan]:
-    """Plans that seat these rows and compute the first `done` tokens of each, drawing nothing."""
+    """Plans that enter these rows and compute the first `done` tokens of each, without draws."""
     entered, togo = rows, dict(zip((new.row for new in rows), done, strict=True))
     while entered or any(togo.values()):
         work, room = [], budget

@@ -1,6 +1,6 @@
-"""The named functions of an engine: what `EngineClient.call` may ask for.
+"""The named functions of an engine, for `EngineClient.call`.
 
-Knows the core and its executor. Every function takes and gives builtins, so that it crosses a process.
+Knows the core and its executor. Arguments and results are builtins, so that they can cross a process boundary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from quire.scheduler.fair_queue import FairQueue
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
-    """By name; features add theirs in `assemble.py`."""
+    """The functions by name; `assemble.py` adds those of features."""
 
     def reset_prefix_cache(running: bool = False) -> bool:
-        """Forget cached prefixes; False if some were in use and stay. `running`: requests give theirs up, and are
-        computed again."""
+        """Empty the prefix cache; False if some blocks were in use and stay. `running`: preempt the running requests
+        first, so that they use none; they are computed again."""
         if running:
             core.settle()
             core.scheduler.set_back_all()
@@ -31,16 +31,16 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         return dict(msgspec.structs.asdict(core.stats()))
 
     def collective_rpc(method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method of every worker; one answer each."""
+        """Call a method of every worker; returns one result for each."""
         return list(core.executor.call("collective_rpc", method, args, kwargs))
 
     def set_weights(weights: dict[str, float]) -> None:
-        """How tenants share the engine from now on; nothing where they do not."""
+        """Replace the weights of tenants; no effect if requests are not scheduled by tenant."""
         if isinstance(core.scheduler.waiting, FairQueue):
             core.scheduler.waiting.weights = weights
 
     def abort_client(number: int) -> int:
-        """End every request of a front room that is gone; how many there were. Nobody is told."""
+        """End every request of a frontend that is gone, without outputs. Returns how many there were."""
         scheduler = core.scheduler
         ids = [id for id, request in scheduler.requests.items() if request.client == number]
         for id in ids:
@@ -48,16 +48,16 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         return len(ids)
 
     def requests() -> list[str]:
-        """Ids of all that wait or run."""
+        """Ids of all waiting and running requests."""
         return list(core.scheduler.requests)
 
     def end(ids: list[str]) -> None:
-        """End these requests; each front room is told of its own, with finish "abort"."""
+        """End these requests; each frontend gets outputs for its own, with finish "abort"."""
         ended = (core.scheduler.abort(id) for id in ids)
         core.said += [output for output in ended if output is not None]
 
     def count_ended(outputs: dict[FinishReason, int]) -> None:
-        """A request of many inner ones has ended: how many outputs it has, by how each ended."""
+        """Count the end of a request that consisted of many inner ones: its number of outputs by finish reason."""
         for finish, count in outputs.items():
             core.scheduler.finished[finish] += count
 

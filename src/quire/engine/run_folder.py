@@ -1,8 +1,8 @@
-"""The folder of a running engine: its sockets, its recording, its configuration.
+"""The folder of a running engine: its sockets, its flight recording, its configuration.
 
-A server that was killed cannot remove it, and the tokens of prompts are in it. Each server holds a lock on its own
-folder, which the system lets go when the process ends; the next server removes folders that have a lock nobody
-holds.
+A killed server cannot remove its folder, which contains tokens of prompts. Each server locks its own folder, and the
+system releases the lock when the process ends. The next server removes folders with a lock file that no process has
+locked.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ LOCK = "lock"
 
 
 def own_folder() -> Path:
-    """A new folder that nobody else can read, in the first directory that can be written.
+    """Create a folder that other users cannot read, in the first writable directory.
 
     Raises:
-        StartupError: there is none.
+        StartupError: no directory is writable.
     """
     tried: list[str] = []
     for place in (
         None,
         env.outer("XDG_RUNTIME_DIR"),
         "/dev/shm",
-    ):  # None: as Python chooses, by TMPDIR
+    ):  # None: Python's default, which uses TMPDIR
         try:
             return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         except OSError as why:
@@ -47,22 +47,22 @@ def own_folder() -> Path:
 
 
 def hold(folder: Path) -> IO[bytes] | None:
-    """The lock of a folder, until it is closed or this process ends.
+    """Lock a folder until the lock is closed or this process ends.
 
-    None where the file system has no room or no locks: no other server removes the folder then.
+    None if the file system is full or has no locks: then no other server removes the folder.
     """
     new = folder / f"{LOCK}.new"
     try:
         lock = new.open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.replace(folder / LOCK)  # only now do others see it
+        new.replace(folder / LOCK)  # other servers see the lock file only now
     except OSError:
         return None
     return lock
 
 
 def remove_stale(place: Path) -> None:
-    """Remove the folders of servers that have ended; those of others and of running servers stay."""
+    """Remove the folders of servers that have ended; those of other users and of running servers stay."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
             if not _is_ours(folder):
@@ -71,12 +71,12 @@ def remove_stale(place: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
             log.info("removed %s, which a server that was killed had left", folder)
-        except OSError:  # it is held, has no lock, or went meanwhile
+        except OSError:  # it is locked, has no lock file, or was removed in the meantime
             continue
 
 
 def _is_ours(folder: Path) -> bool:
-    """A directory of this user that no other user can have filled, and no link to one."""
+    """Whether it is a directory, not a link, that belongs to this user and that no other user can write to."""
     found = folder.lstat()
     private = not found.st_mode & 0o077
     return stat.S_ISDIR(found.st_mode) and private and found.st_uid == os.geteuid()

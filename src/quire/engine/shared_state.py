@@ -1,9 +1,9 @@
-"""The engine's state, in memory that its host writes and the front rooms read.
+"""The engine's state, in shared memory that its supervisor writes and the frontends read.
 
-It lies in a memory file (memfd), on no disk, so a full, small or missing temporary directory cannot keep a new state from
-the readers. Knows states and bytes. Does not know processes.
+It is a memory file (memfd), not on a disk, so readers get a new state even if the temporary directory is full, small or
+missing. Knows states and bytes. Does not know processes.
 
-    number: 8 bytes, length: 4, crc of the data: 4, data (msgpack)      a crc that does not fit: it is being written
+    number: 8 bytes, length: 4, crc of the data: 4, data (msgpack)      a wrong crc: a new state is being written
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from msgspec import Struct
 
 from quire.protocol.output import EngineReady
 
-ROOM = 1 << 18  # bytes of a state
-MOST_TEXT = 4000  # characters of an error, where a state has too many bytes
+ROOM = 1 << 18  # the most bytes of a state
+MOST_TEXT = 4000  # characters of an error that are kept if a state has too many bytes
 HEAD = struct.Struct("<QII")
 
 Condition = Literal["starting", "ready", "restarting", "delayed", "dead", "closed"]
 
 
 class EngineState(Struct):
-    """How the engine stands."""
+    """The state of the engine."""
 
     generation: int
     condition: Condition
@@ -36,20 +36,20 @@ class EngineState(Struct):
     error: str = ""
     traceback: str = ""
     lost: list[str] = []
-    """Requests that had a row in the process before this one: they are not sent again."""
+    """Requests that had a row in the previous process: they are not sent again."""
     recorded: bool = False
-    """`lost` is complete: the steps of that process were recorded to its end."""
+    """`lost` is complete: the steps of that process were recorded up to its end."""
     poison: list[str] = []
     """Digests (`quarantine.py`) of requests that ran at two deaths of the engine: they are refused."""
     incident: str = ""
-    """The word under which the log has `error`. Clients are told this word and not the error."""
+    """An id under which the log has `error`. Clients get this id instead of the error."""
 
 
 class StateBoard:
     """Publishes states, or reads those of another process.
 
     Args:
-        fd: of the board to read; None makes a board to publish on.
+        fd: the board to read; None creates a board for publishing.
     """
 
     def __init__(self, fd: int | None = None):
@@ -62,7 +62,7 @@ class StateBoard:
             self.publish(self.now)
 
     def publish(self, state: EngineState) -> None:
-        """A state that has no room is published without its lists."""
+        """Publish a state. If it is too large, its lists are left out and its texts are shortened."""
         self.now = state
         data = msgspec.msgpack.encode(state)
         if len(data) > ROOM:
@@ -75,7 +75,7 @@ class StateBoard:
         self._map[: HEAD.size] = HEAD.pack(self._number, len(data), crc32(data))
 
     def look(self) -> EngineState:
-        """The latest state; the one before it while a new one is being written."""
+        """The latest state; while a new one is being written, the one before it."""
         if self.owned:
             return self.now
         number, length, crc = HEAD.unpack_from(self._map)
@@ -86,7 +86,7 @@ class StateBoard:
         return self.now
 
     def close(self) -> None:
-        """Give the file back; the last state can still be looked at."""
+        """Close the file; `look` still returns the last state."""
         self.look()
         self.owned = True
         if self.fd >= 0:
@@ -95,7 +95,7 @@ class StateBoard:
 
 
 def memory_file() -> int:
-    """A file of HEAD.size + ROOM bytes in memory; a temporary file on systems that have no memory files."""
+    """A file of HEAD.size + ROOM bytes in memory; a temporary file on systems without memory files."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("quire-state")
     else:

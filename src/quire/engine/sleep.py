@@ -1,14 +1,14 @@
-"""An engine that rests: one that holds requests back, and one that has given its memory back as well.
+"""SleepController: pauses an engine (it admits no requests), and puts it to sleep (it also frees memory).
 
-Knows the scheduler, and that the workers can put their memory away (`worker/sleep.py`). Requests that come
-meanwhile wait in line, whichever front room they come through. A `PauseGate` stands among the scheduler's gates only while it
-holds somebody back: an engine at work does not pay for it. How a front room waits for it is `sleep_client.py`'s.
+Knows the scheduler, and that the workers can free their memory (`worker/sleep.py`). Requests that arrive in the
+meantime wait, whichever frontend they come from. The `PauseGate` is in the scheduler's list of gates only while it
+blocks a request, so a working engine has no cost. `sleep_client.py` is the frontend's side.
 
-    hold -> [what runs ends, or is ended, or stands still] -> sleep -> wake_up, in parts or at once
+    hold -> [running requests end, are aborted, or stop] -> sleep -> wake_up, in parts or at once
       `-> let_go                                         `-> pause -> resume
 
-What is held is somebody's, who may let go of it, until it stands: then whoever wants ends it. What a front room held that is
-gone, nobody holds.
+A hold belongs to one holder, which may release it (`let_go`). `pause` and `sleep` turn a hold into a standing state,
+which any caller may end. When a frontend has ended, its holds are released.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
 MODES = ("abort", "wait", "keep")
-"""What becomes of requests that are here: they are ended, they end by themselves, or they stand still and go on later."""
+"""What happens to the present requests: they are aborted, they finish normally, or they stop and continue later."""
 
 PARTS = ("weights", "kv_cache")
 TAGS = (*PARTS, "scheduling")
@@ -33,7 +33,7 @@ NOBODY = ""
 
 
 class PauseGate(Gate):
-    """Lets those go on that came before request number `until`, and nobody else."""
+    """Lets the requests up to arrival number `until` go on, and blocks all others."""
 
     name = "hold"
 
@@ -48,31 +48,31 @@ class PauseGate(Gate):
 
 
 class PauseHolder(NamedTuple):
-    """What one holds back."""
+    """One holder's hold."""
 
     reason: str
     until: int
-    """The last arrival that goes on."""
+    """The arrival number of the last request that may go on."""
     client: int
-    """Through which front room."""
+    """The frontend of the holder."""
 
 
 class SleepController:
-    """How deep an engine rests, and why."""
+    """Whether the engine is paused or asleep, how deeply, and why."""
 
     def __init__(self, core: EngineCore):
         self.core, self.gate = core, PauseGate()
         self.held: dict[str, PauseHolder] = {}
-        """By who holds requests back."""
+        """The holds, by holder."""
         self.standing: set[str] = set()
-        """Why all are held back, whoever asked for it."""
+        """The standing reasons to block all requests, which have no holder."""
         self.away: set[str] = set()
-        """TAGS that must be back before work goes on."""
+        """The TAGS that must return before work goes on."""
         self.level = -1
 
-    # -- holding back ---------------------------------------------------------------------------
+    # -- pause ----------------------------------------------------------------------------------
     def hold(self, mode: str, reason: str = PAUSE, holder: str = NOBODY) -> int:
-        """Admit nobody from now on; how many are still to end (`left` says it again)."""
+        """Admit no more requests; returns how many must still end (as does `left`)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
         self.held[holder] = PauseHolder(reason, until, core.caller)
@@ -84,28 +84,28 @@ class SleepController:
         return self._left()
 
     def left(self, holder: str = NOBODY) -> int | None:
-        """How many of those who may go on are not done; None: it is held no more, somebody resumed."""
+        """How many of the requests that may go on have not ended; None: the hold is gone, since a caller resumed."""
         return self._left() if holder in self.held else None
 
     def _left(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
 
     def let_go(self, holder: str = NOBODY) -> None:
-        """Who has given up holds nobody back; others may."""
+        """Release one holder's hold; others may remain."""
         self.held.pop(holder, None)
         self._set_gate()
 
     def let_go_client(self, number: int) -> None:
-        """A front room is gone, and with it who waited there."""
+        """Release the holds of a frontend that is gone."""
         self.held = {who: held for who, held in self.held.items() if held.client != number}
         self._set_gate()
 
     def pause(self, holder: str = NOBODY) -> bool:
-        """What he holds is held until `resume`; False: it is held no more."""
+        """Turn the holder's hold into a pause that lasts until `resume`; False: the hold is gone."""
         return self._stand(PAUSE, holder)
 
     def resume(self, reason: str = PAUSE) -> bool:
-        """Hold nobody back for that reason; whether work goes on."""
+        """End all blocking for that reason. Returns whether work goes on."""
         self.standing.discard(reason)
         self.held = {who: held for who, held in self.held.items() if held.reason != reason}
         self._set_gate()
@@ -122,7 +122,7 @@ class SleepController:
         return True
 
     def _set_gate(self) -> None:
-        """As the strictest of them wants it."""
+        """Set the gate to the strictest hold."""
         gates = self.core.scheduler.gates
         if not self.is_paused():
             if self.gate in gates:
@@ -133,12 +133,12 @@ class SleepController:
         if self.gate not in gates:
             gates.append(self.gate)
 
-    # -- giving memory back ---------------------------------------------------------------------
+    # -- free memory ----------------------------------------------------------------------------
     def sleep(self, level: int, holder: str | None = None) -> bool:
-        """Give memory back, at once: whoever still runs is set back, and computed again after the end of it.
+        """Free memory at once: running requests are preempted, and computed again after waking up.
 
-        Level 0 gives nothing back, 1 the KV cache, 2 the weights as well. False: `holder` holds nobody back any
-        more, and it does not sleep.
+        Level 0 frees nothing. Level 1 frees the KV cache and moves the weights to host memory. Level 2 frees both.
+        False: the hold of `holder` is gone, and the engine does not sleep.
         """
         core, level = self.core, checked_level(level)
         if holder is not None and holder not in self.held:
@@ -150,7 +150,8 @@ class SleepController:
             if level:
                 self._put_away(level)
         except Exception:
-            self.let_go(holder)  # nobody would think of waking it up
+            # otherwise the engine would stay blocked, since its callers do not see it as asleep
+            self.let_go(holder)
             raise
         self._stand(SLEEP, holder)
         self.away |= set(PARTS) if level else {"scheduling"}
@@ -158,7 +159,7 @@ class SleepController:
         return True
 
     def release_kv_cache(self) -> str | None:
-        """Give back the KV cache alone, until `wake_up`; or why it is not done."""
+        """Free only the KV cache, until `wake_up`. Returns the reason if it is not possible."""
         if not self.standing:
             return "the KV cache is given back by an engine that rests: it must be paused first, or sleep at level 0"
         if gone := sorted(self.away & set(PARTS)):
@@ -179,7 +180,7 @@ class SleepController:
         self.core.executor.call("put_away", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
-        """Take parts back, or all; what is still away. With the last of them work goes on."""
+        """Restore some parts, or all. Returns those still missing; after the last one, work goes on."""
         wanted = set(checked_tags(tags))
         if parts := sorted(wanted & self.away & set(PARTS)):
             self.core.executor.call("bring_back", parts)
@@ -192,13 +193,13 @@ class SleepController:
     def is_sleeping(self) -> bool:
         return self.level >= 0
 
-    # -- beyond the process ---------------------------------------------------------------------
+    # -- across restarts ------------------------------------------------------------------------
     def asked(self) -> dict[str, Any]:
-        """How deep it is to rest, for `as_asked` of another process."""
+        """The sleep state, for `as_asked` in another process."""
         return {"paused": PAUSE in self.standing, "level": self.level, "away": sorted(self.away)}
 
     def as_asked(self, told: dict[str, Any]) -> None:
-        """Rest as `asked` of another process told, nobody being here yet."""
+        """Restore the sleep state that `asked` of another process returned; this engine has no requests yet."""
         if told["paused"]:
             self.standing.add(PAUSE)
             self._set_gate()
@@ -211,13 +212,12 @@ class SleepController:
 
     def _be(self, level: int) -> None:
         self.level = level
-        self.core.state = STATES[
-            max(level, 0)
-        ]  # by level; on a CPU weights that are "offloaded" stay where they are
+        # by level; on a CPU, "offloaded" weights stay where they are
+        self.core.state = STATES[max(level, 0)]
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
-    """What `EngineClient.call` may ask for."""
+    """The functions for `EngineClient.call`."""
     rest = SleepController(core)
     named = (
         rest.hold, rest.left, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
@@ -226,7 +226,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     return {f.__name__: f for f in named}
 
 
-# -- what callers may say ---------------------------------------------------------------------------
+# -- validation -------------------------------------------------------------------------------------
 def checked_mode(mode: str) -> str:
     """Raises ValidationError."""
     if mode not in MODES:
@@ -242,7 +242,7 @@ def checked_level(level: int) -> int:
 
 
 def checked_tags(tags: Sequence[str] | None) -> Sequence[str]:
-    """All of them for None or none. Raises ValidationError: one that nobody knows."""
+    """All tags for None or an empty list. Raises ValidationError: an unknown tag."""
     for tag in tags or ():
         if tag not in TAGS:
             known = ", ".join(TAGS)

@@ -1,7 +1,7 @@
-"""How a front room puts an engine to rest: it holds requests back, waits for what may still end, and then makes it stand.
+"""The frontend's side of sleep mode: it blocks new requests, waits for the running ones, then pauses the engine.
 
-Knows the named functions of `sleep.py`, reached through an awaitable `call`. Who gives up waiting, or fails, lets go of
-what he himself held, and of nothing else.
+Knows the named functions of `sleep.py`, which it reaches through an awaitable `call`. A caller that fails or stops
+waiting releases its own hold and no other.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Ask = Callable[..., Awaitable[Any]]
 
 
 async def pause(call: Ask, mode: str) -> None:
-    """Until nobody runs who may not; new requests wait from now on.
+    """Block new requests from now on, and return when no request runs that must end first.
 
     Raises:
-        ValidationError: no such mode.
-        Conflict: somebody resumed meanwhile.
+        ValidationError: an unknown mode.
+        Conflict: another caller resumed the engine in the meantime.
     """
     async with holding(call, checked_mode(mode), PAUSE) as holder:
         check_stands(await call("pause", holder))
 
 
 async def sleep(call: Ask, level: int, mode: str) -> None:
-    """As `pause`, and then give memory back.
+    """Like `pause`, but also free memory.
 
     Raises:
-        ValidationError: no such level or mode.
-        Conflict: somebody woke it up meanwhile.
+        ValidationError: an unknown level or mode.
+        Conflict: another caller woke up the engine in the meantime.
     """
     checked_level(level)
     async with holding(call, checked_mode(mode), SLEEP) as holder:
@@ -44,17 +44,17 @@ async def sleep(call: Ask, level: int, mode: str) -> None:
 
 
 async def release(call: Ask) -> None:
-    """Give back the KV cache alone.
+    """Free only the KV cache.
 
     Raises:
-        Conflict: the engine is at work, or has given memory back already.
+        Conflict: the engine is not paused, or has already freed memory.
     """
     check_released(await call("release_kv_cache"))
 
 
 @asynccontextmanager
 async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
-    """Hold requests back; inside, nobody is left who may go on."""
+    """Hold requests; the body runs when all requests that may go on have ended."""
     holder = uuid.uuid4().hex
     asked: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
     try:
@@ -70,15 +70,15 @@ async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
 
 
 async def _let_go(call: Ask, holder: str, asked: asyncio.Future[Any]) -> None:
-    with suppress(QuireError):  # an engine that is gone holds nobody
-        await asked  # in another thread, perhaps: it must not come after this
+    with suppress(QuireError):  # an engine that is gone has no holds
+        await asked  # `hold` may still run in another thread, and `let_go` must come after it
     with suppress(QuireError):
         await call("let_go", holder)
 
 
 @contextmanager
 def by_turns(call: Callable[..., Any], mode: str, reason: str) -> Iterator[str]:
-    """As `holding`, for one who steps the engine himself: inside he sees to the end of those who may go on."""
+    """Like `holding`, for a caller that runs the engine's steps itself: the body must finish those requests."""
     holder = uuid.uuid4().hex
     try:
         call("hold", mode, reason, holder)

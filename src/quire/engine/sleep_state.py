@@ -1,7 +1,7 @@
-"""What operators asked of an engine, beyond its process: one that takes another's place rests as deep as that one did.
+"""Keeps an engine's sleep state across restarts: a new process of the engine pauses or sleeps as the old one did.
 
-Knows a file beside the engine's folders, and the named functions of `sleep.py`. What nobody was told to be done is not kept:
-who waits for a pause when the engine dies is told that it is not paused.
+Knows a file beside the engine's folders, and the named functions of `sleep.py`. Only completed operations are kept: if
+the engine dies while a caller waits for a pause, the new process is not paused, and the caller gets an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Functions = dict[str, Callable[..., Any]]
 
 
 def restore_sleep_state(functions: Functions, path: Path) -> None:
-    """Do what an earlier process was told."""
+    """Restore the sleep state that an earlier process wrote."""
     if path.exists():
         told = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         functions["as_asked"](told)
@@ -34,7 +34,7 @@ def restore_sleep_state(functions: Functions, path: Path) -> None:
 
 
 def persisting(functions: Functions, path: Path) -> Functions:
-    """The same; those that change how deep the engine rests have it in `path` before they answer."""
+    """The same functions; those that change the sleep state write it to `path` before they return."""
 
     def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -1,6 +1,6 @@
-"""Where the time of a start went: named stages, in order.
+"""Startup times: named stages, in order.
 
-Knows a clock and names. Every process measures its own, and sends them up with its Ready.
+Knows a clock and names. Every process measures its own stages; EngineReady contains them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StartupStages:
 
 
 def since_process_start(pid: int | None = None) -> float:
-    """Seconds since the kernel started a process, or this one; 0.0 where there is no /proc."""
+    """Seconds since a process started (default: this one); 0.0 if there is no /proc."""
     try:
         ticks = int(Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])

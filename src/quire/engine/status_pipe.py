@@ -1,6 +1,6 @@
-"""The lifeline: a pipe from an engine's process to whoever keeps it alive. It breaks when the process does.
+"""The status pipe from an engine's process to its supervisor. It breaks when the process ends.
 
-Knows frames (4 bytes of length, msgpack) and file descriptors. Does not know what is done about a death.
+Knows frames (4 bytes of length, msgpack) and file descriptors. Does not know how a death is handled.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import msgspec
 from quire.protocol.output import Lifeline
 
 STOP = signal.SIGUSR2
-"""How the parent says stop. Not SIGTERM: service managers send that to every process of a group."""
+"""The parent's stop signal. Not SIGTERM, which service managers send to every process of a group."""
 
-MOST = 1 << 24  # bytes; a frame that claims more is noise
+MOST = 1 << 24  # bytes; a longer frame is invalid
 
 
 class StatusWriter:
-    """The child's end; several threads may speak."""
+    """The child's end; several threads may send."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._lock = threading.Lock()
 
     def send(self, message: Lifeline) -> None:
-        """Raises OSError: nobody listens any more."""
+        """Raises OSError: the reader is gone."""
         data = msgspec.msgpack.encode(message)
         data = struct.pack("<I", len(data)) + data
         with self._lock:
@@ -50,7 +50,7 @@ class StatusReader:
         return self._fd
 
     def poll(self, wait: float) -> list[Lifeline]:
-        """What was said, after at most `wait` seconds; sets `broken` when the other end is gone."""
+        """The messages received within at most `wait` seconds; sets `broken` when the other end is gone."""
         if not select.select([self._fd], [], [], wait)[0]:
             return []
         data = os.read(self._fd, 1 << 16)

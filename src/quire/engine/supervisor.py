@@ -1,12 +1,12 @@
-"""EngineSupervisor: keeps one engine's process alive, and tells the front rooms how it stands.
+"""EngineSupervisor: keeps one engine's process alive, and publishes the engine's state to the frontends.
 
-Knows a child process, its lifeline, a folder and how often it may begin again. Does not know requests. What the
-front rooms must know stands on a board in memory (`shared_state.py`); the sockets of the n-th process lie in FOLDER/n, so
-that nothing of an earlier life can reach a later one.
+Knows a child process, its status pipe, a folder and how often it may restart. Does not know requests. It publishes the
+state on a board in shared memory (`shared_state.py`). The sockets of the n-th process are in FOLDER/n, so that no
+message of an earlier process reaches a later one.
 
-    starting -> ready -> restarting -> ready ...     closed: it was told to stop
+    starting -> ready -> restarting -> ready ...     closed: it was stopped
        |                `-> delayed -> restarting    after too many deaths: a try every `RestartPolicy.retry` seconds
-       `-> dead                                      the first start failed, or the host itself did
+       `-> dead                                      the first start failed, or the supervisor itself did
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from quire.protocol.output import EngineDied, EngineReady, Heartbeat
 log = get_logger(__name__)
 
 CONFIG = "resolved"
-ASLEEP_S = 2.0  # a look takes a tenth of that
-KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk holds it
+ASLEEP_S = 2.0  # the loop normally runs every tenth of that
+KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk blocks it
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """What counts as dead, and how often a dead engine is replaced."""
+    """When an engine counts as dead, and how often a dead engine is replaced."""
 
-    heartbeat: float = 8.0  # seconds without a sign of life; 0: never mind
-    start: float = 600.0  # seconds until the model must be loaded
-    restarts: int = 3  # at once, within `window`; 0: a dead engine is not replaced
+    heartbeat: float = 8.0  # seconds without a heartbeat; 0: no limit
+    start: float = 600.0  # seconds in which the model must be loaded
+    restarts: int = 3  # immediate restarts within `window`; 0: a dead engine is not replaced
     window: float = 600.0
-    retry: float = 30.0  # seconds between two starts beyond `restarts`
+    retry: float = 30.0  # seconds between two starts after more deaths than `restarts`
 
 
 class EngineSupervisor:
     """Owns the folder and the child.
 
     Args:
-        payload: what the child reads on its stdin: a resolved configuration (`config/serialize.py`).
-        frontends: how many front rooms there will be.
+        payload: what the child reads from stdin: a resolved configuration (`config/serialize.py`).
+        frontends: how many frontends there will be.
 
     Raises:
-        StartupError: there is no directory for the sockets.
+        StartupError: no directory for the sockets.
     """
 
     def __init__(self, payload: bytes, frontends: int = 1, patience: RestartPolicy | None = None):
@@ -84,7 +84,7 @@ class EngineSupervisor:
 
     @property
     def state(self) -> EngineState:
-        """How the engine stands. It is dead as well when the thread that keeps it has ended by itself."""
+        """The state of the engine. It is dead too if the supervisor's thread has ended unexpectedly."""
         state = self.board.now
         if state.condition in ("dead", "closed") or self._thread.is_alive():
             return state
@@ -94,7 +94,7 @@ class EngineSupervisor:
         return self.board.now
 
     def close(self, patience: float = 5.0) -> None:
-        """Stop the child: asked, then told, then killed."""
+        """Stop the child; kill it if it does not end."""
         self._closing.set()
         self._thread.join(patience + 2.0)
         if self.board.now.condition != "dead":
@@ -117,18 +117,18 @@ class EngineSupervisor:
         self.board.publish(msgspec.structs.replace(self.board.now, **changes))
 
     def _live_once(self) -> bool:
-        """One child from its start to its end; whether there will be another."""
+        """Run one child from its start to its end. Returns whether to start another."""
         generation = self.board.now.generation
         place = self.folder / str(generation) / CONFIG
-        try:  # a recording is of use with it only
+        try:  # a flight recording is only useful with it
             place.write_bytes(for_recording(self._payload))
-        except Exception as why:  # it costs the recording, and not the engine
+        except Exception as why:  # only the recording is lost, not the engine
             log.warning(
                 "the configuration could not be written beside the flight recording: %s", why
             )
         try:
             child, listener = self._start(generation)
-        except OSError as why:  # no processes or descriptors are left: others may give some back
+        except OSError as why:  # no processes or descriptors are free; others may free some
             return self._after(EngineDied(f"the engine's process could not be started: {why}"))
         try:
             died = self._watch(child, listener)
@@ -164,18 +164,17 @@ class EngineSupervisor:
                 child.stdin.write(self._payload)
                 child.stdin.close()
             except BrokenPipeError:
-                pass  # it is dead already; its lifeline says so
+                pass  # it is already dead; its status pipe reports that
         return child
 
     def _watch(self, child: subprocess.Popen[bytes], listener: StatusReader) -> EngineDied | None:
-        """Listen until the child is to be given up: why; None: it was us who wanted to stop."""
+        """Monitor the child until it has died or hangs, and return why; None: this supervisor was closed."""
         clock, patience = time.monotonic, self.patience
         began = heard = looked = clock()
         ready, last_words = False, None
         while not self._closing.is_set():
-            if (
-                clock() - looked > ASLEEP_S
-            ):  # we were stopped ourselves (a frozen container, a closed lid)
+            # this process was suspended (a frozen container, a closed lid)
+            if clock() - looked > ASLEEP_S:
                 heard = clock()
             looked = clock()
             for message in listener.poll(0.2):
@@ -202,17 +201,17 @@ class EngineSupervisor:
         return None
 
     def _hung(self, child: subprocess.Popen[bytes], why: str) -> EngineDied:
-        """Have both processes write their stacks, then kill the child."""
+        """Make both processes write their stacks to the log, then kill the child."""
         log.error("the engine hangs: %s; the stacks of both processes follow", why)
         log.error("%s", own_stacks())
         with contextlib.suppress(OSError):
-            child.send_signal(signal.SIGUSR1)  # engine/engine_process.py answers with its stacks
+            child.send_signal(signal.SIGUSR1)  # engine/engine_process.py then writes its stacks
         time.sleep(1.0)
         child.kill()
         return EngineDied(f"the engine hung: {why}")
 
     def _after(self, died: EngineDied) -> bool:
-        """Say what was lost; begin again, at once or later."""
+        """Publish what was lost. Returns whether to start the engine again, at once or after a delay."""
         state, now = self.board.now, time.monotonic()
         if state.condition == "starting":  # whoever waits for the start reports it
             self._change(condition="dead", error=died.error, traceback=died.traceback)
@@ -244,7 +243,7 @@ class EngineSupervisor:
         return not is_over and self._succeed(new, self.patience.retry if is_late else 0.0)
 
     def _succeed(self, state: EngineState, wait: float) -> bool:
-        """Make room for the next process and say so, after `wait` seconds; False: it is time to stop."""
+        """Create the next process's folder and publish that, after `wait` seconds; False: the supervisor was closed."""
         while not self._closing.wait(wait):
             try:
                 self._make_place(state.generation + 1)
@@ -261,7 +260,7 @@ class EngineSupervisor:
         return False
 
     def _make_place(self, generation: int) -> None:
-        """The folder of the next process's sockets. Something may have deleted ours: a cleaner of old files."""
+        """Create the folder for the next process's sockets. A cleaner of old files may have deleted its parent."""
         if not self.folder.exists():
             log.warning("%s was deleted; it is made again", self.folder)
             self.folder.mkdir(mode=0o700)
@@ -269,11 +268,11 @@ class EngineSupervisor:
         (self.folder / str(generation)).mkdir(exist_ok=True)
 
     def _recording(self) -> flight_recorder.Recording | None:
-        """What the dead engine did last; kept for `quire replay`."""
+        """What the dead engine did last; also kept for `quire replay`."""
         folder = self.folder / str(self.board.now.generation)
         try:
             recording = flight_recorder.read_recording(folder)
-        except Exception:  # whatever its last steps left there
+        except Exception:  # its last steps may have left anything there
             log.exception("the flight recording could not be read")
             return None
         if recording is not None:
@@ -287,7 +286,7 @@ class EngineSupervisor:
 
 
 def keep_recording(folder: Path) -> Path:
-    """Copy a recording to where it outlives us; the five latest are kept."""
+    """Copy a recording to a folder that outlives this process; the five latest are kept."""
     root = Path(str(env.get("CACHE_ROOT"))).expanduser() / "crashes"
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = root / f"{int(time.time())}-{os.getpid()}-{folder.name}"
@@ -300,7 +299,7 @@ def keep_recording(folder: Path) -> Path:
 
 
 def own_stacks() -> str:
-    """The stacks of all threads of this process. Not straight to the terminal: that may block, and all threads with it."""
+    """The stacks of all threads. Not written directly to the terminal, which may block all threads."""
     with (
         contextlib.suppress(OSError, AttributeError),
         os.fdopen(os.memfd_create("stacks"), "w+b") as file,
@@ -323,14 +322,12 @@ def exit_code(child: subprocess.Popen[bytes]) -> str:
 
 
 def end_process(child: subprocess.Popen[bytes], patience: float) -> None:
-    """Stop a child that may be alive: asked, then killed."""
+    """Stop a child that may be alive; kill it if it does not end."""
     if child.poll() is None:
         child.send_signal(STOP)
         try:
             child.wait(patience)
         except subprocess.TimeoutExpired:
             child.kill()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # stuck in the kernel: it ends some day
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; ends later
                 child.wait(KILLED_S)

@@ -1,9 +1,9 @@
-"""Pulse: signs of life of a process that works for another, and how long its present step may take.
+"""Watchdog: heartbeats of a working process, and how long its current step may take.
 
-Knows a clock, a cost and a way to send. Does not know what a step is made of. The bound follows the work: a long
-prefill on a slow machine is not a hang. Before anything was measured the bound is `first`.
+Knows a clock, the seconds a token takes, and a function that sends. Does not know the content of a step. The limit
+depends on the work: a long prefill on a slow machine is not a hang. Before the first measurement it is `first`.
 
-    allowed = FLOOR + FACTOR * (seconds a token took lately) * (tokens of this step)
+    allowed = FLOOR + FACTOR * (recent seconds a token) * (tokens of this step)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BEAT_EVERY_S = 0.5
 ASLEEP_S = 2.0
 FLOOR_S = 20.0
 FACTOR = 10.0
-FORGET = 0.9  # of the old rate, at each step
+FORGET = 0.9  # decay of the old rate at each step
 
 
 class Watchdog:
-    """`with pulse.working(): ...` around everything that must come to an end."""
+    """`with pulse.working(): ...` around everything that must end in time."""
 
     def __init__(self, first: float, clock: Callable[[], float] = time.monotonic):
         self.first, self.clock = first, clock
@@ -41,7 +41,7 @@ class Watchdog:
 
     @contextmanager
     def working(self, limit: float | None = None) -> Iterator[None]:
-        """`limit`: seconds that it may take, for what is no step."""
+        """`limit`: the most seconds it may take, for work that is not a step."""
         self._since, self._limit = self.clock(), limit
         try:
             yield
@@ -49,7 +49,7 @@ class Watchdog:
             self._since = None
 
     def bound(self, function: Callable[..., Any], limit: float) -> Callable[..., Any]:
-        """The same, as work that must come to an end."""
+        """The same function, with a time limit."""
 
         @wraps(function)
         def working(*args: Any) -> Any:
@@ -59,17 +59,17 @@ class Watchdog:
         return working
 
     def launched(self, tokens: int) -> None:
-        """The work at hand is a step of so many tokens."""
+        """The current work is a step of `tokens` tokens."""
         self._tokens = tokens
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens came to its end."""
+        """A step of `tokens` tokens has ended."""
         self.steps += 1
         rate = seconds / max(tokens, 1)
         self.rate = rate if self.rate is None else max(rate, FORGET * self.rate)
 
     def slept(self, seconds: float) -> None:
-        """So long ago was the last beat. If that is long, the whole process was stopped: no step is to blame."""
+        """The last heartbeat was `seconds` ago. If that is long, the process was suspended; no step is to blame."""
         if self._since is not None and seconds > ASLEEP_S:
             self._since = min(self._since + seconds, self.clock())
 
@@ -83,7 +83,7 @@ class Watchdog:
         return Heartbeat(self.steps, busy, FLOOR_S + FACTOR * self.rate * self._tokens)
 
     def send_by(self, send: Callable[[Heartbeat], None]) -> None:
-        """A thread that beats until the process ends, or nobody hears it."""
+        """Start a thread that sends heartbeats until the process ends or the receiver is gone."""
 
         def run() -> None:
             before = self.clock()
@@ -100,7 +100,7 @@ class Watchdog:
 
 
 class TimedExecutor:
-    """An executor whose steps are measured."""
+    """An executor that measures its steps."""
 
     def __init__(self, executor: Executor, pulse: Watchdog):
         self._executor, self._pulse = executor, pulse
