@@ -1,5 +1,5 @@
-// What both halves of the page share: elements, the key, requests, theme, tabs.
-// Whatever comes from the server or a model becomes a text node, never markup.
+// Shared by the chat and the live view: elements, the key, requests, theme, tabs.
+// Text from the server or a model becomes a text node, never markup.
 
 const $ = id => document.getElementById(id);
 
@@ -10,10 +10,10 @@ function make(name, className = "", text = "") {
   return element;
 }
 
-// A browser may forbid storage; then the page forgets.
+// A browser may forbid storage; then the page stores nothing.
 const store = {
   get(name) { try { return sessionStorage.getItem(name) || ""; } catch { return ""; } },
-  set(name, value) { try { sessionStorage.setItem(name, value); } catch { /* forgotten */ } },
+  set(name, value) { try { sessionStorage.setItem(name, value); } catch { /* not stored */ } },
 };
 
 class Refused extends Error {
@@ -22,7 +22,7 @@ class Refused extends Error {
 
 let key = store.get("key");
 
-// The server's answer; raises Refused with the server's own words, or AbortError.
+// The server's answer; raises Refused with the server's message, or AbortError.
 async function ask(path, {body, signal} = {}) {
   const headers = {};
   if (key) headers.Authorization = "Bearer " + key;
@@ -37,7 +37,7 @@ async function ask(path, {body, signal} = {}) {
   if (answer.ok) return answer;
   const text = await answer.text();
   let message = text || answer.statusText;
-  try { message = JSON.parse(text).error.message; } catch { /* not ours, a proxy's perhaps */ }
+  try { message = JSON.parse(text).error.message; } catch { /* perhaps a proxy's answer */ }
   if (answer.status === 401) needKey();
   throw new Refused(answer.status, message);
 }
@@ -53,7 +53,7 @@ let asked = false;
 
 function needKey() {
   if (asked) return;
-  asked = true;  // once by itself; then when its reader wants to
+  asked = true;  // opens once by itself, then on request
   $("key-why").textContent = key ? "The server does not know this key." : "This server needs an API key. It is kept in this tab only, and sent to this server only.";
   $("key-dialog").showModal();
 }

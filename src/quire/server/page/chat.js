@@ -1,9 +1,9 @@
-// The chat box: a message goes up, the answer streams down.
+// The chat box: sends messages, and shows the answer as it streams.
 
 let messages = [];
-let running = null;  // an AbortController while an answer comes
+let running = null;  // an AbortController while an answer streams
 
-// Text with ``` fences as paragraphs and boxes.
+// Text with ``` fences as paragraphs and code boxes.
 function show(box, text) {
   const parts = text.split(/^```[^\n]*\n?/m);
   const nodes = parts.map((part, at) => {
@@ -42,7 +42,7 @@ async function* events(answer, signal) {
       const whole = left.split("\n\n");
       left = whole.pop();
       for (const event of whole) {
-        if (!event.startsWith("data: ")) continue;  // a comment keeps the line open
+        if (!event.startsWith("data: ")) continue;  // a keep-alive comment
         if (event === "data: [DONE]") return;
         yield JSON.parse(event.slice(6));
       }
@@ -100,10 +100,10 @@ async function answerTo(words) {
       if (!choice) continue;
       const more = (choice.delta ? choice.delta.content : choice.text) ?? "", aside = choice.delta?.reasoning ?? "";
       if (more || aside) {
-        if (more && !text) thoughts.open = false;  // it has thought enough, and speaks
+        if (more && !text) thoughts.open = false;  // the reasoning ended, the answer begins
         text += more;
         thought += aside;
-        if (!first) draw();  // the first token at once, the others as often as eyes can follow
+        if (!first) draw();  // the first token at once, later ones at a limited rate
         else if (!due) { due = true; setTimeout(draw, 30); }
         first ||= performance.now();
       }
@@ -113,7 +113,7 @@ async function answerTo(words) {
   } catch (error) {
     note.textContent = error.name === "AbortError" ? "stopped" : error.message;
     if (error.name !== "AbortError") note.classList.add("bad");
-    if (error instanceof Refused && !text && !thought) {  // nothing was said: it can be sent again
+    if (error instanceof Refused && !text && !thought) {  // no output yet: it can be sent again
       messages.pop();
       if (!$("words").value) $("words").value = words;
     }

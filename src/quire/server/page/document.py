@@ -1,7 +1,7 @@
 """The page as one document: its HTML with its style and its script inside.
 
-Knows files and the browser's rules on what a page may do. The document is the same for everybody and holds no data, so
-its policy can name its script and style by hash, and nothing that is ever put into it can run.
+Knows files and the browser's rules on what a page may do. The document is the same for every client and contains no
+data, so its policy can name its script and style by hash, and no other script can run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Document:
 
 @cache
 def document() -> Document:
-    """Read once, when somebody first asks."""
+    """Read at the first request."""
     here = Path(__file__).parent
     style = (here / "style.css").read_text(encoding="utf-8")
-    # One module: names are shared among the files, and none is global.
+    # One module: the files share names, and none is global.
     script = "\n".join((here / name).read_text(encoding="utf-8") for name in SCRIPTS)
     html = (here / "index.html").read_text(encoding="utf-8")
     html = html.replace("/*style*/", style, 1).replace("/*script*/", script, 1)

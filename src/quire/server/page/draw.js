@@ -1,9 +1,9 @@
-// Pictures: the blocks, the steps, a request's lane, the speed. Knows canvases; knows nothing of the server.
+// Draws the blocks, the steps, a request's lane and the speed. Knows canvases. Does not know the server.
 
 const FREE = 0, CACHED = 1, SHARED = 2, OWNED = 3;
 const SPAN_MS = 20000;
 
-let paints = null;  // of the theme that is worn
+let paints = null;  // colours of the current theme
 
 function paint(name) {
   paints ??= getComputedStyle(document.documentElement);
@@ -28,14 +28,14 @@ function pen(canvas) {
   return [found, width, height];
 }
 
-// Runs of equal blocks -> one entry a cell.
+// Runs of equal blocks -> one entry for each block.
 function unrolled(runs) {
   const cells = [];
   for (let at = 0; at < runs.length; at += 2) for (let i = 0; i < runs[at + 1]; i++) cells.push(runs[at]);
   return cells;
 }
 
-const grid = {columns: 1, size: 10};  // as it was last drawn: who points at it asks
+const grid = {columns: 1, size: 10};  // as last drawn, to find the block under the pointer
 
 function drawBlocks(canvas, cells, chosen) {
   const width = canvas.clientWidth || 1;
@@ -69,7 +69,7 @@ function drawSteps(canvas, steps, chosen) {
   const [to, width, height] = pen(canvas), wide = 7, shown = steps.slice(-Math.floor(width / (wide + 1)));
   const sum = step => step.work.reduce((total, [, tokens]) => total + tokens, step.rest);
   const most = Math.max(4, ...shown.map(sum));
-  // By the logarithm: a prompt's chunk has hundreds of tokens and a row that decodes has one.
+  // Logarithmic: a chunk of a prompt has hundreds of tokens, a row that decodes has one.
   shown.forEach((step, at) => {
     const total = sum(step), tall = height * Math.log2(1 + total) / Math.log2(1 + most);
     const x = width - (shown.length - at) * (wide + 1);

@@ -1,6 +1,6 @@
-"""What viewers see of the engine: asked for once, however many look.
+"""The engine's state for the page: fetched once for any number of viewers.
 
-Knows `engine/inspector.py`'s answer and time. Does not know HTTP, nor who looks.
+Knows the answer of `engine/inspector.py`, and time. Does not know HTTP or viewers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from quire.server.engine_protocol import TextEngine
 
 EVERY_S = 0.25
-SHARE = 0.05  # of the engine's time, at most, goes into being looked at
-FRESH = 0.8  # of the interval: a viewer whose clock runs a little fast still gets news
+SHARE = 0.05  # of the engine's time, at most, goes into inspecting it
+FRESH = 0.8  # of the interval: a viewer whose clock runs a little fast still gets a new state
 
 
 class LiveFeed:
-    """One of these for each app; made when somebody first looks."""
+    """One for each application; created at the first request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -28,7 +28,7 @@ class LiveFeed:
         self._asking: asyncio.Future[dict[str, Any]] | None = None
 
     async def look(self, engine: TextEngine) -> dict[str, Any]:
-        """The latest; the engine is asked when that is old, and never twice at once."""
+        """The latest state; fetched from the engine if it is old, and never twice at once."""
         if self._seen is not None and self.clock() - self._at < FRESH * self.every:
             return self._seen
         if self._asking is None:
@@ -36,7 +36,7 @@ class LiveFeed:
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(
             self._asking
-        )  # one viewer who leaves takes nothing from the others
+        )  # a viewer that disconnects does not cancel it for the others
 
     async def _ask(self, engine: TextEngine) -> dict[str, Any]:
         seen: dict[str, Any] = await engine.call("live")
@@ -47,20 +47,20 @@ class LiveFeed:
     def _asked(self, done: asyncio.Future[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
-            done.exception()  # told to those who wait; nobody may wait any more
+            done.exception()  # those who wait get the error; there may be none
 
 
 def viewer_state(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any]:
-    """What a viewer of this tenant is shown: steps that are new to him, and of others' requests only that they run."""
+    """The state for a viewer of this tenant: steps after `since`, and other tenants' requests without details."""
     lives = [one if one["tenant"] == tenant else foreign(one) for one in seen["lives"]]
     latest = max((step["step"] for step in seen["steps"]), default=0)
-    # An engine that was replaced counts from the beginning.
+    # A new engine process counts its steps from the beginning.
     steps = [step for step in seen["steps"] if step["step"] > since or since > latest]
     return seen | {"lives": lives, "steps": steps}
 
 
 def foreign(life: dict[str, Any]) -> dict[str, Any]:
-    """Somebody else's request: its lengths would tell what was asked."""
+    """Another tenant's request: its lengths would reveal what it contains."""
     kept = {key: life[key] for key in ("n", "state", "preemptions", "blocks", "ended")}
     phases = [[kind, ago, 0] for kind, ago, _ in life["phases"]]
     return kept | {"id": "", "foreign": True, "phases": phases}

@@ -1,9 +1,9 @@
-// The live view: asks what the engine does, a few times a second, while somebody can see it.
+// The live view: fetches the engine's state a few times a second while the page is visible.
 
 let seen = null, cells = [], steps = [], late = 0, takenAt = 0;
 let history = [];  // {at, output, prompt}: for the speeds
 let speeds = [];
-let chosen = null;  // the request that is pointed at
+let chosen = null;  // the request under the pointer
 let held = false, timer = null, looking = false;
 const rows = new Map();  // by request number
 
@@ -16,11 +16,11 @@ function bytes(number) {
   return number + " B";
 }
 
-// -- what came -----------------------------------------------------------------------------------
+// -- new state -----------------------------------------------------------------------------------
 function take(found) {
   const now = performance.now(), stats = found.stats;
-  if (seen && stats.steps < seen.stats.steps) { steps = []; history = []; }  // another engine
-  // A step that was under way when it was told is told again when it is over.
+  if (seen && stats.steps < seen.stats.steps) { steps = []; history = []; }  // another engine process
+  // A step that was reported while it ran is reported again when it is done.
   const last = finished();
   steps = [...steps.filter(step => step.step <= last), ...found.steps.filter(step => step.step > last)].slice(-240);
   cells = unrolled(found.blocks.runs);
@@ -116,13 +116,13 @@ function lives() {
   order.forEach((life, at) => {
     const row = rows.get(life.n) ?? newRow(life);
     if ($("lives").children[at] !== row.item) $("lives").insertBefore(row.item, $("lives").children[at] ?? null);
-    update(row, life);  // after it has its place: its lane is drawn as wide as it is
+    update(row, life);  // after its insertion: the lane is drawn as wide as the row
   });
   const here = new Set(order.map(life => life.n));
   for (const [number, row] of rows) {
     if (!here.has(number)) { row.item.remove(); rows.delete(number); if (chosen === number) choose(null); }
   }
-  if (focused !== document.activeElement && focused?.isConnected) focused.focus();  // moving takes the focus away
+  if (focused !== document.activeElement && focused?.isConnected) focused.focus();  // moving an element removes its focus
   $("nobody").hidden = order.length > 0;
   const alive = order.filter(life => life.ended < 0).length, all = seen.stats.running + seen.stats.waiting;
   put("life-note", all > alive ? `${alive} of ${count(all)} are shown` : "");
@@ -173,7 +173,7 @@ function update(row, life) {
   if (row.words && performance.now() - row.asked > 1000 && life.ended < 0) fetchWords(row);
 }
 
-// Nobody's words are shown, nor fetched, before somebody asks for them.
+// The text of a request is fetched and shown only when the viewer opens it.
 function reveal(row) {
   const bar = make("div", "bar"), button = make("button", "quiet", "Show prompt and output");
   button.type = "button";
@@ -207,10 +207,10 @@ async function fetchWords(row) {
   }
 }
 
-// -- asking --------------------------------------------------------------------------------------
+// -- fetching --------------------------------------------------------------------------------------
 async function look() {
   timer = null;
-  if (looking || held || !shown()) return;  // whoever comes back calls lookSoon
+  if (looking || held || !shown()) return;  // lookSoon starts it again
   looking = true;
   let wait = 250;
   try {
@@ -246,7 +246,7 @@ document.addEventListener("visibilitychange", lookSoon);
 addEventListener("resize", redraw);
 wear(store.get("theme") || "auto");
 lookSoon();
-// Where the engine is not shown, this tells whether there is anybody to talk to.
+// If the live view is unavailable, this shows whether the model is ready.
 ask("v1/models").then(answer => answer.json()).then(found => {
   put("model", found.data[0].id);
   if (!seen) tell("good", "ready");

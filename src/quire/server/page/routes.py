@@ -1,7 +1,7 @@
-"""The page's routes: the page, what it shows of the engine, and one request's words.
+"""The page's routes: the page, the engine's state, and the text of one request.
 
-Knows HTTP. The page is open, since it holds nothing; what it shows needs the key like everything else, and another
-site's script does not get it.
+Knows HTTP. The page is public, since it contains no data; its data needs the key like everything else, and scripts of
+other sites do not get it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE_S = 5.0
 
 
 async def page(request: Request) -> Response:
-    """A page to chat, and to see the engine at work."""
+    """A page to chat with the model, and to see the engine at work."""
     made = document()
     headers = {
         "Content-Security-Policy": made.policy,
@@ -42,7 +42,7 @@ async def page(request: Request) -> Response:
 
 
 async def ui_state(request: Request) -> Response:
-    """What the page shows of the engine: blocks, steps, requests; without anybody's words."""
+    """The engine's state for the page: blocks, steps, requests; without any text."""
     same_site(request)
     since = number(request, "since")
     state = state_of(request)
@@ -66,9 +66,9 @@ async def ui_state(request: Request) -> Response:
 
 
 async def ui_words(request: Request) -> Response:
-    """Prompt and output of one request of the same key, when a reader of the page asks for them.
+    """Prompt and output of one request of the same key, when a viewer of the page opens it.
 
-    Without keys every client would be the same tenant, and read what the others wrote.
+    Without keys, all clients would be one tenant, and could read each other's text.
     """
     same_site(request)
     state = state_of(request)
@@ -91,12 +91,12 @@ async def ui_words(request: Request) -> Response:
 
 
 def same_site(request: Request) -> None:
-    """CORS lets other sites' scripts use the API; what others ask of it is not theirs to see.
+    """Refuse scripts of other sites: CORS lets them use the API, but not see other clients' requests.
 
     Raises:
         ApiError: 403.
     """
-    # A browser sends Origin with every GET that a script makes to another origin, and with none to its own.
+    # A browser sends Origin with every GET of a script to another origin, and with none to its own.
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
     ours = origin is None or urlsplit(origin).netloc == request.headers.get("host")
     if not ours or site not in ("none", "same-origin"):
@@ -109,7 +109,7 @@ def tenant_of(request: Request) -> str:
 
 
 def number(request: Request, name: str) -> int:
-    """A count in the query; 0 if it is not there.
+    """A count in the query; 0 if it is absent.
 
     Raises:
         ApiError: 400.

@@ -1,7 +1,7 @@
-"""Accepting connections: never the last descriptors of the process, and a new connection before an idle one.
+"""Accepts connections: keeps the last descriptors of the process free, and prefers a new connection to an idle one.
 
-Each connection is an open file. When all were taken, nothing could be accepted, and no engine process could be started
-in place of one that died. Knows sockets and descriptors. Does not know HTTP, except for one refusal.
+Each connection is an open file. With none left, the server could accept no connection, and start no engine process
+in place of a dead one. Knows sockets and descriptors. Does not know HTTP, except for one refusal.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ log = get_logger(__name__)
 
 MOST_FILES = 1 << 16
 RESERVED_FILES = 64
-"""Descriptors that no connection gets: starting an engine process takes about 20 of them, and files are read besides."""
-AT_ONCE = 64  # connections accepted before other work of the loop
+"""Descriptors that connections leave free: an engine process takes about 20 to start, and the server reads files."""
+AT_ONCE = 64  # connections to accept before other work of the loop
 RETRY_S = 0.2
-HANDSHAKE_S = 30.0  # a handshake of TLS may take as long
+HANDSHAKE_S = 30.0  # limit of a TLS handshake
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"
     b"connection: close\r\ncontent-length: 20\r\n\r\ntoo many connections"
@@ -31,9 +31,9 @@ REFUSAL = (
 
 
 def allow_files(most: int = MOST_FILES) -> int:
-    """Raise the limit of open files, usually 1,024, as far as this process may; the limit that holds then.
+    """Raise the limit of open files, usually 1,024, as far as this process may, and return it.
 
-    Not above `most`: some systems allow a billion, and some libraries close them all one by one.
+    Not above `most`: some systems allow a billion, and some libraries close them one by one.
     """
     try:
         import resource
@@ -50,12 +50,12 @@ def allow_files(most: int = MOST_FILES) -> int:
 
 
 def most_descriptors(files: int) -> int:
-    """The number from which a descriptor is no connection's; `files`: the limit of open files."""
+    """The first descriptor number that no connection gets; `files`: the limit of open files."""
     return files - min(RESERVED_FILES, files // 4)
 
 
 class Acceptor:
-    """Takes connections from one listening socket. With `close` and `wait_closed` as asyncio's servers have them."""
+    """Accepts the connections of one listening socket. Has the `close` and `wait_closed` of an asyncio server."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Acceptor:
         self.listener, self.connect, self.tls, self.waiting = listener, connect, tls, waiting
         self.most = most_descriptors(files)
         self.opening: dict[asyncio.Task[object], None] = {}
-        """Connections that are being set up: a handshake of TLS takes its time."""
+        """Connections that are being set up: a TLS handshake takes time."""
         self.loop = asyncio.get_running_loop()
 
     def start(self, backlog: int) -> None:
@@ -84,14 +84,14 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """There is nothing to wait for."""
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
             try:
                 is_full = lowest_free(self.listener) >= self.most  # all below are taken
                 if is_full and self._make_room():
-                    return  # the loop's next turn gives back what was closed
+                    return  # the loop's next turn frees the descriptor
                 accepted, _ = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
@@ -126,10 +126,10 @@ class Acceptor:
     def _opened(self, task: asyncio.Task[object]) -> None:
         self.opening.pop(task, None)
         if not task.cancelled():
-            task.exception()  # a handshake that failed concerns its client alone
+            task.exception()  # a failed handshake concerns only its client
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest without a request, else the oldest handshake."""
+        """Close the connection that has been without a request for longest, else the oldest handshake."""
         log.warning_every(
             "descriptors", 60, "%d files are open: connections without a request are closed for new ones;"
             " raise the limit of open files (ulimit -n) for more", self.most,
@@ -142,19 +142,19 @@ class Acceptor:
         if self.opening:
             if self.tls is not None:
                 next(iter(self.opening)).cancel()
-            return True  # without TLS they wait from the loop's next turn on
+            return True  # without TLS, they are in `waiting` after the loop's next turn
         return False
 
 
 def lowest_free(listener: socket.socket) -> int:
-    """The number that the next descriptor gets: the system takes the lowest free one."""
+    """The number of the next descriptor: the system uses the lowest free one."""
     number = os.dup(listener.fileno())
     os.close(number)
     return number
 
 
 def refuse(accepted: socket.socket, says_why: bool) -> None:
-    """Answer 503 and close. What was read first is not missed, and unread bytes would reset the connection."""
+    """Answer 503 and close. Reads what the client sent: closing a socket with unread bytes would reset the connection."""
     with contextlib.suppress(OSError):
         accepted.setblocking(False)
         if says_why:

@@ -1,6 +1,6 @@
-"""What `quire serve` says when it is ready, and when it could not start.
+"""The texts that `quire serve` prints when it is ready, and when it could not start.
 
-Knows facts and how to lay them out. Does not know how they came to be.
+Knows facts and their layout. Does not know where they come from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.startup_timer import table
 from quire.errors import StartupError
 from quire.protocol.output import EngineReady
 
-LONGEST = 0.005  # seconds; shorter stages are not worth a line
+LONGEST = 0.005  # seconds; shorter stages get no line
 
 
 def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[str]) -> str:
@@ -31,7 +31,7 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[
 
 
 def stages_table(stages: list[tuple[str, float]], total: float) -> str:
-    """Where the time of the start went."""
+    """Where the start-up time went."""
     beside = "the rest: imports of the server, processes, the tokenizer"
     named = [*stages, (beside, total - sum(seconds for _, seconds in stages))]
     rows = [(name, f"{seconds:6.2f} s") for name, seconds in named if seconds >= LONGEST]
@@ -39,7 +39,7 @@ def stages_table(stages: list[tuple[str, float]], total: float) -> str:
 
 
 def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
-    """A command that works as it stands, for this model and this server."""
+    """A command for this model and this server that works without changes."""
     words = ["curl", "-s"]
     if url.startswith("unix:"):
         words += ["--unix-socket", url.removeprefix("unix:")]
@@ -59,7 +59,7 @@ def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
 
 
 def failure(error: BaseException) -> str:
-    """One report of a start that failed: what, and the engine's own traceback if there is one."""
+    """The report of a failed start: the error, and the engine's traceback if there is one."""
     lines = []
     if isinstance(error, StartupError) and error.detail:
         lines += ["the engine process's traceback:", *error.detail.rstrip().splitlines(), ""]

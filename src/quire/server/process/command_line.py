@@ -1,6 +1,6 @@
-"""Secrets on this process's command line, which `ps` shows to every user of the machine.
+"""Hides secrets on this process's command line, which `ps` shows to every user of the machine.
 
-Knows Linux's files of a process. Elsewhere, and where the system forbids it, the words stay as they are.
+Knows Linux's files of a process. On other systems, and without permission, the command line stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def hide_secrets(config: EngineConfig) -> None:
 
 
 def hide_words(secrets: Sequence[str]) -> None:
-    """Overwrite these values where the system reads the command line. A moment between start and here remains."""
+    """Overwrite these values where the system reads the command line. Until this call, they are visible."""
     values = {secret.encode(errors="surrogateescape") for secret in secrets if secret}
     if not values:
         return
@@ -38,7 +38,7 @@ def hide_words(secrets: Sequence[str]) -> None:
 
 
 def hidden(word: bytes, values: set[bytes]) -> bytes:
-    """A word of the command line as long as before: `KEY` or `--api-key=KEY` with stars in place of the key."""
+    """A word of the command line, as long as before: `KEY` or `--api-key=KEY` with stars in place of the key."""
     flag, equals, value = word.partition(b"=")
     if equals and value in values and flag.replace(b"_", b"-") in FLAGS:
         return flag + equals + b"*" * len(value)

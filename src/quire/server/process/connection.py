@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's protocol with bounds on what a client may send, leave out or not read.
+"""One HTTP connection: uvicorn's protocol, with limits on what a client may send, leave out or not read.
 
-Every bound holds before any key is looked at. Times are checked by `check`, which the server calls at least once a
-second for each connection, so that a request costs no timer. Knows bytes, times and uvicorn. Does not know routes.
+Every limit applies before any key is checked. The server calls `check` at least once a second for each connection, so
+that a request needs no timer. Knows bytes, times and uvicorn. Does not know routes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from httptools import HttpParserError
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-HEAD_BYTES = 64 << 10  # the most that a request's line and headers may have, unless told otherwise
+HEAD_BYTES = 64 << 10  # default limit of a request's line and headers together
 MOST_HEADERS = 256
-"""Headers of one request. Each costs about 130 bytes beside its own: without a limit, 64 KiB of head take 8 MiB."""
+"""Headers of one request. Each costs about 130 bytes besides its own: without a limit, 64 KiB of head take 8 MiB."""
 MOST_PIPELINED = 16
-"""Requests that may wait behind the one that is answered. Few clients pipeline at all, and each waiting one has a head."""
+"""Requests that may wait behind the running one. Few clients pipeline at all, and each waiting request has a head."""
 LINGER_S = 5.0
-"""How long the rest of a body is read and dropped after its request was answered. A socket that is closed with unread
-bytes in it is reset, and the client may lose the answer."""
+"""How long to read and drop the rest of a body after its request was answered. Closing a socket with unread bytes
+resets it, and the client may lose the answer.
+"""
 
 BAD_REQUEST = b"Invalid HTTP request received."
 
 
 class PipelineFlow(FlowControl):
-    """Reads nothing more while requests wait in the pipeline, even where the running one asks for its body."""
+    """Reads nothing more while requests wait in the pipeline, even if the running one needs its body."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]):
         super().__init__(transport)
@@ -40,7 +41,7 @@ class PipelineFlow(FlowControl):
 
 
 class LingeringTransport:
-    """The transport of a request whose body is not complete: closing it waits for the rest of the body."""
+    """The transport of a request with an incomplete body: `close` waits for the rest of the body."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -50,27 +51,27 @@ class LingeringTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose client cannot take memory or a descriptor for longer than the limits say."""
+    """A connection whose client cannot occupy memory or a descriptor for longer than the limits allow."""
 
     head_bytes = HEAD_BYTES
     receive_timeout = 0.0
-    """Seconds that a head may take, from the opening of the connection or from its own first byte; 0: any."""
+    """Seconds for a head, from the opening of the connection or from the head's first byte; 0: no limit."""
     send_timeout = 0.0
-    """Seconds that may pass without the client taking a byte of what was written; 0: any."""
+    """Seconds in which the client must read some of what was written; 0: no limit."""
     waiting: dict[Connection, None] | None = None
-    """Connections without a request, oldest first, shared by all of a server: it may close them to make room."""
+    """Connections without a request, oldest first, shared by a whole server, which may close them to make room."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = PipelineFlow(transport, self.pipeline)
         self.cycles: deque[RequestResponseCycle] = deque()
-        """Requests that are not answered yet; the first one runs."""
-        self.keeps_alive = True  # what the newest request asks for
+        """Requests without a complete answer; the first one runs."""
+        self.keeps_alive = True  # as the newest request asks
         self.head_seen = self.headers_seen = 0
         self.moved = False  # the bytes just received completed something
         self.stuck_bytes = 0  # bytes since something was completed
-        self.idle = False  # answered, and no byte came since
-        self.deaf = False  # nothing more is parsed
+        self.idle = False  # answered, and no byte received since
+        self.deaf = False  # what is received is no longer parsed
         self.unsent, self.unsent_since = 0, 0.0
         self.due = self._due(self.receive_timeout)
         self._wait(True)
@@ -78,7 +79,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(False)
         self.pipeline.clear()
-        for cycle in self.cycles:  # uvicorn tells the newest alone
+        for cycle in self.cycles:  # uvicorn notifies only the newest
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -91,7 +92,7 @@ class Connection(HttpToolsProtocol):
             self.idle, self.due = False, self._due(self.receive_timeout)
         self.moved = False
         super().data_received(data)
-        # The parser collects a header or trailer that has no end, and the library counts none of it.
+        # The parser buffers a header or trailer without end, and httptools counts none of it.
         self.stuck_bytes = 0 if self.moved else self.stuck_bytes + len(data)
         if self.stuck_bytes > self.head_bytes and not self.deaf:
             self.send_400_response(BAD_REQUEST.decode())
@@ -126,7 +127,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         cycle = self.cycle
         self.cycles.append(cycle)
-        # An answer that is sent before the body is complete says `Connection: close`, and the rest is dropped.
+        # If the answer is sent before the body is complete, it has `Connection: close`, and the rest is dropped.
         self.keeps_alive, cycle.keep_alive = cycle.keep_alive, False
         cycle.transport = LingeringTransport(self)  # type: ignore[assignment]
 
@@ -143,7 +144,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP, or too much of it. Requests that came before it are answered if they can be."""
+        """Refuse input that is not HTTP, or too much of it. Requests before it are answered if possible."""
         self.deaf = True
         running = self.cycles[0] if self.cycles else None
         if running is None or (running.more_body and not running.response_started):
@@ -163,7 +164,7 @@ class Connection(HttpToolsProtocol):
             self.cycle, running.keep_alive = running, False
 
     def _abandon(self) -> None:
-        """The requests get no answer: for them it is as if the client were gone."""
+        """Drop the requests: their endpoints see a disconnected client."""
         for cycle in self.cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -174,15 +175,15 @@ class Connection(HttpToolsProtocol):
         if self.cycles:
             self.cycles.popleft()
         super().on_response_complete()
-        self.flow.resume_reading()  # unless more are waiting
+        self.flow.resume_reading()  # unless requests wait
         if self.pipeline:
             self.flow.pause_reading()
         if not self.cycles and not self.deaf:
-            self.idle = True  # uvicorn's keep-alive timer runs, until the next byte
+            self.idle = True  # uvicorn's keep-alive timer runs until the next byte
             self._wait(True)
 
     def linger(self) -> None:
-        """Close, though not before the client has read the answer or had time for it."""
+        """Close after the client has read the answer or had time for it."""
         self.deaf = True
         if self.transport.is_closing():
             return
@@ -198,13 +199,13 @@ class Connection(HttpToolsProtocol):
 
     # -- time -----------------------------------------------------------------------------------
     def check(self, now: float) -> None:
-        """Close it if its time is over: what was awaited did not come, or what was written is not read."""
+        """Close the connection if a limit has passed: for what it must receive, or for what the client must read."""
         if now >= self.due:
             self.due = math.inf
             self.transport.close()
         if not self.send_timeout:
             return
-        # Only where nothing more is written can the number of unsent bytes say that the client takes none.
+        # Unsent bytes that stay the same show that the client reads nothing, but only if nothing more is written.
         if not (self.flow.write_paused or not self.cycles or self.transport.is_closing()):
             self.unsent = 0
             return

@@ -1,10 +1,11 @@
-"""Several HTTP processes over one engine: the process that keeps them, and that the world sends its signals to.
+"""Supervises several HTTP processes over one engine; signals from outside come to this process.
 
-    this process   binds, keeps the engine (engine/supervisor.py) and the HTTP processes, writes the statistics line
-    front 0 .. N-1 each accepts from its own queue at the same address, and speaks with the engine directly
+    this process           binds, supervises the engine (engine/supervisor.py) and the HTTP processes, logs statistics
+    HTTP process 0 .. N-1  accepts from its own queue at the same address, and talks to the engine directly
 
-One that dies or hangs is started again, at once or, after too many deaths, later; its requests are ended in the engine, and those who
-connect meanwhile wait in its queue. Knows processes, signals and lifelines. Does not know HTTP, and imports no torch.
+It restarts an HTTP process that dies or hangs, at once or, after too many deaths, later. It aborts that process's
+requests in the engine; new connections wait in the process's queue. Knows processes, signals and status pipes. Does
+not know HTTP, and imports no torch.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from quire.terminal import show
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.2
-SETTLE_S = 0.3  # until what a dead process had sent has reached the engine
-GRACE_S = 5.0  # beyond all the time that a process has to end by itself
+SETTLE_S = 0.3  # until the messages of a dead process have reached the engine
+GRACE_S = 5.0  # after all the time that a process has to end by itself
 
 
 @dataclass(slots=True, eq=False)
 class HttpWorkerSlot:
-    """An HTTP process's place; processes come and go in it."""
+    """The place of an HTTP process and of those that replace it."""
 
     number: int
     listener: socket | None
@@ -60,18 +61,18 @@ class HttpWorkerSlot:
     heard: float = 0.0
     is_open: bool = False
     died: EngineDied | None = None
-    """Its last words, or ours about it."""
+    """Its last message, or this process's report of its death."""
     deaths: deque[float] = field(default_factory=deque)
     is_over: bool = False
-    """It is not started again."""
+    """It is not restarted."""
     due: float = 0.0
-    """When it may be started again."""
+    """When it may be restarted."""
     disowning: threading.Thread | None = None
-    """Ends in the engine what the one before had asked for; nobody takes the place until it is done."""
+    """Aborts the previous process's requests in the engine; there is no new process until this is done."""
 
 
 class HttpSupervisor:
-    """The keeper."""
+    """Starts, watches and restarts the HTTP processes."""
 
     def __init__(self, config: EngineConfig, listeners: list[socket]):
         self.config, self.listeners = config, listeners
@@ -80,7 +81,7 @@ class HttpSupervisor:
         self.count = len(listeners)
         resolved = resolve_config(config)
         self.payload, self.patience = resolved_to_bytes(resolved), patience()
-        # The last of the engine's front rooms is this process.
+        # This process is the last of the engine's frontends.
         self.host = EngineSupervisor(self.payload, self.count + 1, self.patience)
         self.counted = self.host.folder / "metrics"
         self.keys = self.host.folder / KEYS
@@ -94,11 +95,11 @@ class HttpSupervisor:
         self.looked = time.monotonic()
         self.children = [HttpWorkerSlot(number, own) for number, own in enumerate(listeners)]
         self.chats = False
-        self.told: float | None = None  # when to stop was said
+        self.told: float | None = None  # time of the first stop signal
         self.engine_died: float | None = None
 
     def run(self) -> int:
-        """The exit status."""
+        """Run to the end; the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         if self.config.server.api_key_file is not None:
@@ -120,7 +121,7 @@ class HttpSupervisor:
 
     # -- signals --------------------------------------------------------------------------------
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """The first drains, the second ends it."""
+        """The first signal drains the server, the second one ends it."""
         if self.told is None:
             log.info("%s: shutting down", signal.Signals(number).name)
             self.told = time.monotonic()
@@ -134,13 +135,11 @@ class HttpSupervisor:
             if child.process is not None and child.process.poll() is None:
                 child.process.send_signal(number)
 
-    # -- one look -------------------------------------------------------------------------------
+    # -- one turn -------------------------------------------------------------------------------
     def _turn(self) -> int | None:
-        """Hear what is said, look after each; the exit status when it is over."""
+        """Read status messages and check each process; the exit status at the end, else None."""
         now = time.monotonic()
-        if (
-            now - self.looked > ASLEEP_S
-        ):  # we were stopped ourselves, and the children with us perhaps
+        if now - self.looked > ASLEEP_S:  # this process was suspended, and perhaps its children too
             for child in self.children:
                 child.heard = now
         self.looked = now
@@ -207,7 +206,7 @@ class HttpSupervisor:
             process.kill()
             process.wait()
 
-    # -- coming and going -----------------------------------------------------------------------
+    # -- start and restart ----------------------------------------------------------------------
     def _start(self, child: HttpWorkerSlot, again: bool = False) -> None:
         try:
             if child.listener is None:
@@ -234,12 +233,12 @@ class HttpSupervisor:
                 process.stdin.write(self.payload)
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # it is dead already, which is noticed soon
-        if self.told is not None:  # while this one was on its way
+                pass  # it is dead already; the next turn sees it
+        if self.told is not None:  # the stop signal came during its start
             process.send_signal(STOP)
 
     def _ended(self, child: HttpWorkerSlot, process: subprocess.Popen[bytes]) -> None:
-        """It is started again if that is allowed, and nobody wanted it to end."""
+        """Restart the process, if that is allowed and the server is not stopping."""
         child.process, child.is_open = None, False
         try:
             mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
@@ -265,7 +264,7 @@ class HttpSupervisor:
             log.error("%s, %d times in a row: it is not started again", what, count)
         elif count > self.patience.restarts:
             child.due = now + self.patience.retry
-            if any(other.is_open for other in self.children):  # they take its connections meanwhile
+            if any(other.is_open for other in self.children):  # they accept connections meanwhile
                 self._shut(child)
             log.error(
                 "%s, %d times in a row: it is started again in %.0f s",
@@ -279,7 +278,7 @@ class HttpSupervisor:
         child.disowning.start()
 
     def _disown(self, number: int) -> None:
-        """In a thread, since an answer may take as long as a step."""
+        """In a thread, since the engine's answer may take as long as a step."""
         time.sleep(SETTLE_S)
         try:
             if count := self.client.call("abort_client", number):
@@ -289,7 +288,7 @@ class HttpSupervisor:
             log.warning("requests of HTTP process %d could not be ended: %s", number, error)
 
     def _shut(self, child: HttpWorkerSlot) -> None:
-        """No connection waits for this one any more."""
+        """Close its queue: no connection waits for this process any more."""
         if child.listener is not None and self.config.server.uds is None:
             child.listener.close()
             child.listener = None
@@ -300,7 +299,7 @@ class HttpSupervisor:
         return 1
 
     def _stopped(self, told: float) -> int | None:
-        """When all have ended, or should have long ago."""
+        """The exit status, once all processes have ended or should have; else None."""
         if not any(child.process for child in self.children):
             return 0
         most = self.config.server.shutdown_timeout + ABORTED_S + LAST_ANSWERS_S + GRACE_S
@@ -324,7 +323,7 @@ class HttpSupervisor:
         patience_s = DEATH_TOLD_S + LAST_ANSWERS_S + GRACE_S
         return None if left and now - self.engine_died < patience_s else 1
 
-    # -- what the terminal sees -----------------------------------------------------------------
+    # -- output to the terminal -----------------------------------------------------------------
     def _greet(self) -> None:
         ready, names = self.client.wait_ready(), model_names(self.config)
         log.info("start-up\n%s", stages_table(ready.startup, since_process_start()))
@@ -342,7 +341,7 @@ class HttpSupervisor:
             self.ticked = now
 
     def _take_in(self) -> None:
-        """Nothing is asked here but by `call`; the statistics come this way."""
+        """Receives the engine's statistics. This process sends the engine nothing but `call`s."""
         try:
             while True:
                 self.client.outputs()

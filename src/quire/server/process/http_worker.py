@@ -1,7 +1,8 @@
-"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER LIFELINE PARENT AGAIN BOARD`.
+"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER LIFELINE
+PARENT AGAIN BOARD`.
 
-Its configuration comes on stdin, its socket and a lifeline are inherited. Knows how to be a child: it tells its keeper
-(`http_supervisor.py`) that it is open, that it lives, and why it could not; it ends when told, and never later than its parent.
+Reads its configuration from stdin; inherits its socket and a status pipe. Knows how to be a child process: it reports
+to the supervisor (`http_supervisor.py`) that it is open, alive, or why it failed; it ends on STOP, and with its parent.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from quire.server.async_engine import AsyncTextEngine
 from quire.server.process.launch import ServerProcess, event_loop, tracer_of
 from quire.server.shared_usage import UsageLedger
 
-KEYS = "keys"  # a folder in the engine's
+KEYS = "keys"  # a folder in the engine's folder
 MODULE = "quire.server.process.http_worker"
 BEAT_S = 1.0
 
 
 class HttpWorker(ServerProcess):
-    """A server's life, told to a keeper instead of to the terminal."""
+    """A server that reports to its supervisor instead of the terminal."""
 
     stop_signals = (STOP,)
 
@@ -57,11 +58,11 @@ class HttpWorker(ServerProcess):
         tenants, tracer = ApiKeys(config.server, ledger=ledger), tracer_of(config)
         super().__init__(config, listener, client, tenants, shared, processes, tracer)
         self.speaker, self.again = speaker, again
-        if again:  # whoever connects may wait: the others serve already
+        if again:  # new connections may wait: the other processes serve
             self.opened.clear()
         self.state.front, self.state.fronts = ledger.front, ledger.fronts
         self.leads = client.client == 0
-        self.logs_stats = False  # the keeper does
+        self.logs_stats = False  # the supervisor does
 
     async def run(self) -> int:
         beating = asyncio.ensure_future(self._beat())
@@ -71,13 +72,13 @@ class HttpWorker(ServerProcess):
             beating.cancel()
 
     async def _beat(self) -> None:
-        """From the loop that serves: when it hangs, this stops."""
+        """Heartbeats from the serving loop: if it hangs, they stop."""
         while True:
             await asyncio.sleep(BEAT_S)
             self.speaker.send(Heartbeat(0, 0.0, 0.0))
 
     async def _connected(self, engine: AsyncTextEngine) -> None:
-        """The numbers so far; they come by themselves only when they change."""
+        """Fetch the statistics: the engine sends them only when they change."""
         if isinstance(self.client, ProcessClient):
             self.client.stats = EngineStats(**await engine.call("stats"))
 
@@ -96,7 +97,7 @@ class HttpWorker(ServerProcess):
 
 
 def processes() -> dict[int, str]:
-    """All of this server, by what they were started as."""
+    """All processes of this server: pid -> name."""
     found: dict[int, str] = {}
     for pid in process_tree(os.getppid()):
         with suppress(OSError):
@@ -106,7 +107,7 @@ def processes() -> dict[int, str]:
 
 
 def name_of(words: list[str]) -> str:
-    """server: their keeper; server 0, server 1, ...; engine; worker."""
+    """server: the supervisor; server 0, server 1, ...; engine; worker."""
     if MODULE in words:
         return f"server {words[words.index(MODULE) + 2]}"
     if "quire.engine.engine_process" in words:
@@ -119,7 +120,7 @@ def main(words: list[str]) -> int:
     number, count, listener, lifeline, parent, again, board = (int(word) for word in numbers)
     configure(f"server {number}")
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Sent to all of a group, they are the parent's to answer.
+        # The terminal sends them to the whole group; only the parent handles them.
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with(parent)
@@ -139,7 +140,7 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    with suppress(OSError):  # nobody reads any more, or the disk is full
+    with suppress(OSError):  # a closed pipe, or a full disk
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # threads that wait for the engine hold up nothing
+    os._exit(code)  # without waiting for threads that wait for the engine

@@ -1,7 +1,7 @@
-"""An engine in the server's own process: loaded in a thread that can be left behind.
+"""An engine in the server's own process, loaded in a daemon thread.
 
-A model that loads cannot be told to stop, and threads of the loop are waited for when it closes. Knows a thread and how to
-end the process. Does not know phases or signals.
+Loading a model cannot be interrupted, and a loop that closes waits for its own threads. Knows a thread and how to end
+the process. Does not know phases or signals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.client import EngineClient
 
 
 class InlineEngineLoader:
-    """One engine, made once."""
+    """Makes one engine, once."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -41,7 +41,7 @@ class InlineEngineLoader:
                 told = partial(tell, made.set_result, make_client(config))
             except BaseException as error:
                 told = partial(tell, made.set_exception, error)
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, and nothing waits
                 loop.call_soon_threadsafe(told)
 
         self._thread = threading.Thread(target=load, name="load", daemon=True)
@@ -49,7 +49,7 @@ class InlineEngineLoader:
         return await made
 
     def leave_behind(self, status: int) -> None:
-        """End the process at once if it still loads: the interpreter would end under the feet of the thread."""
+        """End the process at once if the model still loads: the interpreter must not shut down under the thread."""
         if self._thread is not None and self._thread.is_alive():
             logging.shutdown()
             sys.stdout.flush()

@@ -1,10 +1,10 @@
 """From a configuration to a running server, and to its end.
 
-    bind -> engine process starts -> HTTP answers "loading" -> Ready -> serving -> SIGTERM -> draining -> 0
+    bind -> engine process starts -> HTTP answers "loading" -> ready -> serving -> SIGTERM -> draining -> 0
                          `-> could not start -> one report, 1            `-> the engine is dead -> 1
 
-Knows processes, signals and phases. Does not know routes or models, and never imports torch: the engine
-lives in its own process unless asked otherwise.
+Knows processes, signals and phases. Does not know routes or models, and never imports torch: the engine has its own
+process unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from quire.terminal import show
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.25
-MOST_OBSERVED = 500  # steps that are counted in the histogram at one look
-ABORTED_S = 5.0  # what the engine may take to end what was aborted
+MOST_OBSERVED = 500  # most steps to count in the histogram at once
+ABORTED_S = 5.0  # limit for the engine to end aborted requests
 MOST_QUEUED = 1 << 14  # requests
 MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
-DEATH_TOLD_S = 1.0  # so that those who wait read an error before the process ends
+DEATH_TOLD_S = 1.0  # time for clients to read the error before the process ends
 
 
 def serve(config: EngineConfig) -> int:
-    """Serve until told to stop.
+    """Serve until a stop signal.
 
     Returns:
-        0 stopped as told, 1 could not start or the engine died.
+        0: stopped by a signal; 1: could not start, or the engine died.
 
     Raises:
-        ConfigError: what was asked for does not fit together; nothing was started.
+        ConfigError: the options are invalid; nothing was started.
     """
     count, own_process = (
         config.server.api_server_count,
@@ -81,7 +81,7 @@ def serve(config: EngineConfig) -> int:
         )
     config = bounded(config)
     hide_secrets(config)
-    # What does not exist is refused before the model is loaded.
+    # Refuse what does not exist before the model is loaded.
     formats_of(config.server, None)
     own_layers(config.server.middleware)
     tls.check(config.server)
@@ -101,8 +101,8 @@ def serve(config: EngineConfig) -> int:
 
             if tracer is not None:
                 tracer.close()
-            return serve_many(config, listeners)  # each process has a tracer of its own
-        gc.set_threshold(*COLLECT_AFTER)  # a step brings news to hundreds of streams at once
+            return serve_many(config, listeners)  # each process has its own tracer
+        gc.set_threshold(*COLLECT_AFTER)  # a step brings output to hundreds of streams
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
             serving = ServerProcess(config, listeners[0], client, tenants, tracer=tracer)
@@ -118,7 +118,7 @@ def serve(config: EngineConfig) -> int:
 
 
 def bounded(config: EngineConfig) -> EngineConfig:
-    """With limits on the queue also where none was asked for: strangers can fill it."""
+    """With default limits on the queue: any client can fill it."""
     queue = config.scheduler
     return replace(
         config,
@@ -140,7 +140,7 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class ServerProcess:
-    """One server's life."""
+    """One server process, from its start to its end."""
 
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
@@ -172,12 +172,12 @@ class ServerProcess:
         self.http = http_server(build_app(self.state), config.server)
         self.loading = InlineEngineLoader()
         self.stopping, self.opened = asyncio.Event(), asyncio.Event()
-        self.opened.set()  # it answers from the beginning, if only that it is loading
-        self._tasks: set[asyncio.Future[Any]] = set()  # keeps them from being collected
+        self.opened.set()  # it answers from the beginning, with 503 while it loads
+        self._tasks: set[asyncio.Future[Any]] = set()  # prevents their garbage collection
         self.url = address(config.server, listener)
 
     async def run(self) -> int:
-        """The exit status."""
+        """Run to the end; the exit status."""
         loop = asyncio.get_running_loop()
         for number in self.stop_signals:
             loop.add_signal_handler(number, self.stop, number)
@@ -196,7 +196,7 @@ class ServerProcess:
             if self.state.tracer is not None:
                 await asyncio.to_thread(self.state.tracer.close)
             if self.client is not None:
-                # In a thread of its own: those of the loop may all wait for the engine, which this ends.
+                # In its own thread: those of the loop may all wait for the engine, which this call ends.
                 with ThreadPoolExecutor(1, "close") as own:
                     await loop.run_in_executor(own, self.client.close)
         return code
@@ -209,7 +209,7 @@ class ServerProcess:
         await self.http.serve(sockets=[self.listener])
 
     def stop(self, number: int) -> None:
-        """The first signal drains, the second ends it."""
+        """The first signal drains the server, the second one aborts running requests."""
         if self.stopping.is_set():
             log.warning("told again: not waiting for running requests")
             self.http.force_exit = True
@@ -238,18 +238,18 @@ class ServerProcess:
         told = asyncio.ensure_future(self.stopping.wait())
         starting = asyncio.ensure_future(self._start())
         await first_of(told, starting, http)
-        if not starting.done():  # told to stop while loading, or HTTP ended
+        if not starting.done():  # stop signal while loading, or HTTP ended
             starting.cancel()
             return 0 if told.done() else 1
         try:
             starting.result()
         except Exception as error:
-            if not isinstance(error, QuireError | OSError):  # a fault of ours: where it was matters
+            if not isinstance(error, QuireError | OSError):  # a bug: log its traceback
                 log.exception("the start failed")
             self._report(error)
             return 1
         if self.state.engine is None:
-            return 0  # told to stop in the last moment of loading
+            return 0  # stop signal at the end of loading
         watch = asyncio.ensure_future(self._watch())
         await first_of(told, watch, http)
         if watch.done():
@@ -265,13 +265,13 @@ class ServerProcess:
         show(failure(error), sys.stderr)
 
     async def _connected(self, engine: AsyncTextEngine) -> None:
-        """The engine's outputs are listened to from now on."""
+        """For subclasses: the engine's outputs are received from now on."""
 
     async def _start(self) -> None:
-        """Until the model is loaded.
+        """Wait until the model is loaded.
 
         Raises:
-            StartupError, QuireError: it could not be.
+            StartupError, QuireError: it could not be loaded.
         """
         patience = float(env.get("ENGINE_READY_TIMEOUT_S"))
         if self.client is None:
@@ -285,7 +285,7 @@ class ServerProcess:
         await engine.llm.listen()
         await self._connected(engine)
         if state.phase is not ServerPhase.LOADING:
-            return  # told to stop meanwhile
+            return  # stop signal while it loaded
         ready = client.ready
         info = cache_info(self.config.cache, ready, client.resolved)
         state.metrics.attach(engine.stats, ready.max_model_len, info)
@@ -308,7 +308,7 @@ class ServerProcess:
         show(f"\nReady. Try:\n\n{line}\n")
 
     async def _watch(self) -> None:
-        """Until the engine is dead; a line of statistics now and then."""
+        """Wait until the engine is dead; log statistics at intervals."""
         state, observe = self.state, self.config.observe
         engine = state.engine
         if engine is None or self.client is None:
@@ -330,7 +330,7 @@ class ServerProcess:
                     return
                 await self.stopping.wait()
             except EngineDelayed:
-                pass  # its host says so; it is started again
+                pass  # its supervisor logs this, and restarts it later
             if (new := generation_of(self.client)) > generation and self.leads:
                 state.metrics.replaced("engine", new - generation)
             generation = new
@@ -347,7 +347,7 @@ class ServerProcess:
                 before = now
 
     async def _drain(self) -> None:
-        """Running requests may end; those that do not in time are aborted."""
+        """Wait for running requests, then abort those that are left."""
         state, patience = self.state, self.config.server.shutdown_timeout
         if state.active:
             log.info(
@@ -380,22 +380,22 @@ class ServerProcess:
 
 
 def generation_of(client: EngineClient) -> int:
-    """Which engine process it is, from 1; 0: it is no process of its own."""
+    """Number of the engine process, from 1; 0: the engine has no process of its own."""
     return client.generation if isinstance(client, ProcessClient) else 0
 
 
 def closes_with_terminal() -> bool:
-    """Whether SIGHUP ends this process where there is no key file to read again; under nohup it does not."""
+    """Whether SIGHUP ends this process if there is no key file to read again; under nohup it does not."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Until one of them is done."""
+    """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def tracer_of(config: EngineConfig) -> Tracer | None:
-    """Raises ConfigError: spans are wanted, and what sends them is not installed."""
+    """Raises ConfigError: tracing is configured, and its exporter is not installed."""
     endpoint = config.observe.otlp_traces_endpoint
     return None if endpoint is None else Tracer(endpoint)
 
@@ -406,7 +406,7 @@ def model_name(config: EngineConfig) -> str:
 
 
 def model_names(config: EngineConfig) -> list[str]:
-    """All of them."""
+    """All names under which the model is served."""
     names = config.model.served_model_name
     if isinstance(names, str):
         return [names]

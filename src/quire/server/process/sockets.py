@@ -1,4 +1,4 @@
-"""Sockets and the HTTP library: where the server listens, and what it takes before a request exists.
+"""Listening sockets and the HTTP library: addresses, and the limits before a request exists.
 
 Knows addresses, uvicorn and its limits. Does not know routes.
 """
@@ -29,20 +29,21 @@ LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 BACKLOG = 2048
 KEEP_ALIVE_S = 100
-"""How long a connection may be idle: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx 60, Go 90).
-Where we were the first to close, or closed at the same time, a request on its way would find nobody."""
+"""How long a connection may be idle: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx 60, Go
+90). If the server closed first, or at the same time, a request on its way would fail.
+"""
 TICK_S = 0.1  # how often uvicorn calls `on_tick`
 CHECK_EVERY_S = (
-    1.0  # how often connections are checked for what takes too long, unless a limit is shorter
+    1.0  # how often the time limits of connections are checked, unless a limit is shorter
 )
-LAST_ANSWERS_S = 3  # what is still being written when everything has ended may take as long
+LAST_ANSWERS_S = 3  # limit for writing the last answers when all else has ended
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without hands on our signals: `launch.py` decides when it ends. Accepts by `Acceptor`."""
+    """uvicorn without its signal handlers: `launch.py` decides when it ends. Accepts with `Acceptor`."""
 
     def __init__(self, config: uvicorn.Config, waiting: dict[Connection, None], shortest_s: float):
-        """`waiting`: see `Connection`. `shortest_s`: the shortest of the times that connections are checked for."""
+        """`waiting`: see `Connection`. `shortest_s`: the shortest time limit of connections."""
         super().__init__(config)
         self.waiting, self.files = waiting, MOST_FILES
         self.check_ticks = max(1, round(min(shortest_s / 4, CHECK_EVERY_S) / TICK_S))
@@ -87,7 +88,7 @@ class PathFilter(logging.Filter):
     """Keeps some paths out of the access log."""
 
     def __init__(self, paths: str, root: str = ""):
-        """`root`: what the log has before each path."""
+        """`root`: the log's prefix of each path."""
         super().__init__()
         self.paths = frozenset(root + path.strip() for path in paths.split(",") if path.strip())
 
@@ -114,7 +115,7 @@ def host_of(server: ServerConfig) -> str:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """The listening socket; taken before anything is loaded, so that a mistake costs no time.
+    """The listening socket; bound before anything is loaded, so that a mistake costs no time.
 
     Raises:
         ConfigError: the address is taken, or not one of this machine.
@@ -139,11 +140,11 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
-    """A listening socket for each of `count` processes, all at one address: the kernel deals connections out.
+    """A listening socket for each of `count` processes, all at one address: the kernel distributes connections.
 
-    Of a unix socket there is one, for all of them. Raises: as `bind`.
+    A unix socket is one for all of them. Raises: as `bind`.
     """
-    first = bind(server)  # alone on its address until here
+    first = bind(server)  # still without SO_REUSEPORT: it fails if the address is taken
     if server.uds is not None:
         return [first] * count
     first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -161,7 +162,7 @@ def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
 
 
 def bind_beside(family: int, name: Any) -> socket.socket:
-    """A listening socket at an address that has others of ours. Raises OSError."""
+    """A listening socket at an address that this server has bound already. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -174,7 +175,7 @@ def bind_beside(family: int, name: Any) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A socket file; one that a dead server left is replaced."""
+    """A unix socket; replaces the file of a dead server."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
@@ -203,7 +204,7 @@ def address(server: ServerConfig, listener: socket.socket) -> str:
 
 
 def http_server(app: ASGIApp, server: ServerConfig) -> UvicornServer:
-    """uvicorn around the application, not yet running."""
+    """uvicorn around the application, not started."""
     waiting: dict[Connection, None] = {}
     limits = {
         "head_bytes": server.h11_max_incomplete_event_size or HEAD_BYTES,
@@ -238,10 +239,10 @@ def http_server(app: ASGIApp, server: ServerConfig) -> UvicornServer:
         backlog=BACKLOG,
         **tls,
     )
-    # The page asks for the engine's state four times a second.
+    # The page fetches the engine's state four times a second.
     quiet = f"/ui/state,{server.disable_access_log_for_endpoints or ''}"
     logging.getLogger("uvicorn.access").addFilter(PathFilter(quiet, server.root_path or ""))
-    # uvicorn speaks through our handlers.
+    # uvicorn logs through Quire's handlers.
     ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = list(ours.handlers), False
     times = [seconds for seconds in (server.receive_timeout, server.send_timeout) if seconds]

@@ -1,6 +1,6 @@
-"""TLS: certificates are tried before anything is loaded, and taken again when their files change.
+"""TLS: checks certificates before anything is loaded, and reloads them when their files change.
 
-Knows files and Python's ssl. Does not know HTTP, nor who is served.
+Knows files and Python's ssl. Does not know HTTP or clients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_EVERY_S = 5.0
 
 
 def check(server: ServerConfig) -> None:
-    """Raises ConfigError: a file of TLS cannot be used, or one is named without the other."""
+    """Raises ConfigError: a TLS file is unusable, or one is given without the other."""
     if server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(server, name) is not None:
@@ -38,10 +38,10 @@ def check(server: ServerConfig) -> None:
 
 
 def load(context: ssl.SSLContext, server: ServerConfig) -> None:
-    """The files' content into a context; connections that are made after this see it.
+    """Load the files into a context; connections after this use them.
 
     Raises:
-        OSError: a file is missing, or is not what it should be (ssl.SSLError).
+        OSError: a file is missing, or invalid (ssl.SSLError).
     """
     if server.ssl_certfile is None:
         return
@@ -57,7 +57,7 @@ def _no_password() -> str:
 
 
 async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerConfig) -> None:
-    """Without end: load the files again once they have changed. What cannot be used leaves the old ones in place."""
+    """Reload the files whenever they change, forever. Unusable files leave the old ones in place."""
     before = stamps(server)
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
@@ -66,7 +66,7 @@ async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerCo
             continue
         before = now
         try:
-            load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)  # whole, or not at all
+            load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)  # all files, or none
             load(context, server)
         except (OSError, ValueError) as why:
             log.error("the new TLS files cannot be used, the old ones stay: %s", why)
@@ -75,7 +75,7 @@ async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerCo
 
 
 def stamps(server: ServerConfig) -> list[tuple[int, int, int] | None]:
-    """What changes when a file does; None: it is not there."""
+    """Values that change when a file does; None: there is no file."""
     return [
         _stamp(path)
         for path in (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
