@@ -1,1 +1,1 @@
-"""Python: what a program imports. Knows LLM, AsyncLLM and their outputs; not HTTP."""
+"""The Python API: LLM, AsyncLLM and their outputs. Does not know HTTP."""

@@ -1,7 +1,7 @@
 """`quire doctor MODEL [flags of serve]`: would it start here, how many requests would fit, and what would go wrong?
 
-Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch. For a hub
-id that is not in the local cache, it fetches only these. Exit status 0 if it would start, 1 if not, 2 for a usage error.
+Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch. For a
+hub id that is not in the local cache, it fetches only these. Exit status 0: it would start, 1: not, 2: usage error.
 Knows how the engine and the frontend decide before they are built. `doctor_checks.py` has the single checks.
 """
 

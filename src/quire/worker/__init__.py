@@ -1,1 +1,1 @@
-"""One device: rows, batches, the forward pass, sampling."""
+"""The worker: rows, batches, the forward pass and sampling on one device."""
