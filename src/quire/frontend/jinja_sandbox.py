@@ -53,7 +53,7 @@ def bounded(size: int) -> None:
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """ "".join for the output of macros and blocks, with checks of the clock and the size."""
+    """As "".join, for the output of macros and blocks, with checks of the clock and the size."""
     found, size = [], 0
     for piece in pieces:
         tick()

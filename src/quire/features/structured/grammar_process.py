@@ -50,9 +50,7 @@ from quire.protocol.structured_outputs import StructuredOutputsParams
 
 START_S = 120.0  # to read the vocabulary, and for xgrammar to import torch
 STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
-COMPILE_WALL = (
-    5  # wall-clock limit of a compile, times its CPU limit: other work competes for cores
-)
+COMPILE_WALL = 5  # wall-clock limit of a compile, times its CPU limit: other work shares the cores
 encode = msgspec.msgpack.encode
 T = TypeVar("T")
 

@@ -1,5 +1,4 @@
-"""The subset of constraints that xgrammar (0.2.8) enforces exactly. It drops many keywords silently, so all else is
-refused.
+"""The constraints that xgrammar (0.2.8) enforces exactly. It drops many keywords silently, so all else is refused.
 
 Knows JSON Schema and the tested keywords (tests/structured/test_xgrammar.py tests every schema of the table against
 instances). Does not import xgrammar: the frontend runs this check.
