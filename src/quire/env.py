@@ -67,7 +67,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLIGHT_RECORDER", bool, True, "0: the engine process does not write down its last steps."),
         Variable("KEEP_ALIVE_ON_ENGINE_DEATH", bool, False, "1: the HTTP server stays up when the engine has died."),
         Variable("CHECK", bool, False, "1: integrity checks after every step (tests, debugging)."),
-        # Variables that fill a configuration field, and accepted ones
+        # Variables that fill a configuration field, and a few others
         Variable("API_KEY", str, None, "API key of the server.", "api_key"),
         Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
         Variable("CPU_KVCACHE_SPACE", float, None, "GiB of KV cache.", "kv_cache_memory_bytes"),

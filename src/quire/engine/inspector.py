@@ -37,7 +37,7 @@ MOST_LIVES = 64
 MOST_WAITING = 24
 MOST_PHASES = 96
 MOST_WORDS = 512  # tokens of a prompt, and of an output, that are reported
-CELLS = 10_240  # with more blocks than this, a cell stands for several
+CELLS = 10_240  # with more blocks than this, a cell shows several
 
 FREE, CACHED, SHARED, OWNED = 0, 1, 2, 3
 """The values of a cell. SHARED: a block of several requests; OWNED + n: a block of the n-th request to arrive."""

@@ -54,7 +54,7 @@ async def release(call: Ask) -> None:
 
 @asynccontextmanager
 async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
-    """Hold requests; the body runs when all requests that may go on have ended."""
+    """Block new requests; the body runs when all requests that may go on have ended."""
     holder = uuid.uuid4().hex
     asked: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
     try:

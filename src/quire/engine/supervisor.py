@@ -213,7 +213,7 @@ class EngineSupervisor:
     def _after(self, died: EngineDied) -> bool:
         """Publish what was lost. Returns whether to start the engine again, at once or after a delay."""
         state, now = self.board.now, time.monotonic()
-        if state.condition == "starting":  # whoever waits for the start reports it
+        if state.condition == "starting":  # the caller that waits for the start reports it
             self._change(condition="dead", error=died.error, traceback=died.traceback)
             return False
         recording = self._recording()

@@ -87,7 +87,7 @@ class FairQueue(WaitingQueue):
             return (rows.get(tenant, 0) + more) / self.weight(tenant)
 
         most = max(rows, key=share)
-        # It must still have at least as large a share afterwards, or the two tenants would preempt each other for ever.
+        # It must still have at least as large a share afterwards, or the two tenants would preempt each other forever.
         if share(most, -1) < share(first.tenant, 1):
             return None
         return max((r for r in running if r.tenant == most), key=lambda r: r.order)
