@@ -1,1 +1,1 @@
-"""Functions with kernels: each has a reference body, which is its definition."""
+"""Ops: functions with several implementations; the reference body is the definition."""

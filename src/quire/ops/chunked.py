@@ -1,7 +1,7 @@
-"""The definitions themselves, a few rows at a time: what is made between them stays in the processor's cache.
+"""The reference ops a few rows at a time, so that their temporaries stay in the CPU's cache.
 
-Knows no arithmetic of its own; results are those of `reference.py`, to the bit. For CPUs: a step of 2,048
-tokens writes and reads its float32 copies in memory otherwise, which costs several times the arithmetic.
+Knows no arithmetic: the results are those of `reference.py`, bit for bit. Without chunks, a step of 2,048 tokens writes
+its float32 temporaries to memory and reads them back, which costs several times the arithmetic.
 
 Shape suffixes: as in `reference.py`.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.ops import reference
 
-ELEMENTS = 1 << 16  # of a piece: 256 KB in float32
+ELEMENTS = 1 << 16  # per chunk: 256 KB in float32
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
@@ -41,7 +41,7 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool 
 def _add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Writes over both: the norm into x, the sum into the residual."""
+    """Overwrites both inputs: x with the norm, the residual with the sum."""
     for at in _pieces(x_TD):
         total_TD = residual_TD[at].add_(x_TD[at])
         x_TD[at] = reference.rms_norm.reference(total_TD, weight_D, eps, plus_one)

@@ -1,4 +1,4 @@
-"""An op is a function whose body is the definition, and whose other implementations must agree with it.
+"""Dispatch of ops. An op's body is its definition; all other implementations must agree with it.
 
     @op
     def rms_norm(x_TD, weight_D, eps): ...            # ops/reference.py: plain torch
@@ -6,8 +6,8 @@
     @rms_norm.on("native")                            # elsewhere: a kernel
     def _(x_TD, weight_D, eps): ...
 
-`bind(("native", "reference"))` settles once which implementation of each op runs; a call then costs one
-attribute. An implementation that cannot serve some arguments (a dtype, a shape) calls `op.reference`.
+`bind(("native", "reference"))` sets once which implementation of each op runs; a call then costs one attribute
+lookup. An implementation that does not support some arguments (a dtype, a shape) calls `op.reference`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES = {
     "native": "quire.ops.cpu.norm_rope_act",
     "triton": "quire.ops.triton.norm_rope_act",
 }
-"""Kind -> the module that registers its implementations; imported when the kind is first bound."""
+"""Kind -> the module that registers its implementations; `bind` imports it."""
 
 
 class Op(Generic[P, R]):
@@ -63,7 +63,7 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
 
 
 def bind(kinds: Sequence[str]) -> dict[str, str]:
-    """Give every op its first implementation among `kinds`; returns which. The reference is always last."""
+    """Set each op's implementation to the first of `kinds` that it has, else the reference; return op -> kind."""
     for kind in kinds:
         if kind in MODULES:
             importlib.import_module(MODULES[kind])

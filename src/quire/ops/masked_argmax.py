@@ -1,6 +1,6 @@
-"""The best token of each row, and tokens taken out by a mask: in plain torch, the definition.
+"""Masked argmax of logits, and masks on logits: the definition, in plain torch.
 
-Knows logits and masks. Does not know requests. Bit t % 32 of word t / 32 is token t.
+Knows logits and masks. Does not know requests. Bit t % 32 of word t / 32 is set if token t is allowed.
 
 Shape suffixes: S rows, V vocabulary, W = ceil(V / 32) words.
 """
@@ -21,8 +21,8 @@ def num_words(vocab: int) -> int:
 
 
 def bits(words_SW: Tensor, vocab: int) -> Tensor:
-    """[S, V] bool."""
-    if words_SW.device.type == "cpu":  # numpy does it in a tenth of the time
+    """The mask as bool [S, V]."""
+    if words_SW.device.type == "cpu":  # numpy takes a tenth of the time
         bytes_S = words_SW.contiguous().numpy().view(np.uint8)
         found = np.unpackbits(bytes_S, axis=1, count=vocab, bitorder="little")
         return torch.from_numpy(found.view(bool))
@@ -32,10 +32,10 @@ def bits(words_SW: Tensor, vocab: int) -> Tensor:
 
 @op
 def best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(the best token that is allowed [S] int64, the highest logit of all, the highest of the allowed; both float32).
+    """(best allowed token int64 [S], highest logit of all tokens, highest logit of allowed tokens; both float32 [S]).
 
-    Among equal logits the lowest id is best. The highest of all is NaN or inf if any is; the highest of the allowed is
-    -inf if none is, and then the token means nothing.
+    Among equal logits the lowest id wins. The highest of all is NaN or inf if any logit is. If no token is allowed, the
+    highest of the allowed is -inf and the token is meaningless.
     """
     whole_S, tokens_S = logits_SV.max(dim=-1)
     if words_SW is None:
@@ -47,5 +47,5 @@ def best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Ten
 
 @op
 def bar(logits_SV: Tensor, words_SW: Tensor) -> Tensor:
-    """Float32 logits, -inf where a token is not allowed. Writes over its input."""
+    """Set float32 logits of tokens that are not allowed to -inf, in place."""
     return logits_SV.masked_fill_(~bits(words_SW, logits_SV.shape[1]), NEVER)

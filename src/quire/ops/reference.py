@@ -1,7 +1,7 @@
-"""Every op in plain torch: the definition that kernels are tested against.
+"""Every op in plain torch: the definition that tests compare kernels with.
 
-Knows arithmetic. Does not know layers, batches or devices. On the CPU the float32 results of a row do not
-depend on how many rows there are (see `linear`), which is what makes text independent of batch mates.
+Knows arithmetic. Does not know layers, batches or devices. On the CPU, the float32 results are batch-invariant (see
+`linear`): the text of a request does not depend on the other requests of its steps.
 
 Shape suffixes: T tokens, D features, I inner features, H heads, R rotated features in P = R / 2 pairs,
 N outputs.
@@ -22,8 +22,8 @@ MIN_ROWS = 16
 def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x times weight transposed, plus bias.
 
-    Fewer than 16 rows are padded on the CPU in float32: MKL sums in another order for few rows, and from
-    16 on in one order (measured; with several threads only in the mode that `platforms/cpu.py` sets).
+    In float32 on the CPU it pads to 16 rows: MKL sums in another order for fewer rows, and in one order from 16 on
+    (measured; with several threads only in the mode that `platforms/cpu.py` sets).
     """
     rows = x_TD.shape[0]
     if rows >= MIN_ROWS or x_TD.dtype != torch.float32 or x_TD.is_cuda:
@@ -35,8 +35,8 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
 def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
     """x scaled to unit mean square over D, in float32, times weight (Llama: after rounding to x's dtype).
 
-    plus_one: weights are stored around zero, and 1 + weight is applied in float32 (Gemma). D may be the
-    last of any number of dimensions.
+    plus_one: weights are stored around zero; multiply by 1 + weight, in float32 (Gemma). D may be the last of any
+    number of dimensions.
     """
     y = F.rms_norm(x_TD.float(), x_TD.shape[-1:], eps=eps)
     if weight_D is None:
@@ -50,14 +50,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool =
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The normed sum, and the sum. Implementations may write over their inputs."""
+    """The normed sum, and the sum. Implementations may overwrite their inputs."""
     total_TD = residual_TD + x_TD
     return rms_norm.reference(total_TD, weight_D, eps, plus_one), total_TD
 
 
 @op
 def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate pairs of features by their angles; cos and sin: float32 one value a pair.
+    """Rotate pairs of features by their angles; cos and sin: float32, one value per pair.
 
     Pairs are (i, i + R / 2) of the first R features, or (2 i, 2 i + 1) when interleaved; features from R on
     pass unchanged.
@@ -85,7 +85,7 @@ def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
     gate, up = x_TI2.chunk(2, -1)
     if tanh:
         return F.gelu(gate, approximate="tanh") * up
-    # Torch has another routine, with other bits, for contiguous inputs, and a single row is one.
+    # Torch's routine for contiguous inputs gives other bits, and a single row is always contiguous.
     return F.gelu(gate.contiguous()) * up
 
 

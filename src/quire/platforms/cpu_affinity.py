@@ -145,9 +145,7 @@ def threads_here() -> int:
 
 
 def _bind() -> str:
-    return (
-        str(env.get("CPU_OMP_THREADS_BIND")).strip() or "auto"
-    )  # some deployments set it to an empty string
+    return str(env.get("CPU_OMP_THREADS_BIND")).strip() or "auto"  # some deployments set it to ""
 
 
 def _free(folder: Path) -> int:

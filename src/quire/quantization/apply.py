@@ -119,9 +119,7 @@ def quantize_model(model: nn.Module, name: str, apart: bool = False) -> int:
         elif isinstance(layer, Head) and layer.plain and not apart:
             layer.join()
             kernels = kernels_for(layer.table_VD.dtype)
-            weight = HEADS[name](
-                layer.table_VD, False, kernels
-            )  # keep no reference to the table: it is freed below
+            weight = HEADS[name](layer.table_VD, False, kernels)  # keep no reference: it is freed
             layer.multiply = weight.multiply
             if layer.table is layer:
                 free_weight(layer, weight.outs, weight.ins)

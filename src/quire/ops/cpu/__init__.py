@@ -1,1 +1,1 @@
-"""Native kernels for CPUs: C++ sources, how they are built, and the ops and schemes that call them."""
+"""CPU kernels: C++ sources, their build, their Python bindings, and the ops that call them."""

@@ -1,9 +1,9 @@
-"""The kernels as Python functions: one library, loaded once, called through ctypes.
+"""ctypes bindings of the CPU kernels: one library, loaded once.
 
-Knows argument types. Does not know layers. Torch must have been imported before, so that both share its OpenMP
-runtime: two would fight for the same cores.
+Knows argument types. Does not know layers. It imports torch before it loads the library, so that both share torch's
+OpenMP runtime: two runtimes would compete for the same cores.
 
-Tensors go in as addresses: callers see to dtype, layout and life time.
+Functions take tensors as addresses: the caller ensures dtype, layout and lifetime.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "layers": (_P, _P, _L, _P, _P, _P, _F),
     "step": (_P, _P, _P, _L, _P, _P),
 }
-GIVES: dict[str, type] = {"step": _I}  # the others give nothing
+GIVES: dict[str, type] = {"step": _I}  # the others return nothing
 
 
 class Kernels:
-    """One build, ready to call: `kernels.linear(...)` and so on, with arguments as in SIGNATURES."""
+    """A loaded build: `kernels.linear(...)` and so on, with arguments as in SIGNATURES."""
 
     linear: Callable[..., None]
     pack: Callable[..., None]
@@ -101,7 +101,7 @@ class Kernels:
 
     def __init__(self, which: isa.Isa):
         self.isa = which
-        torch.get_num_threads()  # its OpenMP runtime is up before ours is looked for
+        torch.get_num_threads()  # start torch's OpenMP runtime before the library resolves its own
         path = build.library(which)
         library = ctypes.CDLL(str(path))
         build.loaded(path)
@@ -116,7 +116,7 @@ class Kernels:
 
 @functools.cache
 def load(name: str) -> Kernels:
-    """A named build. Raises CannotBuild."""
+    """Load a build by name. Raises CannotBuild."""
     which = next((each for each in isa.usable() if each.name == name), None)
     if which is None:
         raise build.Missing(f"this CPU cannot run {name}")
@@ -125,10 +125,10 @@ def load(name: str) -> Kernels:
 
 @functools.cache
 def best() -> Kernels | None:
-    """The best build that runs here; None, said once, where there is none.
+    """The best build that runs on this machine; None, with one warning, if there is none.
 
     Raises:
-        ConfigError: QUIRE_CPU_ISA names none.
+        ConfigError: QUIRE_CPU_ISA is unknown, or this CPU cannot run it.
     """
     wanted = str(env.get("CPU_ISA"))
     if wanted == "none":
@@ -166,7 +166,7 @@ def best() -> Kernels | None:
 
 
 def shares_threads(threads: Callable[[], int]) -> bool:
-    """Whether somebody's number of threads is torch's, now and when that changes."""
+    """Whether `threads()` follows torch's number of threads when that changes."""
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:

@@ -1,8 +1,8 @@
-"""Compile the kernels: when the package is installed, or else once, into the cache directory, where they first run.
+"""Compile the CPU kernels: at installation of the package, or at first use into the cache directory.
 
-Knows sources, flags and files. Does not know what the kernels do, and imports nothing but the standard library:
-`setup.py` uses it too. A build is named by a hash of its sources and flags, so a new version never meets an old library.
-One of the cache ends with a hash of itself: the linker maps a file that was cut short, and the process dies where it reads it.
+Knows sources, flags and files. Does not know what the kernels do. Imports no torch, because `setup.py` uses it too.
+The name of a build has a hash of its sources and flags, so a new version never loads an old library. A cached build
+ends with a hash of itself: the linker would map a truncated file, and the process would die when it reads the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
 INSTALLED = Path(__file__).parent / "built"
-"""Builds that came with the package."""
+"""Builds from the installation of the package."""
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -35,14 +35,14 @@ FLAGS = (
     "-fno-math-errno",
     "-ffp-contract=off",
 )
-PATIENCE_S = 600  # a file takes 3 s alone; a machine may be slow, and busy, and frozen for a while
-SEAL = 32  # bytes
+PATIENCE_S = 600  # compiler timeout: a file takes 3 s on an idle machine, but a machine may be slow, busy or suspended
+SEAL = 32  # bytes of the hash at the end
 PRIVATE = "quire-kernels-"
-"""Of a folder in the temporary directory, with a build for one process."""
+"""Prefix of the temporary folder that has a build for one process."""
 
 
 class CannotBuild(Exception):
-    """No compiler, or it failed; the message says which."""
+    """The kernels cannot be built or loaded; the message says why."""
 
 
 class Unsafe(Exception):
@@ -50,11 +50,11 @@ class Unsafe(Exception):
 
 
 class Missing(CannotBuild):
-    """This machine lacks something that it takes; our code is not to blame."""
+    """This machine lacks a compiler or an instruction set; Quire's sources are not the cause."""
 
 
 def compiler() -> str:
-    """Raises Missing: there is none."""
+    """Path of the C++ compiler. Raises Missing: there is none."""
     named = env.outer("CXX")
     for name in (named,) if named else ("g++", "clang++", "c++"):
         if found := shutil.which(name):
@@ -63,7 +63,7 @@ def compiler() -> str:
 
 
 Sources = dict[str, bytes]
-"""By name. Read once: an upgrade may write them anew while they are compiled."""
+"""File name -> content. Read once per build: an upgrade may replace the files during compilation."""
 
 
 def sources() -> Sources:
@@ -72,7 +72,7 @@ def sources() -> Sources:
 
 
 def file_name(isa: Isa, of: Sources | None = None) -> str:
-    """What this build's library is called: changes when anything does that it is made of."""
+    """The library's file name, with a hash of its flags, sources and machine type."""
     digest = hashlib.sha256(repr((FLAGS, isa.flags, platform.machine())).encode())
     for text in (sources() if of is None else of).values():
         digest.update(text)
@@ -80,7 +80,7 @@ def file_name(isa: Isa, of: Sources | None = None) -> str:
 
 
 def library(isa: Isa) -> Path:
-    """The shared library of this build: the one that came with the package, else that of the cache, made if need be.
+    """The shared library of this build: the installed one, else the one in the cache, compiled if it is not there.
 
     Raises:
         CannotBuild: no compiler, or it failed.
@@ -110,13 +110,13 @@ def library(isa: Isa) -> Path:
 
 
 def loaded(path: Path) -> None:
-    """After the linker has mapped the library: one that was made for this process alone needs no name any more."""
+    """Delete a library that was built for this process alone, once the linker has mapped it."""
     if path.parent.name.startswith(PRIVATE):
         shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def is_ours(path: Path) -> bool:
-    """Whether no other user but root can have written this file: a library is code."""
+    """Whether only this user or root can have written this file: a library is code."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -126,10 +126,10 @@ def is_ours(path: Path) -> bool:
 
 
 def check_owner(folder: Path) -> None:
-    """Raises Unsafe: another user could put a library into the folder, or another folder in its place.
+    """Raises Unsafe: another user could put a library into the folder, or replace the folder.
 
-    Each folder up to the root must belong to this user or to root, and only its owner may write there. The group of
-    this process may too (umask 002), and everybody where the sticky bit keeps each user's entries (/tmp).
+    Each folder up to the root must belong to this user or to root, and only its owner may write to it. Exceptions: this
+    process's group may write (umask 002), and all users where the sticky bit protects entries (/tmp).
     """
     for place in {*_chain(folder), *_chain(folder.resolve())}:
         found = place.lstat()
@@ -151,7 +151,7 @@ def _trusted(found: os.stat_result) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is there as it was made: a disk that was full or a machine that was switched off leaves others."""
+    """Whether the library exists and is complete: a full disk or a power failure may have truncated it."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -160,7 +160,7 @@ def is_whole(path: Path) -> bool:
 
 
 def make(isa: Isa, folder: Path) -> Path:
-    """Compile a build into a folder that is there; the files one beside the other, on as many cores as there are.
+    """Compile a build into an existing folder, with all cores in parallel.
 
     Raises:
         CannotBuild: no compiler, or it failed.
@@ -180,8 +180,8 @@ def make(isa: Isa, folder: Path) -> Path:
         _run([*command, "-shared", *map(str, sorted(objects.values())), "-o", str(whole)])
         with whole.open("ab") as file:
             file.write(hashlib.sha256(whole.read_bytes()).digest())
-        whole.chmod(0o755)  # under umask 0, the linker lets everybody write to it
-        os.replace(whole, target)  # whole or not at all, whoever else builds
+        whole.chmod(0o755)  # under umask 0, the linker makes it writable for all users
+        os.replace(whole, target)  # atomic, because other processes may build it too
     return target
 
 

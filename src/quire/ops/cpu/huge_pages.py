@@ -1,11 +1,11 @@
-"""Memory in pages of 2 MiB, for weights that every step reads from end to end.
+"""Memory in huge pages of 2 MiB, for weights that every step reads completely.
 
-Knows how Linux hands such pages out. Does not know what is kept in them. Linux gives small pages unless it is asked
-("madvise", as most distributions have it): one row's weights came at 16 to 22 GB/s from pages of 4 KiB that lay scattered,
-and at 28 to 32 from large ones (2 cores of a virtual machine, where a page that is not in the TLB costs two walks).
+Knows how Linux allocates huge pages. Does not know the contents. Most distributions use huge pages only on request
+("madvise"). A step of one token read its weights at 16 to 22 GB/s from scattered pages of 4 KiB, and at 28 to 32 from
+huge pages (2 cores of a virtual machine, where a TLB miss costs two page walks).
 
-Weights that are smaller than a page, or no multiple of one, lie side by side in a region. A region goes back to the
-system with the last tensor in it. Elsewhere than on Linux this is torch's own memory.
+Tensors share a region, one after the other, because few have a size that is a multiple of a page. The system gets a
+region back when its last tensor is freed. Other systems than Linux use torch's own memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 PAGE = 2 << 20
-REGION = 64 << 20  # bytes of address space; memory is taken page by page as it is written to
-LINE = 4096  # where a tensor may begin
+REGION = 64 << 20  # bytes of address space; Linux provides memory page by page at first write
+LINE = 4096  # alignment of tensors in bytes
 
 
 class Regions:
-    """Hands out parts of regions, one after the other, to any thread."""
+    """Allocates tensors from regions, one after the other; thread-safe."""
 
     def __init__(self) -> None:
         self._last: Callable[[], mmap.mmap | None] = lambda: None
@@ -35,7 +35,7 @@ class Regions:
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> Tensor:
-        """A tensor whose memory nobody has touched. Raises OSError: the system has no address space left."""
+        """A tensor in untouched memory. Raises OSError: the system has no address space left."""
         if sys.platform != "linux":
             return torch.empty(shape, dtype=dtype)
         count = shape if isinstance(shape, int) else math.prod(shape)
@@ -47,15 +47,15 @@ class Regions:
             if region is None or self._next + size > len(region):
                 region = self._region(size)
             start, self._next = self._next, -(-(self._next + size) // LINE) * LINE
-        # The tensor holds the region; this object does not.
+        # The tensor keeps the region alive; this object has only a weak reference.
         return torch.frombuffer(region, dtype=dtype, count=count, offset=start).view(shape)
 
     def _region(self, size: int) -> mmap.mmap:
-        """A new one of at least so many bytes, its first page at `_next`."""
+        """A new region of at least this many bytes, with its first huge page at `_next`."""
         size = max(REGION, -(-size // PAGE) * PAGE)
         region = mmap.mmap(-1, size + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._next = -torch.frombuffer(region, dtype=torch.uint8, count=1).data_ptr() % PAGE
-        with suppress(OSError):  # a kernel without them: pages are small then
+        with suppress(OSError):  # without huge pages in the kernel, pages stay small
             region.madvise(mmap.MADV_HUGEPAGE)
         self._last = weakref.ref(region)
         return region

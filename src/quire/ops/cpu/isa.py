@@ -1,6 +1,6 @@
-"""Which instruction sets this machine has, and which build of the kernels it can run.
+"""Instruction sets of this machine, and the builds of the kernels that it can run.
 
-Knows /proc/cpuinfo and compiler flags. Asks the machine that runs, never the one that built.
+Knows /proc/cpuinfo and compiler flags. Checks the machine that runs Quire, not the one that built it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """One way to build the kernels: what the CPU must say, and what the compiler is told."""
+    """One build of the kernels: the CPU flags that it needs, and its compiler flags."""
 
     name: str
     needs: frozenset[str]
@@ -40,7 +40,7 @@ def _isas() -> tuple[Isa, ...]:
 
 
 def _flag(word: str) -> str:
-    """The compiler's word for the kernel's: avx512_bf16 -> avx512bf16, amx_tile -> amx-tile."""
+    """The Linux kernel's CPU flag -> the compiler's: avx512_bf16 -> avx512bf16, amx_tile -> amx-tile."""
     return word.replace("amx_", "amx-").replace("_", "")
 
 
@@ -50,7 +50,7 @@ ISAS: tuple[Isa, ...] = _isas()
 
 @functools.cache
 def words() -> frozenset[str]:
-    """What the CPU says that it can do, in the Linux kernel's words; empty where that cannot be read."""
+    """The CPU flags, by the Linux kernel's names; empty where /proc/cpuinfo cannot be read."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def words() -> frozenset[str]:
 
 
 def of_this_architecture() -> list[Isa]:
-    """The builds that can be compiled here, best first."""
+    """The builds that this machine's architecture can compile, best first."""
     machine = platform.machine().lower()
     return [isa for isa in ISAS if not isa.machines or machine in isa.machines]
 
@@ -76,7 +76,7 @@ def by_intel() -> bool:
 def usable() -> list[Isa]:
     """The builds that this machine can run, best first."""
     found = [isa for isa in of_this_architecture() if isa.needs <= words()]
-    if by_intel():  # its bf16 instruction is half as quick as its fma (106 against 219 GFLOP/s a core of a Sapphire Rapids)
+    if by_intel():  # its bf16 instruction has half the speed of its fma (Sapphire Rapids: 106, 219 GFLOP/s per core)
         wide = ("amx", "avx512")
         found.sort(key=lambda isa: (not isa.name.startswith(wide), isa.name == "avx512bf16"))
     return found

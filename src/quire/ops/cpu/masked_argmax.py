@@ -1,6 +1,6 @@
-"""`ops/masked_argmax.py` by our kernels.
+"""`ops/masked_argmax.py` by the CPU kernels.
 
-Knows dtypes and strides. Results are the definition's, bit by bit.
+Knows dtypes and strides. The results are the definition's, bit for bit.
 """
 
 from __future__ import annotations

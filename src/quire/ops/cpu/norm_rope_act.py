@@ -1,7 +1,7 @@
-"""The row ops by our kernels, where their arguments fit; else in pieces of plain torch.
+"""Norms, rotation and activation by the CPU kernels, where they support the arguments; else chunked plain torch.
 
-Knows dtypes and strides. The kernels round as the definitions do; sums within a row run in another order, so
-results agree to bf16's last bit, not to every bit.
+Knows dtypes and strides. The kernels round where the definitions do, but sum a row in another order: results may differ
+in bf16's last bit.
 
 Shape suffixes: as in `ops/reference.py`.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import chunked, reference  # noqa: F401  (pieces registers what we fall back on)
+from quire.ops import chunked, reference  # noqa: F401  (chunked registers the fallbacks)
 from quire.ops.cpu import masked_argmax  # noqa: F401  (as above)
 from quire.ops.cpu.bindings import best
 
 
 def _heads(x: Tensor) -> tuple[int, int, int] | None:
-    """(rows, heads, step) of a tensor [..., D] or [T, H, D] whose heads lie side by side; None: it is otherwise."""
+    """(rows, heads, row stride) of a tensor [T, D] or [T, H, D] with contiguous heads; None: it has another layout."""
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1 or x.numel() == 0:
         return None
     if x.dim() == 2:

@@ -1,1 +1,1 @@
-"""Kernels in Triton: one file a family, each equal to its definition (`ops/reference.py`)."""
+"""Triton kernels, one file per family; each names the definition that it agrees with."""

@@ -1,20 +1,20 @@
-"""Paged attention: prompts, chunks and single tokens of any mix, by one kernel in two sizes.
+"""Paged attention in Triton: one kernel in two sizes for any mix of prompts, chunks and single tokens.
 
 Knows blocks, windows, softcap, sinks and scales of a cache. Does not know layers or batches.
 
-A program takes one KV head of one item of work: some consecutive new tokens of one row, with all query heads
-that share this KV head (M = tokens x heads of the group). An item is `short` when all of a row's new tokens
-fit the small M, else `long`; which it is depends on the row alone.
+A program computes one KV head of one work item: consecutive new tokens of one row, with all query heads that share
+this KV head (M = tokens x query heads per KV head). An item is `short` if all new tokens of the row fit the small M,
+else `long`; this depends on the row alone.
 
     keys of a row   | segment 0                    | segment 1                    | ...
                     | tile | tile | tile | tile    | tile ...
-    running softmax over the tiles of a segment; then segments are folded into the result in their order
+    online softmax over the tiles of a segment; then the segments are folded into the result in order
 
-Segments and tiles start at multiples of their sizes, counted from the row's first token. For few rows with
-long contexts several programs share a row, each with segments of its own, and `merge_kernel` folds what they
-wrote; otherwise the same program folds. Both do the same operations in the same order, so that a row's bits
-depend neither on its company, nor on who folds, nor (with float32, where products are sums of plain
-operations) on how its prompt was cut. A tile or a segment that a query does not see changes nothing.
+Segments and tiles start at multiples of their sizes, counted from the row's first token. If few rows have long
+contexts, several programs share a row: each computes some segments, and `merge_kernel` folds them. Otherwise one
+program folds its own segments. Both fold with the same operations in the same order. So a row's bits depend neither on
+the rest of the batch nor on the split, nor (in float32, where a dot product is a sequence of plain operations) on how
+the prompt was chunked. A tile or segment outside a query's context changes no bit of its result.
 
 Shape suffixes: T tokens, H query heads, K KV heads, D head size (of values: E), B rows, N blocks of a row.
 In kernels: M rows of a program, S keys of a tile.
@@ -34,28 +34,28 @@ from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
 
 LOWEST = tl.constexpr(
     -1e30
-)  # the running maximum before any key: finite, so differences are never NaN
+)  # the initial running maximum: finite, so that differences are never NaN
 LOG2E = 1.4426950408889634
-PROGRAMS = 512  # as many keep a large card busy; with fewer, rows are split
-MOST_PARTS = 256 << 20  # bytes of partial results
-AHEAD = tl.constexpr(4)  # segments that are under way from memory while others are folded
+PROGRAMS = 512  # as many keep a large GPU busy; with fewer, programs share rows
+MOST_PARTS = 256 << 20  # limit on bytes of partial results
+AHEAD = tl.constexpr(4)  # segments that are loaded before the first of them is folded
 
 
 class Sizes(NamedTuple):
-    """Blocks of the kernel. They may depend on the model, not on the batch."""
+    """Block sizes of the kernel. They may depend on the model, not on the batch."""
 
-    short: int  # M of items that are a whole row
-    long: int  # M of the others
+    short: int  # M of short items
+    long: int  # M of long items
     tile: int  # keys
     segment: int  # keys: a multiple of tile
-    stages: int = 2  # tiles under way; no bits depend on this
-    warps: int = 0  # 0: by the other sizes
+    stages: int = 2  # pipeline stages; no bits depend on it
+    warps: int = 0  # 0: chosen by the other sizes
 
 
 def sizes_for(heads_each: int, head_dim: int, itemsize: int) -> Sizes:
-    """What fits the registers of a Hopper card, by the compiler's report; not timed yet.
+    """Sizes that fit the registers of a Hopper GPU, by the compiler's report; not timed yet.
 
-    Products in float32 are sums of plain operations, for which a program holds far less.
+    float32 products are sequences of plain operations without tensor cores, for which far smaller blocks fit.
     """
     short = pow2(heads_each, 16)
     if itemsize > 2:
@@ -66,7 +66,7 @@ def sizes_for(heads_each: int, head_dim: int, itemsize: int) -> Sizes:
 
 @triton.jit
 def fold(top, total, acc, m, z, o):
-    """Take a segment (m, z, o) into the result. Fused where it says so, and nowhere else."""
+    """Fold a segment (m, z, o) into the result. Only the explicit fma operations are fused."""
     new = tl.maximum(top, m)
     a = tl.exp2(top - new)
     b = tl.exp2(m - new)
@@ -108,7 +108,7 @@ def segment_of(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     M: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """(m, z, o): maximum, sum and output of a running softmax over keys first .. last, of which those below `low` nobody sees."""
+    """(m, z, o): maximum, sum and output of an online softmax over keys max(first, low) .. last."""
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     m = tl.full([M], LOWEST, tl.float32)
@@ -140,7 +140,7 @@ def segment_of(
         z = tl.fma(z, fade, tl.sum(p, axis=1))
         if SCALED:
             p = p * tl.load(v_scale_ptr + line, mask=inside, other=0.0)[None, :]
-        # What nobody sees may be memory that was never written: 0 times NaN is NaN.
+        # Keys that no query sees may be unwritten memory, and 0 times NaN is NaN.
         v = tl.load(
             v_ptr + line[:, None] * E + e[None, :],
             mask=inside[:, None] & (e < E)[None, :],
@@ -218,7 +218,7 @@ def attend_kernel(
 
 @triton.jit
 def part_of(parts_ptr, sums_ptr, line, lines, there, r, e, BLOCK_E: tl.constexpr):
-    """What a program wrote of a segment: (m, z, o) of `segment_of`."""
+    """Load the (m, z, o) of a segment that another program wrote."""
     o = tl.load(parts_ptr + line[:, None] * BLOCK_E + e[None, :], mask=there[:, None], other=0.0)
     m = tl.load(sums_ptr + 2 * line - r, mask=there, other=LOWEST)
     z = tl.load(sums_ptr + 2 * line - r + lines, mask=there, other=0.0)
@@ -235,7 +235,7 @@ def merge_kernel(
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     EVERY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Fold what programs that share a row have written: as `attend_kernel` does it alone."""
+    """Fold the segments of programs that share a row, exactly as `attend_kernel` folds its own."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if EVERY_ROW:
@@ -258,7 +258,7 @@ def merge_kernel(
     base = (item * (H // G) + kv_head).to(tl.int64) * num_segments
     last = (length - 1) // SEGMENT
     for at in range(low // SEGMENT, last + 1, AHEAD):
-        # All are asked for before the first is folded. What lies beyond the last changes nothing.
+        # Load all before the first fold. Segments beyond the last change nothing.
         line = (base + at) * lines + r
         m0, z0, o0 = part_of(parts_ptr, sums_ptr, line, lines, live, r, e, BLOCK_E)
         m1, z1, o1 = part_of(parts_ptr, sums_ptr, line + lines, lines, live & (at < last), r, e, BLOCK_E)  # fmt: skip
@@ -278,21 +278,23 @@ def merge_kernel(
 
 @dataclass(slots=True)
 class PagedAttentionStep:
-    """What the layers of a cache group share in one step. Rows have at least one new token each."""
+    """The step metadata of a KV group. Each row has at least one new token."""
 
     table_BN: Tensor  # int32
     starts_B1: Tensor  # int32
     lengths_B: Tensor  # int32
     rows: int
-    short_W2: Tensor | None  # int32 (row, 0) of rows that are one item; None: all are
+    short_W2: Tensor | None  # int32 (row, 0) of short items; None: all rows are short
     num_short: int
-    long_W2: Tensor | None  # int32 (row, first of its new tokens); None: there are none
-    longest: int  # context of a short row, or more
-    most: int = 0  # new tokens of a short row, or more; 0: as many as fit
+    long_W2: (
+        Tensor | None
+    )  # int32 (row, index of its first new token) of long items; None: there are none
+    longest: int  # upper bound of the context of a short row
+    most: int = 0  # upper bound of the new tokens of a short row; 0: as many as fit
 
 
 class Scores(NamedTuple):
-    """How scores become weights."""
+    """The parameters of scores: scale, window, softcap, sinks."""
 
     scale: float
     window: int = 0  # 0: none
@@ -312,8 +314,8 @@ def attend(
     """o_THE in q's dtype. The cache has this step's tokens already.
 
     Args:
-        cache: keys [blocks, K, block_size, D], values [.., E] and, of codes, the scales of both [blocks, K, block_size].
-        lse_TH: float32, takes the logarithm of each softmax's sum (sinks included).
+        cache: keys [blocks, K, block_size, D], values [.., E]; if quantized, their scales [blocks, K, block_size].
+        lse_TH: float32 output for each softmax's logsumexp (sinks included).
         splits: programs that share a short row; None: as many as keep the device busy. No bits depend on it.
     """
     tokens, num_heads, _ = q_THD.shape
@@ -329,7 +331,7 @@ def attend(
 
 
 class _Call:
-    """The arguments of a launch, which both sizes share."""
+    """The arguments that the launches of short and long items share."""
 
     def __init__(
         self, q: Tensor, cache: tuple[Tensor, ...], out: Tensor, step: PagedAttentionStep, scores: Scores,
@@ -351,7 +353,7 @@ class _Call:
         segments = -(-step.longest // sizes.segment)
         programs = step.num_short * self.num_kv_heads
         each: int = self.shared["G"]
-        lines = (step.most or sizes.short // each) * each  # of a program's M, that anybody reads
+        lines = (step.most or sizes.short // each) * each  # of a program's M, those in use
         if splits is None:
             size = programs * segments * lines * (self.shared["BLOCK_E"] + 2) * 4
             splits = 1 if size > MOST_PARTS else min(segments, max(1, PROGRAMS // programs))
@@ -377,12 +379,12 @@ class _Call:
         self, work: Tensor | None, items: int, rows: int, splits: int,
         partly: tuple[Tensor | None, Tensor | None, int, int],
     ) -> None:  # fmt: skip
-        """`partly`: where programs that share a row write, segments of a row, and lines of each."""
+        """`partly`: buffers for programs that share a row (outputs, sums), segments of a row, lines of a segment."""
         step, scores = self.step, self.scores
         parts, sums, segments, lines = partly
         keys, values, *scales = self.cache
         k_scales, v_scales = scales or (None, None)
-        # Softcap's tanh takes twice the score over the cap, in base 2.
+        # The softcap computes tanh by exp2 of twice the score over the cap.
         scale = 2 * LOG2E * scores.scale / scores.softcap if scores.softcap else 0.0
         warps = self.sizes.warps or _warps(rows, keys.shape[3])
         options = {} if INTERPRETED else {"num_warps": warps, "num_stages": self.sizes.stages}

@@ -1,17 +1,17 @@
-"""Products of 8-bit floats: activations made e4m3, and multiplied by a weight that is.
+"""fp8 GEMM: quantize activations to e4m3, multiply by an e4m3 weight.
 
-Knows codes and scales, tiles, and which size of product goes which way (`TILES`). Does not know layers or checkpoints. The
-kernels take whole numbers too, whose sums are exact (`int8_gemm.py`).
-A code has a scale of its token and output ("rows"), or of its token and output for each group of inputs ("groups").
+Knows codes and scales, and the tile for each number of tokens (`TILES`). Does not know layers or checkpoints. The
+kernels also take int8 codes, whose sums are exact (`int8_gemm.py`).
+Scales are per token and per output ("rows"), or per token and output for each group of inputs ("groups").
 
     rows     y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o]
     groups   y[t, o] = sum_g scale_x[t, g] * scale_w[o / high, g] * sum_(i in g) x[t, i] * w[o, i]  + bias[o]
 
-A matrix unit adds 8-bit products in fewer bits than float32 has; each tile's sum goes into a float32 sum of its own, as
-often as every 128 inputs in products of many tokens, and 256 in those of few. A sum over inputs that is cut into parts
-(`parts_of`) is cut by the weight's shape alone, and put together in order.
+Tensor cores accumulate fp8 products in fewer bits than float32 has, so each tile's sum is added to a float32
+accumulator: every 128 inputs with many tokens, every 256 with few. Split-K (`parts_of`) depends on the weight's shape
+and the tile, and adds the parts in order.
 
-Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, S parts of a sum.
+Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, S parts of a sum (split-K).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TOP = 448.0  # the largest e4m3
 CODES = torch.float8_e4m3fn
 FORMATS = {torch.float32: tl.float32, torch.int32: tl.int32}
 SUMS = {CODES: (torch.float32, {}), torch.int8: (torch.int32, EXACT)}
-"""Codes -> the format of their sums, and options: what is exact stays so, to the last bit of y."""
+"""Dtype of codes -> dtype of their sums, and launch options: with int8, y is exact to the last bit."""
 
 
 class Tile(NamedTuple):
-    """What one program takes, and how it is launched."""
+    """The tile of one program, and its launch options."""
 
     tokens: int
     outputs: int
@@ -44,32 +44,32 @@ class Tile(NamedTuple):
 
 TILES: tuple[tuple[int, Tile], ...] = (
     # tokens up to     tile
-    (16, Tile(16, 32, 256, 4, 4)),  # the weight's bytes decide: many small programs read it
+    (16, Tile(16, 32, 256, 4, 4)),  # memory-bound: many small programs read the weight
     (32, Tile(32, 32, 256, 4, 4)),
     (64, Tile(64, 64, 128, 4, 4)),
-    (1 << 62, Tile(128, 128, 128, 8, 3)),  # arithmetic decides
+    (1 << 62, Tile(128, 128, 128, 8, 3)),  # compute-bound
 )
 FEW = 64
-"""Tokens, up to which sums may be cut into parts, and which are never torch's."""
-PROGRAMS = 512
-LEAST = 512  # inputs of a part
+"""Up to this many tokens, sums may be split into parts, and torch's GEMM is not used."""
+PROGRAMS = 512  # as many keep a large GPU busy
+LEAST = 512  # inputs of a part, at least
 
 
 def tile_for(tokens: int, wide: int = 0) -> Tile:
-    """wide: inputs of a group, which is then what a program takes at once; 0: there are no groups."""
+    """The tile for this many tokens; wide: inputs of a group, then also of the tile; 0: no groups."""
     tile = next(tile for most, tile in TILES if tokens <= most)
     return tile._replace(inputs=wide) if wide else tile
 
 
 def by_torch(tokens: int, outs: int, ins: int, dtype: torch.dtype, wide: int = 0) -> bool:
-    """Whether torch's scaled product takes it, and is the one to take: many tokens, scales of rows."""
+    """Whether torch's scaled GEMM supports the shape and is preferred: many tokens, no groups."""
     return (
         tokens > FEW and not wide and outs % 16 == 0 and ins % 16 == 0 and dtype == torch.bfloat16
     )
 
 
 def parts_of(outs: int, ins: int, tile: Tile) -> int:
-    """Into how many parts each sum is cut, so that enough programs read the weight."""
+    """The number of parts of each sum (split-K), so that enough programs read the weight."""
     parts = 1
     while parts * triton.cdiv(outs, tile.outputs) < PROGRAMS and ins >= 2 * parts * LEAST:
         parts *= 2
@@ -81,15 +81,15 @@ def parts_of(outs: int, ins: int, tile: Tile) -> int:
 
 @triton.jit
 def to_codes(x):
-    """float32 up to 448 in magnitude, to the nearest e4m3, halves to even: what the cast does, wherever it runs."""
+    """float32 up to 448 in magnitude -> nearest e4m3, ties to even: the cast's result, also in the interpreter."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    half = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6, of the smallest normal; 1.5 * 2^20
+    half = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6: smallest normal; 1.5 * 2^20
     return ((x + half) - half).to(tl.float8e4nv)
 
 
 @triton.jit
 def to_integers(x):
-    """float32 up to 127 in magnitude, to the nearest int8, halves to even."""
+    """float32 up to 127 in magnitude -> nearest int8, ties to even."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23
 
 
@@ -97,7 +97,7 @@ def to_integers(x):
 def code_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, size, stride, TOP: tl.constexpr, STEP: tl.constexpr
 ):
-    """TOP: the largest code; 127: codes are whole numbers."""
+    """TOP: the largest code; 127: codes are int8."""
     token = tl.program_id(0).to(tl.int64)
     inputs = tl.arange(0, STEP)
     most_I = tl.zeros((STEP,), tl.float32)
@@ -133,7 +133,7 @@ def code_groups_kernel(
 
 
 def codes(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, I], float32 scales [T], or [T, G] for groups of `wide` inputs)."""
+    """(e4m3 codes [T, I], float32 scales [T], or [T, G] for groups of `wide` inputs)."""
     x = side_by_side(x_TI)
     tokens, size = x.shape
     groups = triton.cdiv(size, wide) if wide else 1
@@ -158,7 +158,7 @@ def codes(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def place_of(number, tokens, outs, T: tl.constexpr, OUT: tl.constexpr):
-    """Tile (of tokens, of outputs) of a program: 8 of tokens to one of outputs, so that what is read is read again soon."""
+    """Indices of a program's tile (tokens, outputs): 8 token tiles per output tile, to reuse data in the L2 cache."""
     tiles_t = tl.cdiv(tokens, T)
     first = (number // (8 * tl.cdiv(outs, OUT))) * 8
     many = tl.minimum(tiles_t - first, 8)
@@ -170,7 +170,7 @@ def place_of(number, tokens, outs, T: tl.constexpr, OUT: tl.constexpr):
 def finished(
     acc, t_there, o_there, x_scale_ptr, w_scale_ptr, bias_ptr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
-    """Sums over all inputs -> y: scaled, unless each group of inputs was, and with the bias."""
+    """Sums over all inputs -> y: multiply by the scales, unless GROUPS has done so, and add the bias."""
     if not GROUPS:
         x_scale = tl.load(x_scale_ptr + t_there)
         w_scale = tl.load(w_scale_ptr + o_there)
@@ -186,13 +186,16 @@ def product_kernel(
     SUM: tl.constexpr, GROUPS: tl.constexpr, HIGH: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     T: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """SUM: its format. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts of `each` inputs. EVEN: ins is a multiple of STEP."""
+    """SUM: dtype of sums. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts of `each` inputs.
+
+    EVEN: ins is a multiple of STEP.
+    """
     tile_t, tile_o = place_of(tl.program_id(0), tokens, outs, T, OUT)
     part = tl.program_id(1)
     t = tile_t * T + tl.arange(0, T)
     o = tile_o * OUT + tl.arange(0, OUT)
     known = (t < tokens)[:, None] & (o < outs)[None, :]
-    # What lies beyond the end is read from the last line instead, and not stored.
+    # Tokens and outputs beyond the end read the last one instead, and are not stored.
     t_there = tl.minimum(t, tokens - 1).to(tl.int64)
     o_there = tl.minimum(o, outs - 1).to(tl.int64)
     i = tl.arange(0, STEP)
@@ -225,7 +228,7 @@ def fold_kernel(
     sums_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, tokens, outs, parts,
     GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Sums [S, T, O] into y [T, O], in their order. GROUPS: they are scaled already."""
+    """Add sums [S, T, O] in order to y [T, O]. GROUPS: they are scaled already."""
     token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * OUT + tl.arange(0, OUT)
     known = o < outs
@@ -250,12 +253,12 @@ def product(
     tile: Tile | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """y_TO in `dtype`, of codes and scales of both.
+    """y_TO in `dtype`, from codes and scales of both.
 
     Args:
-        x: codes [T, I], e4m3 or int8, and scales, as `codes` gives them; w: codes [O, I] and scales [O], or [O / high, G].
-        wide: inputs of a group, a power of two of at least 32; 0: scales of rows.
-        tile, parts: others than those for this shape.
+        x: codes [T, I], e4m3 or int8, and scales, as from `codes`; w: codes [O, I] and scales [O], or [O / high, G].
+        wide: inputs of a group, a power of two of at least 32; 0: scales per token and output.
+        tile, parts: override the defaults for this shape.
     """
     (x_TI, x_scale), (w_OI, w_scale) = x, w
     (tokens, ins), outs = x_TI.shape, len(w_OI)

@@ -1,9 +1,9 @@
-"""What enters a step, gathered from what the device remembers of its rows.
+"""Gather the inputs of a step (token ids, positions, slots) from the device's tables of rows.
 
-Knows rows, places and blocks. Does not know requests or models. The host sends a few integers for each row; the token
-ids (some of which it does not know yet), positions and slots of each token are made here.
+Knows rows, tokens and blocks. Does not know requests or models. The host sends a few integers per row; the kernels make
+the inputs of each token, because the host does not know some token ids yet.
 
-Shape suffixes: T tokens, B rows of the step, R the worker's rows, L places for tokens, M places for blocks, X pieces.
+Shape suffixes: T tokens, B rows of the step, R the worker's rows, L tokens of a row, M blocks of a row, X pieces.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def scatter_kernel(
 def gather(
     token_ids_RL: Tensor, rows_B: Tensor, starts_B1: Tensor, firsts_B: Tensor, num_tokens: int, most: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(token ids, positions), int64 [T], of rows that compute their tokens from `firsts_B` on; most: of any row."""
+    """(token ids, positions), int64 [T]; row b starts at token `firsts_B[b]`; most: maximum of tokens per row."""
     ids_T, positions_T = (
         torch.empty(num_tokens, dtype=torch.int64, device=rows_B.device) for _ in range(2)
     )
@@ -80,7 +80,7 @@ def slots(
     blocks_RM: Tensor, rows_B: Tensor, starts_B1: Tensor, firsts_B: Tensor, num_tokens: int, most: int,
     block_size: int,
 ) -> Tensor:  # fmt: skip
-    """Where each token's key and value go, int64 [T]: block * block_size + offset."""
+    """The slot of each token's key and value, int64 [T]: block * block_size + offset."""
     slots_T = torch.empty(num_tokens, dtype=torch.int64, device=rows_B.device)
     slots_kernel[(len(rows_B), triton.cdiv(most, CHUNK))](
         blocks_RM, rows_B, starts_B1, firsts_B, slots_T, blocks_RM.stride(0), block_size, COLS=CHUNK
@@ -91,7 +91,7 @@ def slots(
 def scatter(
     table: Tensor, rows_X: Tensor, places_X: Tensor, starts_X1: Tensor, values: Tensor, most: int
 ) -> None:
-    """Write pieces of `values` (int32) into rows of a table, each from its place on; most: of any piece."""
+    """Write pieces of `values` (int32) into a table at (row, first column); most: maximum length of a piece."""
     scatter_kernel[(len(rows_X), triton.cdiv(most, CHUNK))](
         table, rows_X, places_X, starts_X1, values, table.stride(0), COLS=CHUNK
     )

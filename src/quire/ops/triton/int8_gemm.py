@@ -1,12 +1,12 @@
-"""Products of int8 codes: activations made codes of their token, and multiplied by a weight that has a scale a row.
+"""int8 GEMM: quantize activations per token, multiply by a weight with one scale per output.
 
-Knows codes, scales, tiles. The kernels are those of `fp8_gemm.py`, with sums of whole numbers. Does not know layers or
+Knows codes, scales, tiles. It launches the kernels of `fp8_gemm.py`, with integer sums. Does not know layers or
 checkpoints.
 
     y[t, o] = scale_x[t] * scale_w[o] * sum_i x[t, i] * w[o, i]  + bias[o],    x = round(127 x / max |x|)
 
-Sums are exact in 32 bits (of up to 130,000 inputs), and what follows is done number by number, never fused: y has the
-same bits whatever tile, parts or programs make it, in whatever company, and those of the definition on a CPU.
+Sums are exact in 32 bits (up to 130,000 inputs), and the rest is elementwise and never fused: y has the bits of the
+definition on a CPU, for every tile, split and batch.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -24,16 +24,16 @@ from quire.ops.triton.launch import EXACT, side_by_side
 TOP = 127.0
 
 FEW: tuple[tuple[int, Tile], ...] = (
-    # tokens up to     tile: as of 8-bit floats
+    # tokens up to     tile: as for fp8
     (16, Tile(16, 32, 256, 4, 4)),
     (32, Tile(32, 32, 256, 4, 4)),
 )
 LARGE = (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4))
-ENOUGH = 128  # programs: about as many as a large card has processors
+ENOUGH = 128  # programs: about the number of multiprocessors of a large GPU
 
 
 def tile_for(tokens: int, outs: int) -> Tile:
-    """The largest that keeps a card busy, and is not mostly empty. No bits depend on it."""
+    """The largest tile that keeps a GPU busy and is not mostly empty. No bits depend on it."""
     for most, tile in FEW:
         if tokens <= most:
             return tile
@@ -45,7 +45,7 @@ def tile_for(tokens: int, outs: int) -> Tile:
 
 
 def codes(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [T, I], float32 scale [T]), as `quantize` in quantization/int8.py."""
+    """(int8 codes [T, I], float32 scales [T]), as `quantize` in quantization/int8.py."""
     x = side_by_side(x_TI)
     tokens, size = x.shape
     made = torch.empty((tokens, size), dtype=torch.int8, device=x.device)
@@ -64,10 +64,10 @@ def product(
     tile: Tile | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """y_TO in `dtype`, of codes and scales of both; w: int8 [O, I] and float32 [O].
+    """y_TO in `dtype`, from codes and scales of both; w: int8 [O, I] and float32 [O].
 
     Args:
-        tile, parts: others than those for this shape.
+        tile, parts: override the defaults for this shape.
     """
     tile = tile or tile_for(len(x[0]), len(w[0]))
     return fp8_gemm.product(x, w, bias_O, dtype, tile=tile, parts=parts)

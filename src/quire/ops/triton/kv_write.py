@@ -1,7 +1,7 @@
-"""Writing keys and values into the blocks of a cache: one program a token.
+"""KV cache write: keys and values of new tokens to their slots, one program per token.
 
-Knows slots and strides. Does not know requests. A cache of codes of 8 bits takes each vector divided by a scale of its
-own, as `attention/kv_quantization.py` defines it, to the bit.
+Knows slots and strides. Does not know requests. For an 8-bit cache it quantizes each vector with its own scale, bit for
+bit as `attention/kv_quantization.py` defines.
 
 Shape suffixes: T tokens, K key/value heads, D head size (of values: E).
 """
@@ -29,14 +29,14 @@ def put(
     WHOLE: tl.constexpr,
     LESS,
 ):
-    """Store x [heads, features] at lines of a cache; TOP: its largest code, 0 where numbers are kept as they are."""
+    """Store x [heads, features] at lines of a cache; TOP: its largest code, 0 if the cache is not quantized."""
     if TOP > 0:
         x = x.to(tl.float32)
         most = tl.max(tl.abs(x), axis=1)
         factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + TOP, tl.maximum(most, 1e-30)), 0.0)
         x = x * factor[:, None]
         if WHOLE:
-            # To the nearest integer, halves to even: above 2^23 a float32 has no fraction.
+            # To the nearest integer, ties to even: above 2^23 a float32 has no fraction.
             x = (x + 12582912.0) - 12582912.0
         known = tl.max(mask.to(tl.int32), axis=1) > 0
         tl.store(scale_ptr + line, tl.div_rn(most, most * 0.0 + TOP) * LESS, mask=known)
@@ -75,14 +75,13 @@ def write(
     top: float = 0.0,
     less: float = 1.0,
 ) -> None:
-    """keys [blocks, K, block_size, D], values [blocks, K, block_size, E] and, of codes, the scales of both
-    [blocks, K, block_size] take tokens at their slots.
-
-    A slot below 0 is nobody's.
+    """Write tokens to their slots; a negative slot marks padding, which is not written.
 
     Args:
-        top: the largest code of the format; 0: the cache keeps numbers, not codes.
-        less: a factor of the keys' scales (those of keys that were turned, see attention/kv_quantization.py).
+        cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; if quantized, then the scales of both
+            [blocks, K, block_size].
+        top: the largest code of the cache's dtype; 0: the cache is not quantized.
+        less: a factor on the keys' scales, for keys after the Hadamard transform (attention/kv_quantization.py).
     """
     keys, values, *scales = cache
     k_scale, v_scale = scales or (None, None)

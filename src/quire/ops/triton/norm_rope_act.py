@@ -1,10 +1,10 @@
-"""Norms, gated activations and rotation: one program computes some whole rows.
+"""Norms, gated activations and rotation in Triton.
 
-Knows the arithmetic of `ops/reference.py`, rounding included: what is rounded to the tensors' dtype there is
-rounded here. Does not know layers. A row is summed in one block whose shape depends on its length alone, so a
-row's bits do not depend on how many rows there are.
+Knows the arithmetic of `ops/reference.py`: kernels round to the tensors' dtype where the reference does. Does not know
+layers. A program sums a whole row in one block, whose shape depends only on the row's length, so a row's bits do not
+depend on the number of rows.
 
-Shape suffixes: T tokens, D features, H heads, P pairs, I inner features. In kernels: R rows of a program, COLS of its columns.
+Shape suffixes: T tokens, D features, H heads, P pairs, I inner features. In kernels: R rows, COLS columns of a program.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from quire.ops import reference
 from quire.ops.triton.launch import pow2, runs_on, side_by_side
 
-ELEMENTS = 1024  # of a program, when rows are shorter
-WIDEST = 1 << 16  # elements of a row that one program holds
+ELEMENTS = 1024  # of a program with several short rows
+WIDEST = 1 << 16  # elements of the longest row that one program can hold
 
 
 @triton.jit
 def normed(x, w, size, eps, HAS_WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """x [R, D] as stored, zeros beyond `size`; w [D]. Unit mean square, times weight; in x's dtype."""
+    """RMS norm of x [R, D], which is zero beyond `size`, times w [D]; in x's dtype."""
     x32 = x.to(tl.float32)
     mean = tl.sum(x32 * x32, axis=1) / size
     y = x32 * (1.0 / tl.sqrt(mean + eps))[:, None]
@@ -115,7 +115,7 @@ def gated_kernel(x_ptr, out_ptr, inner, stride_t, ACT: tl.constexpr, COLS: tl.co
     if ACT == "silu":
         act = g / (1.0 + tl.exp(-g))
     elif ACT == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is the logistic function of 2 u, which loses no digits for u below zero.
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps precision for negative u.
         act = g / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
     else:
         act = 0.5 * g * (1.0 + tl.erf(0.7071067811865476 * g))
@@ -127,7 +127,7 @@ def gated_kernel(x_ptr, out_ptr, inner, stride_t, ACT: tl.constexpr, COLS: tl.co
 
 
 def _as_heads(x: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """x [T, D] or [T, H, D], its features side by side: (x, T, H, stride of T, stride of H)."""
+    """x [T, D] or [T, H, D] -> (x with contiguous features, T, H, stride of T, stride of H)."""
     x = side_by_side(x)
     if x.dim() == 2:
         return x, x.shape[0], 1, x.stride(0), 0
@@ -157,7 +157,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool =
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Writes over both: the norm into x, the sum into the residual."""
+    """Overwrites both inputs: x with the norm, the residual with the sum."""
     whole = x_TD.is_contiguous() and residual_TD.is_contiguous()
     size = x_TD.shape[-1]
     if not runs_on(x_TD) or not whole or size > WIDEST or x_TD.dtype != residual_TD.dtype:

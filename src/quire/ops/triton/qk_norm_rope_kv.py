@@ -1,7 +1,7 @@
-"""Everything between the product of queries, keys and values and attention, in one pass: norm, rotation, cache write.
+"""One fused kernel between the QKV projection and attention: QK-norm, RoPE, KV cache write.
 
-Knows the arithmetic of `ops/reference.py`, roundings included, and where keys and values lie. Does not know layers. One
-program takes all heads of a token; what it reads of queries, keys and values it reads once.
+Knows the arithmetic of `ops/reference.py`, roundings included, and the layout of the KV cache. Does not know layers.
+One program handles all heads of a token, and reads queries, keys and values once.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size (of values: E), P pairs of features.
 """
@@ -29,7 +29,7 @@ class Norms(NamedTuple):
 
 @triton.jit
 def normed(x, w_ptr, at, mask, r, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """Part of each head's features, float32 and rounded as stored."""
+    """Norm of a part of each head's features: float32, rounded to x's dtype."""
     y = x.to(tl.float32)
     if NORMED:
         w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def turn(
     x_ptr, w_ptr, out_ptr, cos, sin, head, heads, size, pairs, stride_h, out_line, eps,
     NORMED: tl.constexpr, PLUS_ONE: tl.constexpr, INTERLEAVED: tl.constexpr, P: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token from x to `out_line` (a line of out has `size` features)."""
+    """Norm and rotate the heads of one token, from x to line `out_line` of out (a line has `size` features)."""
     pair = tl.arange(0, P)
     if INTERLEAVED:
         first = 2 * pair
@@ -122,11 +122,11 @@ def prepare(
     cache: tuple[Tensor, ...],
     slots_T: Tensor,
 ) -> Tensor:
-    """Queries normed and turned, [T, H, D]; keys, the same, and values go to their slots of the cache.
+    """Return normed and rotated queries, [T, H, D]; write such keys, and the values, to their slots of the cache.
 
     Args:
-        cache: keys [blocks, K, block_size, D] and values [blocks, K, block_size, E], as numbers.
-        slots_T: below 0: the token is nobody's.
+        cache: keys [blocks, K, block_size, D] and values [blocks, K, block_size, E], not quantized.
+        slots_T: a negative slot marks padding, which is not written.
     """
     tokens, heads, size = q_THD.shape
     keys, values = cache

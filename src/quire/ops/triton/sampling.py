@@ -1,11 +1,11 @@
-"""Drawing tokens: noise, cutoffs, penalties and scores of whole rows of logits.
+"""Sampling in Triton: Gumbel noise, top-k/top-p/min-p cutoffs, penalties and logprobs.
 
-Knows logits, keys and numbers a row. Does not know requests. Each kernel is one of the definitions in
-`worker/sample/` (draw.py, limits.py, rules.py, logprobs.py) and says which; the words that noise is made of are the
-same to the bit, and what is made of them differs by the last bits of a logarithm.
+Knows logits, keys and parameters of rows. Does not know requests. Each kernel implements a definition in
+`worker/sampling/` (gumbel.py, top_k_top_p.py, builtin_processors.py, logprobs.py). The random bits are the same as the
+definition's; the noise made of them may differ in the last bits of a logarithm.
 
-A row of logits is cut into chunks of one size, and what they give is joined by operations that do not depend on
-their order (maxima, counts, sums of integers) or in their order (sums of exponentials).
+Kernels read a row of logits in chunks of one size. They combine chunks by operations that do not depend on the order
+(maxima, counts, integer sums), or in order (sums of exponentials).
 
 Shape suffixes: S rows, V vocabulary, L tokens of a row, R the worker's rows.
 """
@@ -23,17 +23,17 @@ from triton.language.extra import libdevice
 from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
 
 CHUNK = 1024 if INTERPRETED else 4096
-PIECE = 1024  # of kernels that do little with many elements
+PIECE = 1024  # chunk size of kernels with little work per element
 WIDE: dict[str, Any] = {} if INTERPRETED else {"num_warps": 8}
 NOBODY = tl.constexpr(0x7FFFFFFF)
 PLAIN = tl.constexpr(INTERPRETED)
-"""The interpreter's functions are NumPy's. A device's fast logarithm is right to 2^-22 in absolute terms, which near 1 is
-nothing like right; there and for weights the exact ones are asked for, which the interpreter does not have."""
+"""Use Triton's own exp and log, which are NumPy's in the interpreter. A device's fast logarithm has an absolute error
+of 2^-22, which is too large near 1, so on a device kernels call libdevice, which the interpreter does not have."""
 
 
 @triton.jit
 def mix(x):
-    """The mixer of draw.py on uint32."""
+    """`mix` of gumbel.py, on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -43,7 +43,7 @@ def mix(x):
 
 @triton.jit
 def words(a, b, token):
-    """31 bits of noise of tokens, int32."""
+    """31 random bits per token, int32."""
     x = token.to(tl.uint32) * 0x9E3779B9 + a
     return (mix(mix(x) ^ b) & 0x7FFFFFFF).to(tl.int32)
 
@@ -62,7 +62,7 @@ def gumbel(a, b, token):
     v = (words(a, b, token).to(tl.float32) + 0.5) * 4.656612873077393e-10
     v = tl.minimum(v, 0.99999994)
     if PLAIN:
-        # log(1 - v) without losing v's digits when it is small: the error of 1 - v is divided out again.
+        # log1p(-v) by log(1 - v): for small v, the division corrects the rounding error of 1 - v.
         u = 1.0 - v
         small = u == 1.0
         minus = tl.where(small, v, -tl.log(u) * tl.div_rn(v, tl.where(small, 1.0, 1.0 - u)))
@@ -105,7 +105,7 @@ def draw_kernel(
 
 @triton.jit
 def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
-    """The lowest id among a row's best. Of a row of NaN it is any: the sink reports such a row."""
+    """The lowest id among a row's best scores. For a row with NaN it is arbitrary: the sampler reports such a row."""
     row = tl.program_id(0)
     col = tl.arange(0, COLS)
     best = tl.load(best_ptr + row * chunks + col, mask=col < chunks, other=float("-inf"))
@@ -115,7 +115,7 @@ def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
 
 
 def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
-    """The 31 bits that each row's and token's noise is made of, int32 [S, V]: for tests."""
+    """The 31 random bits of each row and token, int32 [S, V]: for tests."""
     rows = keys_2S.shape[1]
     out_SV = torch.empty((rows, vocab), dtype=torch.int32, device=keys_2S.device)
     words_kernel[(rows, triton.cdiv(vocab, PIECE))](
@@ -125,7 +125,7 @@ def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
 
 
 def draw(scaled_SV: Tensor, keys_2S: Tensor, cutoff: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """draw.py's `draw`, from the tokens up to the last one of each row (its logit and id, as `cutoff` gives them)."""
+    """`draw` of gumbel.py, among the tokens up to each row's last one (its logit and id, from `cutoff`)."""
     rows, vocab = scaled_SV.shape
     chunks = triton.cdiv(vocab, CHUNK)
     x = scaled_SV if scaled_SV.stride(1) == 1 else scaled_SV.contiguous()
@@ -146,14 +146,14 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor, cutoff: tuple[Tensor, Tensor] | Non
 
 @triton.jit
 def ordered(x):
-    """Float32 as uint32 in the same order; both zeros are one."""
+    """float32 -> uint32 in the same order; -0 and 0 become equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def weight_of(x, top, WEIGHED: tl.constexpr):
-    """What a token adds to a sum: its weight (limits.py), or one."""
+    """What a token adds to a sum: its weight (top_k_top_p.py), or one."""
     if WEIGHED:
         weight = (exact_exp(x - top) * 1099511627776.0).to(tl.int64)
     else:
@@ -163,11 +163,11 @@ def weight_of(x, top, WEIGHED: tl.constexpr):
 
 @triton.jit
 def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS: tl.constexpr):
-    """(logit, id) of the token at which the sum over the first tokens reaches `wanted`.
+    """(logit, id) of the token at which the running sum reaches `wanted`; tokens in order of logit, then id.
 
-    The sum is over the tokens up to (floor, last), which is at least `wanted`; each adds its weight, or one. The logit is
-    found bit by bit: 32 readings of the row, which lies in the cache. Tokens that have this logit come in the order of
-    their ids: two readings more.
+    Only tokens up to (floor, last) count, and their sum is at least `wanted`; each adds its weight, or one. The kernel
+    searches the logit bit by bit, in 32 passes over the row, which stays in the cache. Two more passes find the id
+    among the tokens with this logit.
     """
     found = tl.zeros([1], tl.uint32)
     for step in range(32):
@@ -213,7 +213,7 @@ def cutoff_kernel(
         col = start + tl.arange(0, COLS)
         most = tl.maximum(most, tl.load(x_ptr + col, mask=col < vocab, other=float("-inf")))
     top = tl.max(most, axis=0)
-    # In float64, as limits.py does it.
+    # In float64, as top_k_top_p.py.
     floor = tl.minimum((top.to(tl.float64) + tl.load(log_min_p_ptr + row)).to(tl.float32), top)
     last = tl.full([], NOBODY, tl.int32)
     top_k = tl.load(top_k_ptr + row)
@@ -240,7 +240,7 @@ def cutoff_kernel(
 def cutoff(
     scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, log_min_p_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The last token that survives in each row: limits.py's `cutoff`, as (logits float32 [S], ids int64 [S]).
+    """The last surviving token of each row, as (logits float32 [S], ids int64 [S]): `cutoff` of top_k_top_p.py.
 
     Args:
         scaled_SV: float32.
@@ -273,7 +273,7 @@ def cutoff(
 def count_kernel(
     counts_ptr, tokens_ptr, rows_ptr, lengths_ptr, prompts_ptr, vocab, stride, COLS: tl.constexpr
 ):
-    """How often each token was output, and in bit 30 whether the prompt has it."""
+    """Count how often each token was output; bit 30: the prompt has the token."""
     row = tl.program_id(0)
     place = tl.program_id(1) * COLS + tl.arange(0, COLS)
     known = place < tl.load(lengths_ptr + row)
@@ -316,12 +316,13 @@ def penalize(
     token_ids_RL: Tensor,
     longest: int,
 ) -> None:
-    """rules.py's `Penalties`, in place on float32 logits.
+    """`Penalties` of builtin_processors.py, in place on float32 logits.
 
     Args:
-        at_P: which of the S rows; rows_P: the worker's; lengths_P, prompts_P: tokens that each has, and of these the prompt.
+        at_P: indices into the S rows; rows_P: the worker's rows; lengths_P, prompts_P: tokens of each row, and of its
+            prompt.
         penalties_3P: float32, repetition, frequency and presence.
-        longest: of the lengths.
+        longest: maximum of the lengths.
     """
     count, vocab = len(at_P), logits_SV.shape[1]
     counts_PV = torch.zeros((count, vocab), dtype=torch.int32, device=logits_SV.device)
@@ -365,7 +366,7 @@ def rank_kernel(
 
 
 def rank(logits_NV: Tensor, chosen_N: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
-    """(what to take from a logit for its score, float32 [N]; how many tokens score higher than the chosen, plus one)."""
+    """(logsumexp to subtract from logits, or 0 without `normalise`, float32 [N]; rank of the chosen token from 1)."""
     rows, vocab = logits_NV.shape
     x = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     lse_N = torch.empty(rows, dtype=torch.float32, device=x.device)

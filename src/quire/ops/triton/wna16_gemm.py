@@ -1,15 +1,15 @@
-"""Products of weights of 4 or 8 bits in groups with activations of 16 bits, which stay as they are.
+"""WNA16 GEMM: weights of 4 or 8 bits in groups, times 16-bit activations.
 
-Knows how such a weight is packed, and two ways to multiply it. Does not know layers or checkpoints.
+Knows the packing of such a weight, and two ways to multiply it. Does not know layers or checkpoints.
 
     y[t, o] = bias[o] + sum_g scale[g, o] * sum_(i in g) x[t, i] * (q[o, i] - zero[g, o])
 
-A weight's whole numbers less their zero point are exact in 16 bits, so no weight is rounded: each group's sum is multiplied by
-its scale in float32. Of 4 bits, a byte has two inputs of a step, half a step apart: [O, I / 2], step after step.
+An integer minus its zero point is exact in 16 bits, so the kernel rounds no weight: it multiplies each group's sum by
+its scale in float32. With 4 bits, a byte holds two inputs of a step, half a step apart: [O, I / 2], step after step.
 
-    up to MANY tokens    one kernel, which reads the weight as it is stored; sums are cut into parts as in `fp8_gemm.py`
-    more                 the weight is made 16 bits first, some outputs at a time, and the library multiplies: reading and
-                         writing it costs little then
+    up to MANY tokens    one kernel reads the packed weight; split-K as in `fp8_gemm.py`
+    more                 a kernel dequantizes the weight to 16 bits, some outputs at a time, and torch multiplies: with
+                         many tokens the extra memory traffic costs little
 
 Shape suffixes: T tokens, I inputs, O outputs, G groups of inputs, S parts of a sum.
 """
@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from quire.ops.triton.fp8_gemm import FEW, Tile, fold_kernel, parts_of, place_of
 from quire.ops.triton.launch import EXACT
 
-MANY = 512  # tokens, from which on the weight is made 16 bits first
-AT_ONCE = 64 << 20  # of such numbers
-STEPS = (32, 64, 128)  # inputs that a program takes at once: a group, or a part of one
+MANY = 512  # with more tokens, the weight is dequantized first
+AT_ONCE = 64 << 20  # weights that are dequantized at a time
+STEPS = (32, 64, 128)  # inputs that a program processes at once: a group, or a part of one
 
 TILES: tuple[tuple[int, Tile], ...] = (
-    # tokens up to     tile; its inputs are the weight's step
+    # tokens up to     tile; `inputs` is set to the weight's step
     (16, Tile(16, 64, 0, 4, 4)),
     (64, Tile(64, 64, 0, 4, 3)),
     (1 << 62, Tile(128, 64, 0, 8, 3)),
@@ -38,12 +38,12 @@ TILES: tuple[tuple[int, Tile], ...] = (
 
 
 def step_of(group: int) -> int:
-    """Inputs of a step for groups of so many; 0: none will do."""
+    """Inputs of a step for this group size; 0: no step divides it."""
     return next((step for step in reversed(STEPS) if group % step == 0), 0)
 
 
 def packed(q_OI: Tensor, bits: int, step: int) -> Tensor:
-    """uint8 [O, I], or [O, I / 2] of 4 bits."""
+    """The packed weight: uint8 [O, I], or [O, I / 2] with 4 bits."""
     if bits == 8:
         return q_OI.contiguous()
     low, high = q_OI.unflatten(1, (-1, 2, step // 2)).unbind(2)
@@ -51,7 +51,7 @@ def packed(q_OI: Tensor, bits: int, step: int) -> Tensor:
 
 
 def unpacked(data: Tensor, bits: int, step: int) -> Tensor:
-    """The whole numbers again, uint8 [O, I]."""
+    """The integers of a packed weight, uint8 [O, I]."""
     if bits == 8:
         return data
     halves = data.unflatten(1, (-1, step // 2))
@@ -60,7 +60,7 @@ def unpacked(data: Tensor, bits: int, step: int) -> Tensor:
 
 @triton.jit
 def part_of_step(acc, x_ptr, x_at, q, zero, step_mask):
-    """acc + x times the whole numbers q [inputs, outputs] less their zero point."""
+    """acc + x times (integers q [inputs, outputs] minus their zero point)."""
     x = tl.load(x_ptr + x_at, mask=step_mask, other=0.0)
     w = (q.to(tl.int16) - zero[None, :]).to(x.dtype)
     return tl.dot(x, w, acc, input_precision="ieee")
@@ -72,12 +72,12 @@ def few_bits_kernel(
     BITS: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """`many`: steps of a part; `steps_each`: of a group. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts."""
+    """`many`, `steps_each`: steps per part, per group. WHOLE: out is y [T, O]; else the sums [S, T, O] of parts."""
     tile_t, tile_o = place_of(tl.program_id(0), tokens, outs, T, OUT)
     part = tl.program_id(1)
     t = tile_t * T + tl.arange(0, T)
     o = tile_o * OUT + tl.arange(0, OUT)
-    # What lies beyond the end is read from the last line instead, and not stored.
+    # Tokens and outputs beyond the end read the last one instead, and are not stored.
     t_there = tl.minimum(t, tokens - 1).to(tl.int64)
     o_there = tl.minimum(o, outs - 1).to(tl.int64)
     known_t = (t < tokens)[:, None]
@@ -111,7 +111,7 @@ def widen_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, outs, ins, steps_each, stride, BITS: tl.constexpr, STEP: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """A step of some outputs as numbers of 16 bits: scale times the whole number less its zero point, rounded once."""
+    """Dequantize one step of some outputs to 16 bits: scale times (integer minus zero point), rounded once."""
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
     step = tl.program_id(1)
     there = tl.minimum(o, outs - 1).to(tl.int64)
@@ -136,7 +136,7 @@ def widen_kernel(
 def by_library(
     x_TI: Tensor, data: Tensor, scale_GO: Tensor, zero_GO: Tensor, bias_O: Tensor | None, step: int
 ) -> Tensor:
-    """As `product`, of a weight that is made 16 bits first, some outputs at a time."""
+    """As `product`, but dequantizes the weight to 16 bits first, some outputs at a time, and multiplies by torch."""
     ins, outs = x_TI.shape[1], len(data)
     rows = max(1, AT_ONCE // ins)
     parts = []
@@ -154,8 +154,8 @@ def product(
     """y_TO in x's dtype.
 
     Args:
-        data: as `packed` gives it; scale_GO float32, zero_GO uint8.
-        tile, parts: others than those for this shape.
+        data: from `packed`; scale_GO: float32; zero_GO: uint8.
+        tile, parts: override the defaults for this shape.
     """
     x, (tokens, ins), outs = x_TI.contiguous(), x_TI.shape, len(data)
     bits = 8 if data.shape[1] == ins else 4
@@ -187,7 +187,7 @@ def product(
 def widened(
     data: Tensor, scale_GO: Tensor, zero_GO: Tensor, step: int, ins: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [O, I] in 16 bits. Scales and zero points may be some columns of larger tables."""
+    """The weight [O, I] in 16 bits. Scales and zero points may be column slices of larger tensors."""
     outs, block = len(data), 16
     out_OI = torch.empty((outs, ins), dtype=dtype, device=data.device)
     widen_kernel[(triton.cdiv(outs, block), ins // step)](
