@@ -1,7 +1,7 @@
-"""The rules that every source file keeps, each a function from a file to what is wrong with it.
+"""The rules for every source file, each a function from a file to its violations.
 
-Knows source text and syntax trees. Imports nothing of the package: what only running shows is in
-test_rooms.py. Each rule has an example that it must refuse in test_rules_refuse.py.
+Knows source text and syntax trees. Imports nothing of the package: test_rooms.py checks what only a running interpreter
+shows. Each rule has an example that it must refuse in test_rules_refuse.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE = ROOT / "src"
 MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 80
 
-# Highest first. A package imports those below it, never those beside it or above it.
+# Highest first. A package imports those below it, never those on its level or above.
 ORDER = [
     {"compat"},
     {"cli"},
@@ -54,11 +54,11 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
     ("attention", "layers"): "a backend is handed the layer it serves",
     ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
-ASKS_FOR_FEATURES = {  # files that may import features: the rest must not know that there are any
+ASKS_FOR_FEATURES = {  # files that may import features: the others must not know that features exist
     "quire/engine/assemble.py": "it puts the rooms together",
     "quire/frontend/input_processor.py": "a request that a feature cannot serve is refused before it travels",
 }
-IMPORTS_BY_NAME = {  # file: where the names come from
+IMPORTS_BY_NAME = {  # file: source of the names
     "quire/__init__.py": "a table of ours",
     "quire/cli/main.py": "a table of ours",
     "quire/bench/__main__.py": "a table of ours",
@@ -83,7 +83,7 @@ GLOBALS = {
     ("quire/models/transformers/self_check.py", "_rows"): "the check that runs now; likewise",
 }
 
-# Modules that must load without torch, and whose code never asks for it, not even in a function.
+# Modules that must load without torch, and whose code never imports it, not even in a function.
 NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
     r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|process)\.py"
@@ -118,7 +118,7 @@ class File:
 
     @property
     def package(self) -> str:
-        """The package or top-level module it belongs to: env, worker, ...; "" for quire itself."""
+        """Its package or top-level module: env, worker, ...; "" for quire itself."""
         parts = self.path.split("/")
         if len(parts) == 2:
             return parts[1].removesuffix(".py").removeprefix("__init__").removeprefix("__main__")
@@ -158,7 +158,7 @@ def rule(check: Rule) -> Rule:
 
 @rule
 def layers(file: File) -> list[str]:
-    """A package imports only those below it."""
+    """A package imports only packages below it."""
     here = file.package
     if not file.path.startswith("quire/") or not here:
         return []
@@ -171,7 +171,7 @@ def layers(file: File) -> list[str]:
             if not name.startswith("quire."):
                 continue
             there = name.split(".")[1]
-            if there == here or there.startswith("__"):  # quire.__version__: a fact, not a room
+            if there == here or there.startswith("__"):  # quire.__version__, not a package
                 continue
             if id(node) in types_only and (here, there) in FOR_ANNOTATIONS:
                 continue
@@ -248,7 +248,7 @@ def names_that_say_something(file: File) -> list[str]:
 
 @rule
 def no_asserts(file: File) -> list[str]:
-    """`python -O` drops them, and their message is for us, not for the one who meets it."""
+    """`python -O` removes them, and their message is written for developers, not for the user who gets it."""
     return [
         f"{file.path}:{node.lineno}: assert; raise an error that says what and why"
         for node in file.nodes
@@ -258,12 +258,12 @@ def no_asserts(file: File) -> list[str]:
 
 @rule
 def no_pickle(file: File) -> list[str]:
-    """Nothing of ours may run code that came in as data."""
+    """Quire must not run code that comes as data."""
     wrong = [
         f"{file.path}: imports {name}"
         for name in imports(file)
         if name.split(".")[0] in PICKLES
-        and name != "pickle.UnpicklingError"  # what torch.load raises
+        and name != "pickle.UnpicklingError"  # torch.load raises it
     ]
     for node in file.nodes:
         if not isinstance(node, ast.Call):
@@ -288,7 +288,7 @@ def _is_false(value: ast.expr) -> bool:
 
 @rule
 def children_do_not_search_the_working_directory(file: File) -> list[str]:
-    """`python -m` puts it first on sys.path, and it may be a checkpoint's: each command has -P next to Python's name."""
+    """`python -m` puts it first on sys.path, and it may be a checkpoint's: each command has -P after the interpreter."""
     safe = {
         id(first)
         for node in file.nodes
@@ -320,7 +320,7 @@ def children_do_not_search_the_working_directory(file: File) -> list[str]:
 
 @rule
 def names_come_from_few_places(file: File) -> list[str]:
-    """Data must not choose what is imported: a module whose name is computed is imported in these files only."""
+    """Data must not choose what is imported: only these files import a module whose name is computed."""
     if file.path in IMPORTS_BY_NAME:
         return []
     return [
@@ -351,7 +351,7 @@ def modules_say_what_they_know(file: File) -> list[str]:
 
 @rule
 def packages_import_nothing(file: File) -> list[str]:
-    """So that importing one module of a package loads that module. quire/__init__.py is lazy instead."""
+    """Importing one module of a package then loads only that module. quire/__init__.py is lazy instead."""
     if not file.path.endswith("/__init__.py") or file.path.count("/") == 1:
         return []
     return [
@@ -392,7 +392,7 @@ def no_global_that_changes(file: File) -> list[str]:
 
 @rule
 def configuration_is_frozen_and_documented(file: File) -> list[str]:
-    """In config/, each dataclass is frozen and each field has a sentence beneath it."""
+    """In config/, each dataclass is frozen and each field has a sentence below it."""
     if not file.path.startswith("quire/config/"):
         return []
     wrong = []
@@ -422,7 +422,7 @@ def _is_sentence(node: ast.stmt | None) -> bool:
 
 @rule
 def devices_are_named_where_devices_live(file: File) -> list[str]:
-    """The worker, the models and the middle room run anywhere: they hold no branch on a device's name."""
+    """The worker, the models and the engine run on any device: they have no branch on a device's name."""
     rooms = re.match(r"quire/(worker|models|layers|scheduler|kvcache|executor|engine)/", file.path)
     if not rooms or SAYS_CUDA.match(file.path):
         return []

@@ -53,7 +53,7 @@ def counted() -> Counter[str]:
 
 
 def limits() -> dict[str, tuple[int, int]]:
-    """Package -> lines that it may have now, and when everything is there."""
+    """Package -> its limits of lines: now, and when all features exist."""
     rows = re.findall(
         r"^\| `?([\w+]+)`? \| (\d+) \| (\d+) \|", PAGE.read_text("utf-8"), re.MULTILINE
     )

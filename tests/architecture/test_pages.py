@@ -1,4 +1,4 @@
-"""Pages that stay true: links lead somewhere, the index lists all, commands exist."""
+"""Pages are correct: links lead to something, the index is complete, commands exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def dead_links(page, text: str) -> list[str]:
-    """Relative links to files that are not there, and to headings of this page that it does not have."""
+    """Relative links to missing files, and to headings that this page does not have."""
     anchors = {
         re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-")
         for h in re.findall(r"^#+ (.*)", text, re.M)
@@ -45,11 +45,11 @@ def test_a_dead_link_is_seen():
 
 FILE = re.compile(r"`((?:\w+/)*(\w+\.(?:py|cpp|h)))[`:(]")
 MADE_UP = {"utils.py", "program.py", "your_program.py", "test_SOMETHING_attack.py", "own.py"}
-"""Names that pages use for files of the reader's."""
+"""Names that pages use for the reader's files."""
 
 
 def absent_files(name: str, text: str, here: set[str]) -> list[str]:
-    """Source files that a text names in backticks and that are in no folder."""
+    """Source files that a text names in backticks and that no folder has."""
     return [f"{name}: {m[1]}" for m in FILE.finditer(text) if m[2] not in here | MADE_UP]
 
 
@@ -93,7 +93,7 @@ def test_the_picture_has_a_line_for_every_package():
     named = set(re.findall(r"`(\w+)`", " ".join(table)))
     here = {file.package for file in source_files()} - {""}
     assert here - named == set()
-    assert named - here <= {"embedded"}  # holds no code
+    assert named - here <= {"embedded"}  # contains no code
 
 
 def test_decisions_are_numbered_and_say_what_would_change_them():

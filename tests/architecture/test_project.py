@@ -1,4 +1,4 @@
-"""What surrounds the source: tests that are collected, dependencies that are explained, no private paths."""
+"""The project around the source: pytest collects all tests, dependencies are declared, no private paths."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from source_rules import ROOT, imports, source_files
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DECISION = ROOT / "docs" / "decisions" / "0008-dependencies.md"
 
-# What a distribution is called when it is imported, where that differs from its name.
+# Import names of distributions, if they differ from the distribution's name.
 IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
-# Imported if it is there, never required.
+# Imported if installed, never required.
 OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
     "xgrammar": "another engine for constrained output: pip install quire[xgrammar]",
 }
-# Places that exist only where this was written.
+# Places that exist only on the authors' machine.
 PRIVATE = re.compile("/work" + r"/(shared|main|\.library)|/tmp/" + r"b/")
 TEXTS = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".txt", ".sh", ""}
 SKIPPED = {".git", ".venv", "build", "dist", ".cache"}
@@ -32,7 +32,7 @@ def declared() -> set[str]:
 
 
 def undeclared(modules: set[str], known: set[str]) -> set[str]:
-    """Top-level modules that are neither ours, nor Python's, nor declared."""
+    """Top-level modules that are neither Quire's, nor Python's, nor declared."""
     return {m for m in modules if m not in sys.stdlib_module_names} - known
 
 
@@ -68,7 +68,7 @@ def test_the_sandbox_is_of_a_mended_jinja():
 
 
 def stray_tests(path: str, text: str) -> list[str]:
-    """Tests that pytest would not collect, and test files that hold none."""
+    """Tests that pytest would not collect, and test files without tests."""
     tree, name = ast.parse(text), path.rsplit("/", 1)[-1]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     tests = [n.name for n in ast.walk(tree) if isinstance(n, kinds) and n.name.startswith("test_")]

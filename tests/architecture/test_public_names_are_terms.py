@@ -1,4 +1,4 @@
-"""Public names: a class name stands once in src/, and no public name is a lone participle."""
+"""Public names: each class name is defined once in src/, and no public name is a lone participle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTICIPLES = frozenset(
     "told held asked kept found taken made wanted said given stored placed drawn picked noted watched recorded guarded"
     " measured begun ended left rested seen turned unturned whole apart foretold obeyed lent".split()
 )
-"""Words that say what happened to a thing, and not what it is. Names of vLLM's and PyTorch's API are not among them."""
+"""Words for what happened to a thing, not for what it is. Names of vLLM's and PyTorch's API are not among them."""
 
 
 def public_names(file: File) -> list[tuple[str, ast.AST]]:

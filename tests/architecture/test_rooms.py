@@ -1,4 +1,4 @@
-"""The rooms that promise to load without torch, loaded: each in turn, in one fresh interpreter."""
+"""The packages that must load without torch do so: each is imported in turn, in one fresh interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from source_rules import SOURCE, source_files
 
-# More than source_rules.NEVER_TORCH: these may ask for torch in a function, but not when they load.
+# More than source_rules.NEVER_TORCH: these may import torch in a function, but not when they load.
 TORCH_FREE = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|engine|server|observe|frontend|api|cli|compat)/"
     r"|quire/executor/(__init__|base|inline|process)\.py|quire/models/(hf_config|registry|__init__)\.py"
@@ -30,7 +30,7 @@ for name in sys.argv[2:]:
 
 
 def load_each(modules: list[str], path: Path = SOURCE) -> str:
-    """What went wrong when the modules were loaded in turn; "" if nothing did."""
+    """The error of importing the modules in turn; "" if there is none."""
     done = subprocess.run(
         [sys.executable, "-c", LOAD_EACH, ",".join(HEAVY), *modules],
         env={**os.environ, "PYTHONPATH": str(path)},

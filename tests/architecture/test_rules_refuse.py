@@ -9,7 +9,7 @@ DOC = '"""A module."""\n'
 LONG_FUNCTION = "def f():\n" + "    g()\n" * MAX_FUNCTION_LINES
 FIELD = "@dataclass({})\nclass AConfig:\n    size: int = 1\n    {}\n"
 
-# rule, path, a text it must refuse, a text next to it that is fine
+# rule, path, a text that it must refuse, a similar text that it must accept
 CASES = [
     (
         "layers",

@@ -1,4 +1,4 @@
-"""A `quire serve` that a test attacks: bounded in time and memory, on this machine only, and measured meanwhile.
+"""A `quire serve` that tests attack: limited in time and memory, on this machine only, and measured.
 
 Knows processes, memory, probes and streams of a server. Does not know the attacks.
 """
@@ -27,7 +27,7 @@ import httpx
 from serving import SOURCE, Served, children
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-# An older checkout can be attacked with the tests of this one: QUIRE_ATTACKED_SOURCE=/old/checkout/src.
+# The tests can attack another version of Quire: QUIRE_ATTACKED_SOURCE=/old/checkout/src.
 ATTACKED = os.environ.get("QUIRE_ATTACKED_SOURCE", SOURCE)
 FLAGS = ("--kv-cache-memory-bytes", "64M", "--max-num-seqs", "64", "--max-model-len", "2048")
 INNOCENT = {
@@ -37,17 +37,17 @@ INNOCENT = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
-HTTP_MIB = 512  # the most that the HTTP process may take above idle, whatever is asked
-TOTAL_MIB = 4096  # what all processes may take above idle; beyond it they are killed
+HTTP_MIB = 512  # limit of the HTTP process above idle, for any request
+TOTAL_MIB = 4096  # limit of all processes above idle; beyond it they are killed
 ATTACK_S = 60.0
-PROBE_S = 2.0  # on a machine with other work; a loop that is held by a request of the review stood 4 s and more
+PROBE_S = 2.0  # on a busy machine; requests that block the event loop made it 4 s and more
 SAMPLE_S, PROBE_EVERY_S = 0.05, 0.1
 SETTLE_S = 20.0
 SPARE_FILES, SPARE_THREADS, SPARE_PROCESSES = 8, 8 + (os.cpu_count() or 1), 4
 
 
 class OtherMachineError(Exception):
-    """An attack named an address that is not this machine's."""
+    """An attack names an address of another machine."""
 
 
 def check_local(address: object) -> None:
@@ -66,7 +66,7 @@ def check_local(address: object) -> None:
 
 @contextlib.contextmanager
 def only_this_machine() -> Iterator[None]:
-    """Inside, no socket of this process connects to another machine."""
+    """Within it, no socket of this process connects to another machine."""
     connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
 
     def check(own: socket.socket, address: Any) -> None:
@@ -112,7 +112,7 @@ def role(pid: int, first: int) -> str:
 
 
 def follows_grammar(pid: int) -> bool:
-    """Whether this is one of the processes that compile and follow grammars. The engine keeps a bounded number of them."""
+    """Whether this process compiles and advances grammars. The engine keeps a limited number of them."""
     try:
         return (
             "quire.features.structured.grammar_server" in Path(f"/proc/{pid}/cmdline").read_text()
@@ -122,7 +122,7 @@ def follows_grammar(pid: int) -> bool:
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory; 0 for a process that has ended. Grammars' processes share most of theirs, which is not counted."""
+    """Resident memory; 0 for a dead process. Excludes the pages that grammar processes share."""
     try:
         if follows_grammar(pid):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -133,7 +133,7 @@ def rss_mib(pid: int) -> float:
 
 
 def peak_mib(pid: int) -> float:
-    """The most resident memory since `reset_peak`; 0 for a process that has ended."""
+    """Peak resident memory since `reset_peak`; 0 for a dead process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
         return int(text.partition("VmHWM:")[2].split()[0]) / 1024
@@ -147,10 +147,10 @@ def reset_peak(pid: int) -> None:
 
 
 def counted(pids: list[int]) -> dict[str, int]:
-    """Processes, threads and open files, but for the grammars that are kept."""
+    """Processes, threads and open files, without the grammar processes that the engine keeps."""
     grammars = {
         pid for pid in pids if follows_grammar(pid)
-    }  # kept, and the engine has a file for each
+    }  # the engine keeps them, with an open file for each
     found = {"processes": len(pids) - len(grammars), "threads": 0, "files": -len(grammars)}
     for pid in pids:
         if pid in grammars:
@@ -162,7 +162,7 @@ def counted(pids: list[int]) -> dict[str, int]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Processor time of processes until now."""
+    """CPU seconds that the processes have used."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -174,20 +174,20 @@ def cpu_seconds(pids: list[int]) -> float:
 # -- measures -------------------------------------------------------------------------------------
 @dataclass
 class Measured:
-    """What one attack did to the server. Memory is in MiB above what the server had when the attack began."""
+    """The effects of one attack on the server. Memory is in MiB above that at the start of the attack."""
 
     http_mib: float = 0.0
     engine_mib: float = 0.0
     helper_mib: float = 0.0
     probes: list[float] = field(default_factory=list)
-    """Seconds until /health/live answered; infinity where it did not."""
+    """Latencies of /health/live in seconds; infinity if it did not answer."""
     killed: str = ""
     """Why the watcher killed the server."""
     engine_replaced: bool = False
     left: list[str] = field(default_factory=list)
-    """Processes, threads and files that did not return."""
+    """Processes, threads and files that the attack left behind."""
     innocent: str = ""
-    """What was wrong with an innocent request afterwards."""
+    """The error of a normal request after the attack."""
 
     @property
     def slowest_probe(self) -> float:
@@ -195,12 +195,12 @@ class Measured:
 
     @property
     def wrong(self) -> list[str]:
-        """What no attack may do."""
+        """Effects that no attack may have."""
         replaced = "the engine was replaced" if self.engine_replaced else ""
         return [line for line in (self.killed, self.innocent, replaced, *self.left) if line]
 
     def check(self, http_mib: float = HTTP_MIB, engine_mib: float = HTTP_MIB, probe_s: float = PROBE_S) -> None:  # fmt: skip
-        """Raises AssertionError with every measure that is out of bounds."""
+        """Raises AssertionError with every measure that exceeds its limit."""
         wrong = self.wrong
         if self.http_mib > http_mib:
             wrong.append(f"the HTTP process took {self.http_mib:.0f} MiB, at most {http_mib:g}")
@@ -217,14 +217,14 @@ class Measured:
 
 @dataclass
 class Gaps:
-    """Seconds between the tokens of an innocent stream: without the attack, and beside it."""
+    """Seconds between the tokens of a normal stream: without the attack, and during it."""
 
     alone: list[float]
     beside: list[float]
 
     @property
     def ratio(self) -> float:
-        """How much longer the mean gap is beside the attack."""
+        """The mean gap during the attack, relative to that without it."""
         return statistics.fmean(self.beside) / statistics.fmean(self.alone)
 
     def __str__(self) -> str:
@@ -236,7 +236,7 @@ class Gaps:
 
 
 class AttackedServer(Served):
-    """`with AttackedServer() as server:` serves the embedded model; `server.attack()` bounds and measures."""
+    """`with AttackedServer() as server:` serves the embedded model; `server.attack()` limits and measures an attack."""
 
     _alive: ClassVar[list[AttackedServer]] = []
 
@@ -246,7 +246,7 @@ class AttackedServer(Served):
         self._alive.append(self)
         self.key, self.expected = key, ""
         self.spoiled = False
-        """An attack succeeded: this server is none for the next test."""
+        """An attack succeeded: later tests must not use this server."""
         super().__init__(
             model, *FLAGS, *flags, env={"PYTHONPATH": ATTACKED, **(env or {})}, before=before
         )
@@ -261,7 +261,7 @@ class AttackedServer(Served):
         if self.key:
             self.client.headers["Authorization"] = f"Bearer {self.key}"
         self.expected = self.innocent()
-        self.expected = self.innocent()  # what is made once has been made
+        self.expected = self.innocent()  # again, after one-time work such as caches
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -277,7 +277,7 @@ class AttackedServer(Served):
                 os.kill(pid, signal.SIGKILL)
 
     def engine(self) -> int:
-        """The engine's process."""
+        """Pid of the engine."""
         pids = family(self.process.pid)
         return next(pid for pid in pids if role(pid, self.process.pid) == "engine")
 
@@ -286,12 +286,12 @@ class AttackedServer(Served):
 
     # -- what attacks are made of -----------------------------------------------------------------
     def connection(self, timeout: float = 30.0) -> socket.socket:
-        """A bare connection, for bytes that no client library would send."""
+        """A raw socket, for bytes that no client library would send."""
         url = httpx.URL(self.url)
         return socket.create_connection((url.host, url.port), timeout=timeout)
 
     def ask(self, path: str, body: Any, timeout: float = 60.0) -> httpx.Response:
-        """POST a body: bytes as they are, anything else as JSON. Any status is an answer."""
+        """POST a body: bytes unchanged, other values as JSON. Returns the answer, whatever its status."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = {"Content-Type": "application/json"}
         return self.client.post(path, content=raw, headers=head, timeout=timeout)
@@ -306,13 +306,13 @@ class AttackedServer(Served):
 
     # -- innocents --------------------------------------------------------------------------------
     def innocent(self, timeout: float = 30.0) -> str:
-        """The token ids of a plain greedy request, in JSON."""
+        """The token ids of a normal greedy request, as JSON."""
         answer = self.ask(TEXT, INNOCENT, timeout)
         assert answer.status_code == 200, answer.text
         return json.dumps(answer.json()["choices"][0]["token_ids"])
 
     def gaps(self, tokens: int = 200) -> list[float]:
-        """Seconds between the tokens of an innocent stream."""
+        """Seconds between the tokens of a normal stream."""
         body = INNOCENT | {"max_tokens": tokens, "stream": True}
         times = []
         with self.client.stream("POST", TEXT, json=body, timeout=ATTACK_S) as answer:
@@ -323,14 +323,14 @@ class AttackedServer(Served):
         return [after - before for before, after in pairwise(times)]
 
     def gaps_beside(self, attack: Callable[[threading.Event], None], rounds: int = 3, tokens: int = 200) -> Gaps:  # fmt: skip
-        """Streams without and with `attack` in turn. It runs in a thread until the event is set."""
+        """Streams without and with `attack` in turn; the attack runs in a thread until the event is set."""
         found = Gaps([], [])
         for _ in range(rounds):
             found.alone += self.gaps(tokens)
             over = threading.Event()
             thread = threading.Thread(target=attack, args=(over,), daemon=True)
             thread.start()
-            time.sleep(0.3)  # it has begun
+            time.sleep(0.3)  # until it has begun
             try:
                 found.beside += self.gaps(tokens)
             finally:
@@ -339,7 +339,7 @@ class AttackedServer(Served):
         return found
 
     def cores(self, seconds: float = 3.0) -> float:
-        """Cores that all processes of the server use, over so many seconds."""
+        """CPU cores that all processes of the server use, measured for `seconds`."""
         before = cpu_seconds(family(self.process.pid))
         time.sleep(seconds)
         return (cpu_seconds(family(self.process.pid)) - before) / seconds
@@ -347,7 +347,7 @@ class AttackedServer(Served):
     # -- the bounds and the measures ---------------------------------------------------------------
     @contextlib.contextmanager
     def attack(self, seconds: float = ATTACK_S, total_mib: float = TOTAL_MIB) -> Iterator[Measured]:
-        """Kills the server after `seconds`, or when its processes take `total_mib` above idle; measures meanwhile."""
+        """Kill the server after `seconds`, or when its processes use `total_mib` above idle; measure until the end."""
         watch, spoiled = Watch(self, seconds, total_mib), True
         try:
             with watch:
@@ -364,7 +364,7 @@ class AttackedServer(Served):
 
 
 class Watch:
-    """Two threads: one samples memory and kills, one asks /health/live."""
+    """Two threads: one samples memory and kills the server, one probes /health/live."""
 
     def __init__(self, server: AttackedServer, seconds: float, total_mib: float):
         self.server, self.total_mib = server, total_mib
@@ -403,7 +403,7 @@ class Watch:
             for pid in pids:
                 measure = peak_mib if last and pid in self.idle else rss_mib
                 above = measure(pid) - self.idle.get(pid, 0.0)
-                # Of several HTTP processes the largest counts.
+                # With several HTTP processes, the largest counts.
                 taken[roles[pid]] = max(taken[roles[pid]], above) if roles[pid] == "http" else taken[roles[pid]] + above  # fmt: skip
             found = self.found
             found.http_mib = max(found.http_mib, taken["http"])
@@ -435,7 +435,7 @@ class Watch:
             self.over.wait(PROBE_EVERY_S)
 
     def afterwards(self) -> None:
-        """What holds once the attack is over."""
+        """Measures and checks after the attack."""
         found = self.found
         if found.killed:
             return
@@ -458,14 +458,14 @@ class Watch:
 
 
 def probe(server: AttackedServer, timeout: float = 30.0) -> bool:
-    """Whether /health/live answers 200, on a connection of its own."""
+    """Whether /health/live answers 200 on a new connection."""
     with server.connection(timeout) as own:
         own.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return own.recv(64).startswith(b"HTTP/1.1 200")
 
 
 def note(*figures: str) -> None:
-    """Figures of the test that runs: printed, and kept in the file QUIRE_ATTACK_FIGURES."""
+    """Print figures of the current test, and append them to the file QUIRE_ATTACK_FIGURES."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("/")[2].partition(" ")[0]
     line = f"{test}: {'; '.join(part for part in figures if part)}"
     print(line)
@@ -475,7 +475,7 @@ def note(*figures: str) -> None:
 
 
 def together(count: int, work: Callable[[int], Any], timeout: float = ATTACK_S) -> list[Any]:
-    """What `work(number)` returned, or raised, for each of so many threads at once."""
+    """The result or exception of `work(number)` in each of `count` threads at once."""
     found: list[Any] = [TimeoutError()] * count
 
     def run(number: int) -> None:

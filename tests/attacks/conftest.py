@@ -1,4 +1,4 @@
-"""Servers to attack: the one of the folder, or one with flags of its own; never two at once, never another machine."""
+"""Servers to attack: one for the whole folder, or one with its own flags; never two at once, never another machine's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Start = Callable[..., AttackedServer]
 
 
 class Shared:
-    """The server that tests without flags of their own attack one after the other."""
+    """The server for all tests without their own flags, one after the other."""
 
     def __init__(self) -> None:
         self.stack, self.server = ExitStack(), None
@@ -55,7 +55,7 @@ def server(shared: Shared) -> AttackedServer:
 
 @pytest.fixture
 def started(shared: Shared) -> Iterator[Start]:
-    """`started("--api-key", "k", key="k")`: a server with flags (and `env`) of its own, for one test."""
+    """`started("--api-key", "k", key="k")`: a server with its own flags (and `env`), for one test."""
     with ExitStack() as stack:
 
         def start(*flags: str, env: dict[str, str] | None = None, **more: Any) -> AttackedServer:
@@ -67,7 +67,7 @@ def started(shared: Shared) -> Iterator[Start]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The server ends with the last test of the folder, not with that of the run."""
+    """Stop the server after the last test of the folder, not at the end of the session."""
     here = os.path.dirname(__file__)
     if nextitem is None or not str(nextitem.path).startswith(here):
         held = getattr(item, "funcargs", {}).get("shared")

@@ -1,9 +1,9 @@
-"""Thousands of bodies for every POST route of a real server: `python tests/attacks/fuzz.py --bodies 10000 --seed 1`.
+"""Sends thousands of bodies to every POST route of a server: `python tests/attacks/fuzz.py --bodies 10000 --seed 1`.
 
-Generated and mutated ones (`tests/server/odd.py`), extreme values in every field, and pairs of fields together. Each
-is answered within a bound; no status is a 5xx but the 503 of a limit and the 501 of what comes later; the engine is not
-replaced; innocent requests among them, and afterwards, get the same tokens. Prints what was answered; exit status 1 if
-anything is not so.
+Bodies are generated and mutated (`tests/server/odd.py`), have extreme values in every field, or in pairs of fields.
+Each must be answered in time; the only 5xx are the 503 of a limit and the 501 of an unsupported feature; the engine is
+not replaced; normal requests among and after them get the same tokens. Prints the statuses; exit status 1 on any
+violation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from attacked import INNOCENT, TEXT, AttackedServer, only_this_machine
 from quire.server.openapi import BODIES
 
 CLIENTS = 8
-ANSWERED_S = 60.0  # a whole answer of the longest; one that hangs takes longer
-MOST_TOKENS = (
-    64  # a body that asks for more, or for none at all, is held to this: they are thousands
-)
+ANSWERED_S = 60.0  # a complete answer of the longest body takes less
+MOST_TOKENS = 64  # a body that requests more gets this limit: there are thousands of bodies
 EXTREMES: list[Any] = [
     None, True, False, 0, -0.0, 1, -1, 0.5, 2, 127, 128, 129, 1 << 31, -(1 << 31), 1 << 32, 1 << 53, 1 << 63, -(1 << 63),
     1 << 64, 10**35, -(10**35), 1e-308, 1e308, -1e308, 5e-324, "", " ", "\x00", "\ud800", "a" * 300, "x" * 70_000, "1", "[1]",
@@ -56,7 +54,7 @@ def bodies(seed: int, count: int) -> Iterator[Body]:
         elif kind < 0.65:
             yield extreme(draw, 1)
         elif kind < 0.9:
-            yield extreme(draw, 2)  # pairs: what each alone refuses, both may not
+            yield extreme(draw, 2)  # pairs may pass where each alone is refused
         elif kind < 0.96:
             yield draw.choice(sorted(BODIES)), json.dumps(odd.anything(draw)).encode()
         else:
@@ -72,7 +70,7 @@ def extreme(draw: random.Random, fields: int) -> Body:
 
 
 def plausible(draw: random.Random, name: str) -> Any:
-    """A value that this field may have, so that two of them come further than to be refused."""
+    """A valid value for this field, so that a pair of fields gets past validation."""
     known: dict[str, list[Any]] = {
         "n": [2, 3], "best_of": [2, 4], "temperature": [0, 1, 2], "top_p": [0.5, 1], "top_k": [-1, 1, 5], "min_p": [0.1],
         "seed": [0, (1 << 63) - 1], "logprobs": [0, 2, True], "top_logprobs": [0, 2], "prompt_logprobs": [0, 2], "echo": [True],
@@ -92,7 +90,7 @@ def plausible(draw: random.Random, name: str) -> Any:
 
 
 def short(raw: bytes) -> bytes:
-    """The same body, with a bound on what it has computed: ten thousand run on two cores."""
+    """The same body with a limit on its output: ten thousand of them run on two cores."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -112,7 +110,7 @@ def short(raw: bytes) -> bytes:
 
 
 class Fuzz:
-    """Clients that send bodies, and one that asks for what it knows the answer of."""
+    """Clients that send bodies, and one that sends normal requests with known answers."""
 
     def __init__(self, server: AttackedServer, count: int, seed: int):
         self.server, self.todo = server, bodies(seed, count)
@@ -162,7 +160,7 @@ class Fuzz:
 
 
 def fuzz(server: AttackedServer, count: int, seed: int, seconds: float) -> Fuzz:
-    """Send `count` bodies. `wrong` of the result says what is not as it must be."""
+    """Send `count` bodies. `wrong` of the result lists the violations."""
     run = Fuzz(server, count, seed)
     with server.attack(seconds=seconds) as measured:
         asyncio.run(run.run())

@@ -1,4 +1,4 @@
-"""Requests of a few bytes with answers of gigabytes, and answers that are never read (H3)."""
+"""Requests of a few bytes with answers of gigabytes, and clients that never read answers (H3)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.attack
 @pytest.mark.parametrize("name", LARGE)
 def test_answers_that_are_never_read_take_no_memory(server: AttackedServer, name: str):
-    """As large as they may be; nothing is read of them. The server ends each in the end."""
+    """The largest answers allowed, and the client reads nothing. The server ends each of them in time."""
     raw = json.dumps(LARGE[name]).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     with server.attack(seconds=480) as measured, contextlib.ExitStack() as stack:

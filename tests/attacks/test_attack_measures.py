@@ -1,4 +1,4 @@
-"""The measures themselves: each bound is seen to be broken, and an honest request breaks none."""
+"""Tests of the measures: each limit can be exceeded, and a normal request exceeds none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINDINGS = {*(f"C{n}" for n in range(1, 4)), *(f"H{n}" for n in range(1, 8)), *(
 
 
 def missing(text: str) -> list[str]:
-    """Tests that the tables name and that do not exist."""
+    """Tests that the tables name but that do not exist."""
     found = []
     for cell in re.findall(r"^\| [^|]+ \| (`.*`.*) \|$", text, re.M):
         for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`test_\w+`(?:, )?)+)", cell):
@@ -70,7 +70,7 @@ def test_gaps_are_measured_alone_and_beside(server: AttackedServer):
 
 
 class Sleeper:
-    """A process of which the watcher knows no more than of a server."""
+    """A process that the watcher treats like a server."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

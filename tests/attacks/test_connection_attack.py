@@ -1,4 +1,4 @@
-"""Connections before any key is looked at: pipelines, heads without end, bodies that never come (H1, L4, L7)."""
+"""Connections before any key is checked: pipelines, endless heads, bodies that never arrive (H1, L4, L7)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def guarded(started: Start) -> AttackedServer:
 
 
 def poured(own: socket.socket, piece: bytes, seconds: float, most: int = 64 * MIB) -> int:
-    """Bytes that the server took; answers are read meanwhile, as an honest client would."""
+    """Bytes that the server took; this client reads answers meanwhile."""
     end, sent = time.monotonic() + seconds, 0
     own.setblocking(False)
     while time.monotonic() < end and sent < most:
@@ -94,7 +94,7 @@ def test_a_head_without_end_is_counted(guarded: AttackedServer, head: bytes):
         sent = together(20, attack)
         note(f"at most {max(sent) / MIB:.2f} MiB of one head taken")
     measured.check(http_mib=100)
-    assert max(sent) < 12 * MIB  # what lies in the buffers of the system is not taken
+    assert max(sent) < 12 * MIB  # besides what socket buffers take
 
 
 SLOW = {
@@ -108,7 +108,7 @@ SLOW = {
 
 @pytest.mark.attack
 def test_every_idle_connection_is_closed(guarded: AttackedServer):
-    """A request that was answered is followed by one byte, or by none, for ever."""
+    """After an answered request, the client sends one byte, or none, and then nothing more."""
     with guarded.attack(seconds=240) as measured:
 
         def attack(number: int) -> float | None:
@@ -129,7 +129,7 @@ def test_every_idle_connection_is_closed(guarded: AttackedServer):
 
 @pytest.mark.attack
 def test_a_body_that_drips_has_a_total(started: Start):
-    """A byte comes before each timeout, so that only a bound of the whole ends it."""
+    """Each byte comes before the timeout, so that only a limit on the whole body ends it."""
     server = started("--receive-timeout", "2")
     with server.attack(seconds=150) as measured:
         with server.connection() as own:
@@ -152,7 +152,7 @@ def test_a_body_that_drips_has_a_total(started: Start):
 
 @contextlib.contextmanager
 def held(server: AttackedServer, count: int) -> Iterator[int]:
-    """So many connections that say nothing; how many were made."""
+    """Open idle connections; yields how many were opened."""
     with contextlib.ExitStack() as stack:
         made = 0
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Full disks, dying engines, and what they leave behind (H2, M1, M5, M6, L6)."""
+"""Full disks, a dying engine, and what they leave behind (H2, M1, M5, M6, L6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = "sk-0123456789-of-the-attacks"
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own in memory, of so many bytes."""
+    """A file system in memory, of `size` bytes."""
     place.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode != 0:
@@ -58,7 +58,7 @@ def test_a_full_temporary_directory_costs_the_recording_only(started: Start, tmp
 
 
 def ended_or_healed(server: AttackedServer, seconds: float = 90) -> None:
-    """Never silence: /health says 200 only where requests are answered, or will be."""
+    """Raises if the server neither ends nor answers: /health must be 200 only if requests are or will be answered."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if server.process.poll() is not None:
@@ -110,7 +110,7 @@ def test_a_temporary_directory_that_vanishes_does_not_silence_the_server(started
 
 @pytest.mark.attack
 def test_deaths_of_the_engine_do_not_end_the_service(started: Start):
-    """Six in a row; each request that ran gets an error which tells no more than that."""
+    """Six in a row; each running request gets an error without details."""
     server = started()
     for number in range(6):
         found: list[str] = []

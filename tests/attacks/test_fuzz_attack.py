@@ -1,4 +1,4 @@
-"""Bodies by the thousand for a real server: a short run here, ten thousand with `make attack`."""
+"""A short run of the fuzzer on a real server; `make attack` sends ten thousand bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that never finish compiling, or take a core or the memory of the machine (C2)."""
+"""Grammars that never finish compiling, or use up a core or the machine's memory (C2)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from attacked import CHAT, TEXT, AttackedServer, note, together
 PRIMES = (999983, 999979, 999961, 999959, 999953)
 LEAVES_S = 5.0
 ANSWERED_S = 20.0
-PAUSE_S = 0.2  # between an attacker's requests: their number alone is no attack on grammars
+PAUSE_S = 0.2  # between an attacker's requests: only their grammars shall be the attack
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}  # fmt: skip
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def multiples(shift: int) -> dict[str, Any]:
-    """A number that must be a multiple of five large primes, in one of their orders."""
+    """A schema for a number that is a multiple of five large primes, in one of their orders."""
     order = PRIMES[shift:] + PRIMES[:shift]
     schema = {"allOf": [{"type": "integer", "multipleOf": one} for one in order]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -31,7 +31,7 @@ def regex(pattern: str) -> dict[str, Any]:
 
 
 def left(server: AttackedServer, path: str, body: Any, timeout: float = LEAVES_S) -> int | None:
-    """The status; None: the client hung up before there was one."""
+    """The status; None: the client disconnected before there was one."""
     try:
         with httpx.Client(base_url=server.url, timeout=timeout) as own:
             return own.post(path, json=body).status_code
@@ -68,7 +68,7 @@ def test_schemas_that_never_compile_leave_the_others_alone(server: AttackedServe
 
 @pytest.mark.attack
 def test_nested_repetitions_do_not_slow_a_stream(server: AttackedServer):
-    """Each is new, so that none is found among those that are kept."""
+    """Each is new, so that none is cached."""
     bombs = [
         "((((a{100}){100}){100}){100})", "(a{1000}){1000}", "((((a{60}){60}){60}){60})",
         "(((a|b){99}){99}){99}", "(.{0,1000}){0,1000}", "[a-z]{1,1000}[a-z]{1,1000}[0-9]{1,1000}",
@@ -93,7 +93,7 @@ def test_nested_repetitions_do_not_slow_a_stream(server: AttackedServer):
 
 
 def later(number: int) -> dict[str, Any]:
-    """Its first masks are small. After the second token gigabytes of text are forced."""
+    """Its first masks are small. After the second token, it forces gigabytes of text."""
     text = f"{number}" + "a" * 4000
     items = {"prefixItems": [{"enum": [1, 2]}], "items": {"const": text}, "minItems": 10**6}
     form = {"json": {"type": "array", **items}, "disable_any_whitespace": True}
@@ -101,7 +101,7 @@ def later(number: int) -> dict[str, Any]:
 
 
 def doubling(number: int) -> dict[str, Any]:
-    """Arithmetic sees short rules. Together they force gigabytes of text at once."""
+    """Its rules are short for a size check. Together they force gigabytes of text at once."""
     rules = "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(20))
     text = f'start: r0\n{rules}\nr20: "{number}{"a" * 4000}"'
     return {"prompt": "a", "max_tokens": 4, "structured_outputs": {"grammar": text}}
@@ -110,7 +110,7 @@ def doubling(number: int) -> dict[str, Any]:
 @pytest.mark.attack
 @pytest.mark.parametrize("bomb", [later, doubling])
 def test_bombs_that_no_sum_finds_do_not_slow_a_stream(server: AttackedServer, bomb: Any):
-    """One client, one bomb after the other, each new."""
+    """One client sends one bomb after the other, each new."""
     numbers = itertools.count()
 
     def attack(over: threading.Event) -> None:

@@ -1,4 +1,6 @@
-"""What held in the review, and must go on doing so: keys, paths, heads, schemas, and bodies at their limits."""
+"""Defences that the security review found working, which must stay: keys, paths, heads, schemas, bodies at their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ KEY = "k-of-the-attacks"
 
 
 def status(server: AttackedServer, head: bytes) -> int:
-    """The first answer's status; 0: the connection was closed without one."""
+    """The status of the first answer; 0: the connection was closed without one."""
     with server.connection(timeout=10) as own:
         own.sendall(head)
         with contextlib.suppress(ConnectionError):
@@ -41,7 +43,7 @@ def status(server: AttackedServer, head: bytes) -> int:
 
 
 def spellings(path: str) -> list[str]:
-    """Ways to write a path that a proxy, a router and a guard may read differently."""
+    """Spellings of a path that a proxy, a router and the key check may read differently."""
     tail = path.lstrip("/")
     return [
         f"//{tail}", f"/./{tail}", f"/health/../{tail}", f"/health/..%2f{tail}", f"/health%2f..%2f{tail}", f"/{tail}/", f"/{tail};/health",
@@ -53,7 +55,7 @@ def spellings(path: str) -> list[str]:
 
 @pytest.mark.attack
 def test_only_the_open_paths_answer_without_the_key(started: Start):
-    """All methods and paths, many spellings, and headers that some proxies believe."""
+    """All methods and paths, many spellings, and headers that some proxies trust."""
     server = started("--api-key", KEY, env={"QUIRE_SERVER_DEV_MODE": "1"}, key=KEY)
     paths = sorted({path for _, path, _ in ROUTES + UI_ROUTES + DEV_ROUTES} - OPEN)
     assert len(paths) >= 25
@@ -101,7 +103,7 @@ def test_what_two_servers_may_read_differently_is_refused(server: AttackedServer
 
 
 def doubling(depth: int) -> dict[str, Any]:
-    """A schema that is 2^depth if each reference is put in its place."""
+    """A schema of size 2^depth, if every reference is expanded."""
     parts = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(depth)}
     return {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{depth}": {"type": "null"}}}
 
@@ -151,7 +153,7 @@ def test_one_byte_more_than_a_body_may_have(server: AttackedServer):
 
 @pytest.mark.attack
 def test_clients_that_leave_free_what_they_had(server: AttackedServer):
-    """Forty streams and forty whole answers, left in the middle."""
+    """Forty streams and forty whole answers, disconnected in the middle."""
     with server.attack(seconds=100) as measured:
         for number in range(80):
             body = json.dumps({"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": number % 2 == 0}).encode()  # fmt: skip

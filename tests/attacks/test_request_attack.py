@@ -1,4 +1,4 @@
-"""Requests that hold the event loop, the threads for text, or wait for an answer for ever (H4, H5, H6, H7, M3, L2)."""
+"""Requests that block the event loop or the text threads, or wait for an answer forever (H4, H5, H6, H7, M3, L2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERED_S = 30.0
 
 
 def unknown_fields(size: int) -> bytes:
-    """Names that consist of the letters of a known one, in another order: each must be compared at length."""
+    """Names with the letters of a known one in another order: comparing them takes long."""
     words, taken = [], 0
     for letters in itertools.permutations("max_completion_tokens"):
         word = "".join(letters)
@@ -78,7 +78,7 @@ def test_no_body_holds_the_event_loop(server: AttackedServer, name: str):
 
 
 def outcome(server: AttackedServer, path: str, body: Any, timeout: float = 120) -> int | str:
-    """The status, on a connection of its own; or what came instead of one."""
+    """The status, on a new connection; or what came instead of one."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = {"Content-Type": "application/json", **dict(server.client.headers)}
     try:
@@ -107,7 +107,7 @@ def test_unknown_fields_are_looked_at_in_a_bounded_number(server: AttackedServer
 
 @pytest.mark.attack
 def test_concurrent_texts_leave_threads_for_others(server: AttackedServer):
-    """Structured requests need a thread too, and had to wait for one of six that all counted tokens."""
+    """Regression: structured requests need a thread too, and waited for one of six that all counted tokens."""
     raw = json.dumps({"prompt": "many words " * (8 * MIB // 11)}).encode()
     regex = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "ab+"}}
     with server.attack(seconds=150) as measured:
@@ -145,7 +145,7 @@ def test_no_request_that_the_engine_cannot_read_hangs(server: AttackedServer):
 
 
 def test_what_was_refused_is_not_sent_again(started: Start):
-    """An integer that msgpack has no form for; then the engine is killed."""
+    """An integer that msgpack cannot encode; then the engine is killed."""
     server = started()
     huge = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"a": 10**35}}
     assert server.ask(TEXT, huge).status_code == 400
@@ -154,7 +154,7 @@ def test_what_was_refused_is_not_sent_again(started: Start):
 
 
 def healed(server: AttackedServer, seconds: float = 60) -> bool:
-    """Whether an innocent request is answered again, with the same tokens."""
+    """Whether a normal request is answered again, with the same tokens."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         try:
@@ -196,7 +196,7 @@ def test_what_the_client_did_wrong_is_no_fault_of_the_server(server: AttackedSer
 
 @pytest.mark.attack
 def test_a_key_s_limits_are_asked_before_its_text_is_read(started: Start, tmp_path: Any):
-    """Twelve MiB of text cost five seconds of a core each time, though each was refused."""
+    """Regression: refusing twelve MiB of text took five seconds of a core each time."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("- {name: a, key: sk-a, requests_per_minute: 2, max_concurrency: 1, tokens_per_minute: 100}\n- {name: b, key: sk-b}\n")  # fmt: skip
     server = started("--api-key-file", str(keys), key="sk-b")

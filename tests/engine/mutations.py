@@ -1,7 +1,7 @@
-"""Break one rule of the middle room at a time and see whether the random workloads notice.
+"""Breaks one rule of the scheduler or KV cache at a time, to see whether the random workloads detect it.
 
-A change to the scheduler or the block manager adds a line here. `python tests/engine/mutations.py` runs all
-by hand and prints what caught each; test_mutations.py does it in CI.
+A change to the scheduler or the block manager adds a line here. `python tests/engine/mutations.py` runs all by hand and
+prints what detected each; test_mutations.py does it in CI.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
 QUEUES, FAIR = "scheduler/waiting_queue.py", "scheduler/fair_queue.py"
 
-# name -> (file, function or method, what its tree holds, what is put there). Both are Python, so that formatting does not
-# matter. `ANY` matches any expression; no statement: those that stand there go.
+# name -> (file, function or method, pattern in its syntax tree, replacement). Both are Python, so that formatting does
+# not matter. `ANY` matches any expression; an empty replacement deletes the matched statements.
 MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "publish before the plan is final": (
         SCHEDULER, "Scheduler.plan",
@@ -96,7 +96,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
 
 
 def matches(pattern: Any, found: Any) -> bool:
-    """Whether two trees are equal, but for places and what `ANY` stands for."""
+    """Whether two trees are equal, apart from positions; `ANY` matches any expression."""
     if isinstance(pattern, ast.Name) and pattern.id == "ANY":
         return isinstance(found, ast.expr)
     if isinstance(pattern, list):
@@ -118,7 +118,7 @@ def expression(text: str) -> ast.expr | None:
 
 
 class Replace(ast.NodeTransformer):
-    """Puts one expression, or statements in one body, in the place of what matches; counts how often."""
+    """Replaces a matching expression, or matching statements of one body; counts the replacements."""
 
     def __init__(self, before: str, after: str):
         self.old, self.new, self.count = expression(before), expression(after), 0
@@ -150,10 +150,10 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef:
 
 
 def mutated(source: str, name: str, before: str, after: str) -> str:
-    """Source in which one node of a function is replaced.
+    """Source with one node of a function replaced.
 
     Raises:
-        LookupError: there is no such function, or the node is not in it exactly once.
+        LookupError: there is no such function, or it does not contain the node exactly once.
     """
     tree = ast.parse(source)
     replace = Replace(before, after)
@@ -164,7 +164,7 @@ def mutated(source: str, name: str, before: str, after: str) -> str:
 
 
 def broken(name: str | None, folder: pathlib.Path) -> None:
-    """Put the package into `folder`, with one rule of the middle room broken; None: whole."""
+    """Copy the package into `folder`, with one rule broken; None: unchanged."""
     file, *change = MUTATIONS[name] if name is not None else (SCHEDULER,)
     package = pathlib.Path(file).parts[0]
     (folder / "quire").mkdir()
@@ -179,7 +179,7 @@ def broken(name: str | None, folder: pathlib.Path) -> None:
 
 
 def survives(name: str | None, trials: int = TRIALS) -> str | None:
-    """None if the workloads still pass; else the last line of what caught it."""
+    """None if the workloads still pass; else the last line of the error that detected it."""
     with tempfile.TemporaryDirectory() as folder:
         broken(name, pathlib.Path(folder))
         ran = subprocess.run(

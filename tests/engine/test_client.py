@@ -1,4 +1,4 @@
-"""InlineClient on the toy device: outputs, calls from other threads, interrupts, death."""
+"""InlineClient on the toy device: outputs, calls from other threads, interrupts, engine death."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_calls_are_answered_while_another_thread_waits_for_outputs() -> None:
     def read_to_the_end() -> None:
         with pytest.raises(EngineDeadError, match="shut down"):
             read()
-        seen.append(EngineOutput("", []))  # it came out here, and nowhere else
+        seen.append(EngineOutput("", []))  # marks that the exception was raised here
 
     reader = threading.Thread(target=read_to_the_end)
     reader.start()
@@ -194,7 +194,7 @@ def test_a_broken_pool_is_seen_in_the_step_that_broke_it():
         assert client.outputs()
         pool = client.core.scheduler.kv.pool
         block = pool.free[-1] if isinstance(pool.free, list) else next(iter(pool.free))
-        pool.refs[block] += 1  # as if somebody had forgotten to take it off the list
+        pool.refs[block] += 1  # a used block that is still in the free list
         if runs_on:
             assert client.outputs()
         else:
@@ -273,7 +273,7 @@ def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:
 
 
 def test_what_a_call_took_in_is_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(The loop went to sleep with it, since nothing came any more.)"""
+    """Regression: the loop went idle with the new request, since no other message came."""
     monkeypatch.setattr("quire.engine.core.LOOK_AGAIN_S", 3600.0)
     client = make()
     assert client.core.step() == []
@@ -285,7 +285,7 @@ def test_what_a_call_took_in_is_begun_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_that_dies_under_a_function_is_the_end_of_the_engine() -> None:
-    """(The function's caller was told, and the requests of that step waited for ever.)"""
+    """Regression: the function's caller got the error, and the requests of that step waited forever."""
 
     class DyingOnce(Device):
         def result(self, step):

@@ -1,4 +1,4 @@
-"""What steps cost by the sums: the checkpoint's own sizes, every position counted one by one, and what /metrics tells."""
+"""Computed step costs against the checkpoint's own sizes, counted position by position, and against /metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shapes(path: str) -> dict[str, list[int]]:
-    """Of every tensor of the checkpoint."""
+    """Shape of every tensor of the checkpoint."""
     raw = (Path(path) / "model.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
     found = json.loads(raw[8 : 8 + size])

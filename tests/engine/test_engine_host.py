@@ -1,4 +1,4 @@
-"""EngineSupervisor over small programs in the place of an engine: deaths, full disks, a host that fails itself."""
+"""EngineSupervisor over small programs instead of an engine: deaths, full disks, a supervisor that fails itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = OSError(28, "No space left on device")
 
 
 class Host(EngineSupervisor):
-    """`how` its children behave, one after another; the last one again and again."""
+    """`how`: behaviours of its children, one after another; the last one repeats."""
 
     def __init__(self, *how: str, **patience: Any):
         self.how = how
@@ -117,7 +117,7 @@ def test_a_folder_that_was_deleted_is_made_again(make: Callable[..., Host]) -> N
 def test_a_disk_that_is_full_at_a_death_hides_nothing(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(The state could not be written: it said "ready" for ever, and every request hung.)"""
+    """Regression: the state could not be written, stayed "ready", and every request hung."""
     host = make("lives", "lives", restarts=1)
     until(is_ready(host, 1))
     full = threading.Event()
@@ -154,7 +154,7 @@ def test_a_recording_that_cannot_be_kept_costs_the_recording(
 def test_a_host_that_fails_says_so(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Also where its thread ends without a word."""
+    """Also if its thread ends without a message."""
 
     def fails(self: EngineSupervisor, child: Any, listener: Any) -> Any:
         raise error

@@ -1,4 +1,4 @@
-"""FairQueue: who is next, who gives way, and how long a light tenant waits beside a flood."""
+"""FairQueue: the next request, the preempted one, and how long a light tenant waits beside a heavy one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_who_is_alone_has_everything() -> None:
 
 
 def test_a_rest_is_not_saved_up() -> None:
-    """Who was away while another worked does not get all of the engine when it comes back."""
+    """A tenant that was idle while another worked does not get the whole engine when it returns."""
     house = House(FairQueue(), rows=2)
     for number in range(30):
         house.ask(f"a{number}", "a", 40)

@@ -1,4 +1,4 @@
-"""The flight recorder: what was written can be read after any death, and replayed to the same tokens."""
+"""The flight recorder: recordings are readable after any engine death, and replay to the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
 
 
 class Kin(dict):
-    """Of the toy: every request's KV depends on its tokens alone."""
+    """`kin` of the toy: the KV of every request depends only on its tokens."""
 
     def __missing__(self, id):
         return (None, "")
@@ -58,7 +58,7 @@ def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
     assert len(steps) > 30
     assert all(step.result is not None and not step.differs for step in steps)
     if requests == 60:
-        assert recording.seated.rows  # it starts in the middle of requests
+        assert recording.seated.rows  # the recording starts in the middle of requests
 
 
 def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     again = fresh()
-    again.foretells = 0.6  # and it draws when to foretell from the same seed
+    again.foretells = 0.6  # it draws from the same seed
     steps = list(replay(recording, again, budget=16))
     assert device.foretold > 10
     assert all(step.result is not None and not step.differs for step in steps)
@@ -121,7 +121,7 @@ def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
-    """Larger than its first room; written anew, it has nothing of what it held."""
+    """A segment larger than its first allocation; a restarted one contains none of its old frames."""
     segment, path = flight_recorder.RecordingSegment(tmp_path / "flight-0"), tmp_path / "flight-0"
     encode = flight_recorder.msgspec.msgpack.encode
     long = [flight_recorder.StepPlan(n, [], [], list(range(60_000))) for n in range(3)]
@@ -200,7 +200,7 @@ def no_space(*args: object) -> None:
 def test_a_recording_that_cannot_be_written_costs_the_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """(The engine died of it, and so did the one after it.)"""
+    """Regression: the engine died of it, and so did its replacement."""
     folder = tmp_path / "gone" if when == "the folder is missing" else tmp_path
     client, stops = make(), []
     wrapped = flight_recorder.RecordingExecutor(
@@ -233,7 +233,7 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
 
 
 def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path) -> None:
-    """(Each child's were written again at each 64th plan: one request wrote 3 GiB.)"""
+    """Regression: they were written for each child, again at each 64th plan: one request wrote 3 GiB."""
     client = recorded(tmp_path)
     large = SamplingParams(max_tokens=40, allowed_token_ids=list(range(200_000)))
     ids = {f"r{number}" for number in range(8)}

@@ -1,4 +1,4 @@
-"""Folders of servers that were killed are removed by the next server; those of running ones stay (M1)."""
+"""The next server removes the folders of killed servers, and keeps those of running ones (M1)."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_other_folders_are_left_alone(tmp_path: Path):
         folder = tmp_path / name
         folder.mkdir(mode=mode)
         (folder / "kept").touch()
-        if name != "quire-old":  # of a version that had no lock
+        if name != "quire-old":  # of a version without a lock
             (folder / LOCK).touch()
     (tmp_path / "quire-link").symlink_to(elsewhere)
     (tmp_path / "quire-file").touch()
     remove_stale(tmp_path)
-    assert len(list(tmp_path.glob("*/kept"))) == 5  # once more through the link
+    assert len(list(tmp_path.glob("*/kept"))) == 5  # a sixth, through the link

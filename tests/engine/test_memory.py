@@ -1,4 +1,4 @@
-"""The cache layout and the memory plan: arithmetic, checked by hand-made sums."""
+"""The cache layout and the memory plan, checked by hand-made sums."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tokens_that_fit_are_those_of_all_groups() -> None:
     specs = [FULL if i % 6 == 5 else NARROW for i in range(12)]
     cut = layout(specs, 16, 4096)
     assert cut.tokens_in(2 * (256 + 5 * 7), 4096, 64) == 2 * 4096
-    assert layout([NARROW], 16, 4096).tokens_in(7, 4096, 64) == 4096  # a window forgets
+    assert layout([NARROW], 16, 4096).tokens_in(7, 4096, 64) == 4096  # a window frees blocks
     assert layout([FULL], 16, 4096).tokens_in(10, 4096, 64) == 160
 
 
@@ -152,7 +152,7 @@ def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None
     assert forecast_weights(plain, 0, packed) == 4 * 800 + 2 * 100
     with pytest.raises(NotEnoughMemory, match=r"before they are made int8.*13\.95 KiB as bfloat16"):
         forecast_weights(small, 14_000, found)
-    # On a device of its own they are made small one by one, and the head stays: the table, or one of its own.
+    # A CUDA device quantizes them one by one and keeps the head: the embedding table, or its own.
     away = replace(small, device="cuda", quantization="fp8")
     assert forecast_weights(away, 14_000, found) == 6400 + 2 * 100 + 2 * 640
     found.append(("lm_head.weight", "BF16", (10, 64)))

@@ -1,4 +1,4 @@
-"""Which free block is taken next: what nobody can find before what somebody may."""
+"""The order of free blocks: those without a hash before cached ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pulse: the bound follows the work, and time in which the process was stopped is nobody's."""
+"""The watchdog: the limit follows the work, and time while the process was suspended does not count."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_time_in_which_we_were_stopped_does_not_count() -> None:
     pulse = Watchdog(300.0, clock)
     with pulse.working():
         clock.now += 1
-        pulse.slept(0.5)  # as always
+        pulse.slept(0.5)  # a normal sleep
         assert pulse.beat().busy == 1
         clock.now += 3600
         pulse.slept(3600.0)
@@ -59,7 +59,7 @@ def test_time_in_which_we_were_stopped_does_not_count() -> None:
 
 
 def test_a_function_of_the_engine_must_come_to_an_end_too() -> None:
-    """(Nobody is served while it runs, and it was never too long.)"""
+    """Regression: no request is served while it runs, and it had no time limit."""
     clock = Clock()
     pulse = Watchdog(300.0, clock)
     pulse.stepped(1, 0.01)
@@ -72,6 +72,6 @@ def test_a_function_of_the_engine_must_come_to_an_end_too() -> None:
 
     assert pulse.bound(load, 600.0)("weights") == "WEIGHTS"
     assert (told[0].busy, told[0].allowed) == (601, 600)
-    with pulse.working():  # a step's own bound holds again
+    with pulse.working():  # a step has its own limit again
         assert pulse.beat().allowed < 600
     assert pulse.beat().busy == 0

@@ -19,7 +19,7 @@ def test_every_output_equals_the_reference_and_nothing_leaks(first: int) -> None
 
 
 def test_some_workloads_mix_drafts_and_tokens_that_are_certain() -> None:
-    """(The first one ended the engine.)"""
+    """Regression: the first such workload killed the engine."""
     logging.disable(logging.CRITICAL)
     try:
         assert sum(workload.trial_of(seed)[1].restarts for seed in range(60)) > 5

@@ -1,4 +1,4 @@
-"""ProcessClient without a process: what it does when its engine is replaced, told by the board alone."""
+"""ProcessClient without a process: how it reacts when the state board says that its engine was replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 
 class Place:
-    """A host's folder and board, and the engine's end of the sockets of one generation."""
+    """A supervisor's folder and board, and the engine's end of the sockets of one generation."""
 
     def __init__(self, folder: Path):
         self.folder, self.board = folder, StateBoard()
@@ -45,7 +45,7 @@ class Place:
         return ProcessClient(make().resolved, self.folder, self.board)
 
     def heard(self, generation: int, count: int) -> list[ToEngine]:
-        """The first so many messages that an engine of this generation is sent."""
+        """The first `count` messages sent to the engine of this generation."""
         socket = self.context.socket(zmq.PULL)
         socket.bind(f"ipc://{self.folder}/{generation}/down")
         try:
@@ -69,7 +69,7 @@ def ask(client: ProcessClient, *ids: str) -> None:
 
 
 def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place) -> None:
-    """(Nobody read it, and it ran to its end.)"""
+    """Regression: a request that its client had aborted was sent again, and ran to its end."""
     client = place.client()
     ask(client, "left", "kept")
     client.abort(["left"])
@@ -78,7 +78,7 @@ def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place)
     [again] = place.heard(2, 1)
     assert isinstance(again, EngineRequest)
     assert again.id == "kept"
-    # It is sent once more, and no further.
+    # It is sent again only once.
     place.publish(3, "restarting", error="struck down")
     [lost] = client.outputs()
     assert (lost.id, lost.finish) == ("kept", "error")
@@ -96,7 +96,7 @@ def test_an_abort_goes_to_the_engine_that_has_the_request(place: Place) -> None:
 
 
 def test_being_told_to_stop_is_no_failure_of_a_function() -> None:
-    """(It counted as one, and the process went on until it was killed.)"""
+    """Regression: it was reported as an error, and the process continued until it was killed."""
     core: EngineCore = make().core
     core.functions["busy"] = lambda: stop(0, None)
     core.inbox.put(Call(1, "busy", []))
@@ -105,7 +105,7 @@ def test_being_told_to_stop_is_no_failure_of_a_function() -> None:
 
 
 def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) -> None:
-    """(It was kept for ever, and sending it again ended the thread that reads outputs.)"""
+    """Regression: the client kept it, and sending it again ended the thread that reads outputs."""
     client = place.client()
     for value in (1 << 64, object(), "\ud800"):
         params = SamplingParams(max_tokens=2).settled(extra_args={"a": value})
@@ -135,7 +135,7 @@ def test_a_request_that_cannot_be_sent_again_fails_alone(place: Place) -> None:
 
 
 class Socket:
-    """Gives messages, then ends the reading thread."""
+    """Returns the messages, then ends the reading thread."""
 
     def __init__(self, *messages: bytes):
         self.messages = list(messages)
@@ -147,7 +147,7 @@ class Socket:
 
 
 def test_what_the_engine_cannot_decode_is_answered() -> None:
-    """(It was logged and dropped: the client waited for ever, and /health said 200.)"""
+    """Regression: it was logged and dropped; the client waited forever, and /health answered 200."""
     core: EngineCore = make().core
     encode = msgspec.msgpack.encode
     good = EngineRequest("good", [1, 2], SamplingParams(max_tokens=1))
@@ -180,7 +180,7 @@ def begun(client: ProcessClient, id: str) -> None:
 
 
 def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place) -> None:
-    """(They read the exception: files of this machine, and ids of others' requests.)"""
+    """Regression: clients got the exception, with file names of this machine and ids of others' requests."""
     client = place.client()
     ask(client, "mine")
     begun(client, "mine")
@@ -208,7 +208,7 @@ def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
 
 
 def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> None:
-    """It ran beside what killed the engine, perhaps: a prompt that many ask for."""
+    """A common prompt that may have run beside the one that killed the engine."""
     client = place.client()
     for generation in (2, 3):
         ask(client, "hi")
@@ -239,7 +239,7 @@ def test_what_only_waited_at_two_deaths_may_be_asked_for_again(place: Place) -> 
 
 
 def test_without_a_recording_what_was_there_at_two_deaths_is_poison(place: Place) -> None:
-    """(The plan that could not be written was in no recording: its request was sent to each new engine.)"""
+    """Regression: a plan that could not be written was in no recording, and every new engine got its request."""
     client = place.client()
     ask(client, "prefill")
     place.publish(2, "restarting", recorded=False)
@@ -253,7 +253,7 @@ def test_without_a_recording_what_was_there_at_two_deaths_is_poison(place: Place
 
 
 def test_what_the_host_calls_poison_is_refused_by_every_front_room(place: Place) -> None:
-    """Its deaths came by way of other front rooms."""
+    """Its deaths came from other frontends."""
     client = place.client()
     ask(client, "waiting", "begun")
     begun(client, "begun")
@@ -347,7 +347,7 @@ def test_another_process_reads_the_state() -> None:
     board.publish(state)
     assert reader.look() == state
     assert reader.look() is reader.look()
-    board._map[40] ^= 1  # half written
+    board._map[40] ^= 1  # a torn write
     board._map[0] += 1
     assert reader.look() == state
     board.publish(EngineState(3, "ready"))

@@ -1,4 +1,4 @@
-"""How long blocks keep what they hold, against a diary kept by hand."""
+"""Residency statistics of blocks, against hand-kept records."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_one_block_from_taken_to_taken_again():
     pool.publish(0, block, b"what")
     clock.now = 5
     pool.release([block])
-    clock.now = 8  # 3 of nobody's
+    clock.now = 8  # 3 without a user
     pool.share(block)
     pool.share(block)  # in use already: no gap
     clock.now = 20
     pool.release([block, block])
     clock.now = 250
-    assert pool.take() == block  # lived 250, of nobody's for the last 230
+    assert pool.take() == block  # lived 250, without a user for the last 230
     assert pool.stats() == {
         "lifetime": [0, 0, 0, 1, 250],
         "idle": [0, 0, 0, 1, 230],
@@ -54,7 +54,7 @@ def test_content_that_nobody_could_find_is_not_counted():
 
 
 def test_a_watched_pool_does_what_a_pool_does():
-    """Random calls to both; and the share that is watched is about the one that was asked for."""
+    """Random calls to both pools; the sampled share of blocks is about the configured one."""
     draw, clock = random.Random(7), Clock()
     pools = (BlockPool(40), pool_of(40, clock, share=0.25))
     mine: list[int] = []

@@ -1,4 +1,4 @@
-"""An engine that holds requests back or sleeps, on the toy device: who goes on, who waits, and with which tokens."""
+"""A paused or sleeping engine on the toy device: which requests continue, which wait, and with which tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rests = Callable[["Engine"], Coroutine[object, object, None]]
 
 
 class Engine:
-    """A core two steps deep, with a row less than it has requests."""
+    """A core with a depth of two, and one row fewer than requests."""
 
     def __init__(self) -> None:
         groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
@@ -58,7 +58,7 @@ class Engine:
         return reply.value
 
     def run(self, steps: int = 1000) -> None:
-        """So many steps, or until it rests."""
+        """Run so many steps, or until the engine is idle."""
         self.take(self.core.receive(block=False))
         for _ in range(steps):
             self.take(self.core.step())
@@ -110,7 +110,7 @@ def test_abort_ends_all_and_tells_all(engine: Engine) -> None:
     assert engine.call("hold", "abort") == 0
     assert set(engine.finish.values()) == {"abort"}
     assert not engine.core.in_flight
-    assert len(engine.tokens["a"]) > known  # what was in flight came out first
+    assert len(engine.tokens["a"]) > known  # steps in flight finished first
     assert engine.tokens["a"] == reference(engine.asked["a"])[0][: len(engine.tokens["a"])]
 
 
@@ -133,11 +133,11 @@ def test_after_sleep_the_same_tokens(engine: Engine, level: int) -> None:
     assert engine.core.state == ("awake", "weights_offloaded", "discard_all")[level]
     if level:
         assert not engine.core.scheduler.running
-        engine.device.memory = [None] * len(engine.device.memory)  # nothing of it may be read
+        engine.device.memory = [None] * len(engine.device.memory)  # it must not be read
     engine.ask("dddd")
     engine.run()
     assert not engine.tokens["dddd"]
-    assert engine.call("resume") is False  # nobody paused: it still sleeps
+    assert engine.call("resume") is False  # nothing paused it: it still sleeps
     if level:
         assert engine.call("wake_up", ["weights"]) == ["kv_cache"]
         assert engine.call("is_sleeping") is True
@@ -178,7 +178,7 @@ def sleeping(engine: Engine) -> Coroutine[object, object, None]:
 
 
 async def begin(engine: Engine, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-    """It waits for requests that run, which nobody steps."""
+    """Start work that waits for running requests, which make no steps."""
     task = asyncio.ensure_future(work)
     while not engine.call("is_paused"):
         await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def begin(engine: Engine, work: Coroutine[object, object, None]) -> asynci
 
 
 async def give_up(work: Coroutine[object, object, None]) -> None:
-    with pytest.raises(asyncio.TimeoutError):  # nobody steps, so they never end
+    with pytest.raises(asyncio.TimeoutError):  # the requests make no steps, so they never end
         await asyncio.wait_for(work, 0.05)
 
 
@@ -204,7 +204,7 @@ def test_who_gives_up_waiting_has_held_nobody_back(engine: Engine, rests: Rests)
 @pytest.mark.parametrize("second", [pausing, sleeping])
 @pytest.mark.parametrize("first", [pausing, sleeping])
 def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Rests) -> None:
-    """(One who gave up waiting for a pause ended that of another, who was told that it stands.)"""
+    """Regression: a caller that gave up waiting also ended the pause of another, which was told that it had paused."""
 
     async def main() -> None:
         one = await begin(engine, first(engine))
@@ -236,7 +236,7 @@ def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
     assert engine.call("is_paused") is False
     engine.call("hold", "wait")
     engine.call("pause")
-    engine.call("let_go_client", 0)  # who was told that it stands may go
+    engine.call("let_go_client", 0)  # a client whose pause is complete may disconnect
     assert engine.call("is_paused") is True
 
 
@@ -292,7 +292,7 @@ def test_the_next_process_rests_as_deep(
         if back is not None:
             before.call("wake_up", back)
     if released:
-        before.call("release_kv_cache")  # or it is told why not
+        before.call("release_kv_cache")  # or it returns the reason
     after = process()
     for name in ("is_paused", "is_sleeping", "asked"):
         assert after.call(name) == before.call(name), name
@@ -338,7 +338,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
     engine.device.call = lambda *words: told.append(words) or [None]  # type: ignore[method-assign]
     assert "paused first" in str(engine.call("release_kv_cache"))
     engine.call("hold", "keep")
-    assert "paused first" in str(engine.call("release_kv_cache"))  # somebody still waits
+    assert "paused first" in str(engine.call("release_kv_cache"))  # not paused yet
     engine.call(*rests)
     if rests == ("sleep", 0):
         engine.call("let_go")
@@ -347,7 +347,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
     assert "wake_up" in str(engine.call("release_kv_cache"))
     engine.device.memory = [None] * len(engine.device.memory)
     assert engine.call("is_sleeping") is True
-    assert engine.core.state == "awake"  # the weights are where they were
+    assert engine.core.state == "awake"  # the weights did not move
     assert engine.call("wake_up", ["weights", "scheduling"]) == ["kv_cache"]
     assert engine.call("wake_up", ["kv_cache"]) == []
     assert engine.call("is_sleeping") is False
@@ -372,7 +372,7 @@ def test_some_are_ended_by_id(engine: Engine) -> None:
 
 
 def test_a_sleep_that_fails_holds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(Whoever asked for it was told that it failed, and all requests waited for ever.)"""
+    """Regression: the caller got the error, and all requests waited forever."""
 
     def fails(name: str, *args: object) -> list[None]:
         raise MemoryError("no room on the host")

@@ -1,7 +1,7 @@
-"""A toy device: rows, a memory of blocks, and a next token that depends on the last seven and the adapter.
+"""A toy device: rows, a memory of blocks, and a next token that depends on the last seven tokens and the adapter.
 
-It runs plans in order and as late as it may, and checks every read of its memory against what must stand
-there. It shares no code with the worker.
+It runs plans in order and as late as possible, and compares every read of its memory with the expected value. It shares
+no code with the worker.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ToyRow:
     entered: int  # step
     drafts: list[int] = field(default_factory=list)
     spoilt: bool = False
-    told: int = 0  # tokens that results spoke of
-    stale_until: int = 0  # steps up to this one may check drafts that are dropped
+    told: int = 0  # tokens that results reported
+    stale_until: int = 0  # steps up to this one may verify draft tokens that were dropped
 
 
 def histories(sequence: list[int]) -> list[int]:
-    """Of each position a number that stands for all tokens up to it: KV depends on what came before."""
+    """For each position, a hash of all tokens up to it: KV depends on what comes before."""
     value, out = 1, []
     for token in sequence:
         value = (value * 1_000_003 + token + 1) % 2_305_843_009_213_693_951
@@ -54,7 +54,7 @@ class StepFailed(Exception):
 
 
 class ToyDevice:
-    """An Executor. `kin` says what the KV of a request id depends on; `faults` are ids whose row fails."""
+    """An Executor. `kin`: what the KV of a request depends on, by id; `faults`: ids whose row fails."""
 
     recoverable = (StepFailed,)
 
@@ -77,7 +77,7 @@ class ToyDevice:
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
         self.reads = self.launched = 0
-        self.foretells = 0.0  # probability that tokens are certain after a draw
+        self.foretells = 0.0  # probability of forced tokens after a draw
         self.foretold = 0
         self.fate = random.Random(0)
         self.drew: dict[
@@ -107,7 +107,7 @@ class ToyDevice:
         return done
 
     def _foretell(self, result: StepResult) -> None:
-        """Say what follows a draw, while later steps may have run or not; drop what was said before."""
+        """Report tokens forced by a draw, before or after later steps ran; drop what was reported before."""
         for index, number, row, place in self.drew.pop(result.step):
             if place < row.told:
                 result.tokens[index] = []
@@ -122,7 +122,7 @@ class ToyDevice:
             self.foretold += len(history) - row.told
             row.told = len(history)
             if self.rows.get(number) is row and len(row.tokens) < len(history):
-                row.tokens, row.drafts = history, []  # none continues it
+                row.tokens, row.drafts = history, []  # draft tokens do not continue them
                 row.stale_until = self.launched
 
     def run_all(self) -> None:
@@ -193,7 +193,7 @@ class ToyDevice:
                 )
 
     def _read(self, row: ToyRow, sequence: list[int], start: int, end: int) -> bool:
-        """Check all that the new positions look at; True if some of it is spoilt."""
+        """Check all KV that the new positions read; True if some of it is spoilt."""
         spoilt = False
         history = histories(sequence)
         for g, group in enumerate(self.groups):
@@ -237,7 +237,7 @@ class ToyDevice:
 
 
 class _Late:
-    """Runs nothing until it is asked."""
+    """Runs nothing until its result is requested."""
 
     def __init__(self, device: ToyDevice, step: int):
         self.device, self.step = device, step

@@ -1,6 +1,6 @@
 """Random workloads on the toy device: every output equals a step-by-step reference, and nothing leaks.
 
-`python tests/engine/workload.py 6000` runs many by hand; mutations.py runs it on a broken scheduler.
+`python tests/engine/workload.py 6000` runs many by hand; mutations.py runs them on a broken scheduler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.scheduler.scheduler import Scheduler
 
 
 class OneAdapterGate(Gate):
-    """At most one adapter runs at once; who needs another stops those behind."""
+    """At most one adapter runs at once; a request with another one blocks those behind it."""
 
     name = "one adapter"
 
@@ -53,7 +53,7 @@ class OneAdapterGate(Gate):
 
 
 class FirstBiteGate(Gate):
-    """Lets only a few tokens of anybody run at once, so that others enter behind an unfinished prompt."""
+    """Limits the tokens of each request in a step, so that others enter behind an unfinished prompt."""
 
     name = "first bite"
 
@@ -65,7 +65,7 @@ class FirstBiteGate(Gate):
 
 
 class LateGate(Gate):
-    """Some requests are not ready until a tick of the test's clock: others pass them."""
+    """Some requests are not ready before a tick of the test's clock; others overtake them."""
 
     name = "late"
 
@@ -89,7 +89,7 @@ class LateGate(Gate):
 
 
 class WitnessGate(Gate):
-    """Asserts who may enter and who must leave."""
+    """Asserts which requests may enter, and which must be preempted."""
 
     name = "witness"
     scheduler: Scheduler
@@ -100,7 +100,7 @@ class WitnessGate(Gate):
         self.restarts = 0
 
     def enter(self, request):
-        if not isinstance(self.scheduler.waiting, FairQueue):  # there somebody may have made way
+        if not isinstance(self.scheduler.waiting, FairQueue):  # a FairQueue may preempt and admit
             assert self.preempted_at != self.late.now, "a plan that preempts admits nobody"
         for other in self._beside(request, self.scheduler.waiting):
             if other.order < request.order and other.row == NO_ROW:
@@ -108,7 +108,7 @@ class WitnessGate(Gate):
 
     def leave(self, request):
         if any((request, CANCELLED) in items for items in self.scheduler.in_flight.values()):
-            self.restarts += 1  # tokens were certain while draft tokens were in flight
+            self.restarts += 1  # forced tokens came while draft tokens were in flight
         elif request.finish is None:  # preempted
             self.preempted_at = self.late.now
             beside = self._beside(request, self.scheduler.running)
@@ -116,13 +116,13 @@ class WitnessGate(Gate):
             assert least is request, f"{request.id} is preempted before {least.id}"
 
     def _beside(self, request, others):
-        """Those whose order counts against this one's: all, or those of its tenant."""
+        """The requests that this one's order is compared with: all, or those of its tenant."""
         fair = isinstance(self.scheduler.waiting, FairQueue)
         return [r for r in others if not fair or r.tenant == request.tenant]
 
 
 class RememberingHasher(Hasher):
-    """Knows which tokens each hash stands for."""
+    """Records the tokens of each hash."""
 
     def __init__(self, block_size: int):
         super().__init__(block_size, b"secret")
@@ -152,7 +152,7 @@ def reference(asked: EngineRequest) -> tuple[list[int], str]:
 
 @dataclass
 class Setting:
-    """One drawn configuration: scheduler, device and gates."""
+    """One random configuration: scheduler, device and gates."""
 
     rng: random.Random
     core: EngineCore
@@ -192,7 +192,7 @@ def draw_setting(seed: int) -> Setting:
         run_ahead=depth <= 2 or rng.random() < 0.5,
         by_priority=by_priority,
     )
-    if rng.random() < 0.1:  # a prompt runs whole or waits
+    if rng.random() < 0.1:  # a prompt runs in one step or waits
         limits = SchedulerLimits(
             max_rows=4,
             max_step_tokens=64,
@@ -214,7 +214,7 @@ def draw_setting(seed: int) -> Setting:
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
     faulty = rng.random() < 0.15
     device.failing_steps = 0.02 if faulty and rng.random() < 0.5 else 0.0
-    # A draw of its own, so that the seeds of before keep their workloads.
+    # Its own generator, so that older seeds keep their workloads.
     fair = random.Random(~seed).random() < 0.3
     waiting = FairQueue({"b": 3.0}) if fair else None
     device.fate = random.Random(~seed ^ 1)
@@ -269,14 +269,14 @@ def draw_requests(s: Setting) -> None:
 
 
 class Check:
-    """Collects what comes out, and says at the end whether it is right."""
+    """Collects the outputs, and checks them at the end."""
 
     def __init__(self, s: Setting):
         self.s = s
         self.asked = {asked.id: asked for asked in s.arrivals}
         self.got: dict[str, list[int]] = {id: [] for id in self.asked}
         self.finish: dict[str, str] = {}
-        self.fouled_at: dict[str, int] = {}  # errors: the last step planned when it was told
+        self.fouled_at: dict[str, int] = {}  # errors: the last step planned when it was reported
 
     def take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -304,7 +304,7 @@ class Check:
                 assert (got, self.finish[id]) == (want, why), f"request {id}: {got} != {want}"
         guilty = [at for id, at in self.fouled_at.items() if id in self.s.device.faults]
         if not self.s.device.failing_steps:
-            for id, at in self.fouled_at.items():  # innocents fall only with what was in flight
+            for id, at in self.fouled_at.items():  # others fail only with a faulty one in flight
                 if id not in self.s.device.faults:
                     entered = self.s.device.entered_at[id]
                     assert any(entered <= told for told in guilty), (
@@ -313,7 +313,7 @@ class Check:
 
 
 def moves(s: Setting, check: Check) -> None:
-    """One turn of the loop; asserts that work that can move does."""
+    """One turn of the loop; asserts progress if there is work."""
     core, scheduler = s.core, s.scheduler
     planned, busy = scheduler.steps, bool(core.in_flight)
     check.take(core.receive(block=False))
@@ -331,7 +331,7 @@ def moves(s: Setting, check: Check) -> None:
 
 
 def published_blocks_hold_what_they_say(s: Setting) -> None:
-    """Once everything that was launched has run. Changes when steps run, so it is done now and then."""
+    """Checks published blocks after all launched steps have run. It changes when steps run, so it is called rarely."""
     s.device.run_all()
     size, hasher = s.scheduler.kv.block_size, s.scheduler.kv.hasher
     for block, (group, hash) in s.pool.hash_of.items():
@@ -343,7 +343,7 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
 
 
 def nap(s: Setting, rest: SleepController, check: Check) -> None:
-    """Asleep and awake again: nothing is in flight, and what blocks held is gone."""
+    """Sleep and wake up: no step is in flight, and the blocks lose their content."""
     rest.sleep(1)
     check.take(s.core.said)
     s.core.said.clear()
@@ -352,12 +352,12 @@ def nap(s: Setting, rest: SleepController, check: Check) -> None:
 
 
 def trial(seed: int) -> int:
-    """Preemptions of one random workload that came out right."""
+    """Number of preemptions in one random workload, checked."""
     return trial_of(seed)[0].scheduler.count.preemptions
 
 
 def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
-    """One random workload that came out right, at its end."""
+    """Run and check one random workload."""
     s = draw_setting(seed)
     draw_requests(s)
     check, rng = Check(s), s.rng
@@ -393,7 +393,7 @@ def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
 
 
 def main(trials: int, first: int = 0) -> None:
-    logging.disable(logging.CRITICAL)  # preemptions and failed steps are meant to happen here
+    logging.disable(logging.CRITICAL)  # these workloads preempt, and fail steps, on purpose
     preemptions = 0
     for seed in range(first, first + trials):
         try:
