@@ -130,7 +130,7 @@ class QuireApp:
     """Routes behind layers.
 
     Starlette's own application puts three more functions around each message that is sent, and a stream sends one
-    message a token. `ErrorBoundary`, this class and uvicorn do their work.
+    message a token. `ErrorBoundary`, this class and uvicorn do the work of these functions.
     """
 
     def __init__(self, routes: Sequence[Route], layers: Sequence[Middleware]):

@@ -30,7 +30,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.engine_protocol import RenderOptions, TokenizedPrompt
 from quire.server.text_pool import TextPool
 
-AT_ONCE_S = 0.03  # time limit of a template in the event loop; nearly all need a tenth of it
+AT_ONCE_S = 0.03  # of the event loop, at most, for a template; nearly all take less than a tenth
 
 
 class AsyncTextEngine:
@@ -63,7 +63,7 @@ class AsyncTextEngine:
 
     @property
     def template_text(self) -> str:
-        """The checkpoint's templates: they show how the model writes tool calls and thoughts."""
+        """The checkpoint's templates: they show how the model writes tool calls and reasoning."""
         return self.front.template_text
 
     @property
@@ -165,7 +165,7 @@ def salted(salt: str, tenant: str) -> str:
 
 
 def fingerprint(client: EngineClient) -> str:
-    """Changes with whatever may change an answer: version, model and its implementation, dtype, device."""
+    """Changes with everything that may change an answer: version, model and its implementation, dtype, device."""
     ready = client.ready
     what = (__version__, client.resolved.path, ready.dtype, ready.device, ready.model_impl)
     return f"quire-{__version__}-{sha256(repr(what).encode()).hexdigest()[:8]}"

@@ -17,7 +17,7 @@ LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
 MOST_TEXT = (
     4 << 20
 )  # bytes of UTF-8: about a million tokens, for which the tokenizer takes 300 MiB of memory
-BYTES_A_TOKEN = 16  # ... and as many for each token of a longer context
+BYTES_A_TOKEN = 16  # ... or so many bytes for each token of a longer context
 MOST_MESSAGES = 10_000
 
 

@@ -110,9 +110,7 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         if role not in ("user", "assistant", "system"):
             raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
         messages += messages_of(role, message.get("content"), f"messages[{at}].content")
-    goes_on = (
-        bool(body.messages) and messages[-1]["role"] == "assistant"
-    )  # the last message begins the answer
+    goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # it begins the answer
     wishes = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
     one = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     return ChatRequest(

@@ -52,7 +52,7 @@ def effort_of(asked: Any, said: str) -> str | None:
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> RenderOptions:
-    """Raises ApiError 400: the request has a chat template, and the server does not trust those of clients."""
+    """Raises ApiError 400: a client's chat template that the server does not trust, or options that exclude each other."""
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:
         raise invalid(

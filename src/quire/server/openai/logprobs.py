@@ -42,8 +42,8 @@ def chosen(position: Mapping[int, LogprobLike], token: int) -> LogprobLike:
 def ranked(
     position: Mapping[int, LogprobLike], top: int, token: int, keep_chosen: bool
 ) -> list[int]:
-    """The ids of the `top` best tokens (-1: all), best first; with `keep_chosen` also the chosen one, whatever its
-    rank.
+    """The ids of the `top` best tokens (-1: all), best first; `keep_chosen` adds the chosen one if it is not among
+    them.
     """
     order = sorted(position, key=lambda one: position[one].logprob, reverse=True)
     best = order if top < 0 else order[:top]

@@ -102,7 +102,7 @@ def serve(config: EngineConfig) -> int:
             if tracer is not None:
                 tracer.close()
             return serve_many(config, listeners)  # each process has its own tracer
-        gc.set_threshold(*COLLECT_AFTER)  # a step brings output to hundreds of streams
+        gc.set_threshold(*COLLECT_AFTER)  # a step makes objects for hundreds of streams
         client = make_client(config, process=True, wait=False) if own_process else None
         with asyncio.Runner(loop_factory=event_loop()) as runner:
             serving = ServerProcess(config, listeners[0], client, tenants, tracer=tracer)
