@@ -1,1 +1,1 @@
-"""The project's own measurements: `python -m benchmarks`, from the repository's folder. Not part of the wheel."""
+"""The project's own benchmarks: `python -m benchmarks`, in the folder of the repository. Not part of the wheel."""

@@ -1,6 +1,6 @@
-"""`python -m benchmarks WHAT`: the first word names the measurement.
+"""`python -m benchmarks WHAT`: the first word names the benchmark.
 
-Imports only the module of that measurement: the load generator must run without torch.
+It imports only the module of that benchmark, because the load generator must run without torch.
 """
 
 from __future__ import annotations

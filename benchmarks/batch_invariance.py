@@ -1,8 +1,8 @@
-"""`python -m benchmarks divergence`: how often a bf16 answer depends on who shares the step, and where that comes from.
+"""`python -m benchmarks divergence`: how often a bf16 answer depends on the other requests of its steps, and where.
 
-The embedded model answers the same prompts alone, and then in other company; every answer that is not the same to the
-token is counted, with the place where it parts and how close the two best tokens were there. Each row is one kind of
-kernels in a process of its own, since kernels are chosen once. Nothing is timed, so other load does no harm.
+The embedded model answers the same prompts alone and then in other batches. The benchmark counts answers with different
+tokens, and reports the first different token and the gap between the two best logprobs there. Each kind of kernels runs
+in its own process, because a process chooses kernels once. It times nothing, so other load does no harm.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def answers(llm: Any, prompts: list[str], logprobs: int | None = None) -> list[A
 
 
 def gap(completion: Any, at: int) -> float:
-    """By how much the best token was better than the second, in nats."""
+    """Difference of the logprobs of the two best tokens, in nats."""
     best, second = sorted((lp.logprob for lp in completion.logprobs[at].values()), reverse=True)[:2]
     return float(best - second)
 
 
 def compare(alone: list[Any], others: list[Any]) -> dict[str, Any]:
-    """How many of `others` are what they were alone; of those that are not, where they part."""
+    """How many of `others` equal the answers alone; for the rest, the token where they diverge and the gap there."""
     parts = []
     for one, other in zip(alone, others, strict=True):
         pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
@@ -82,7 +82,7 @@ def compare(alone: list[Any], others: list[Any]) -> dict[str, Any]:
 
 
 def here(dtype: str) -> dict[str, Any]:
-    """All settings, in this process."""
+    """Run all settings in this process."""
     from quire.api.llm import LLM
 
     common: dict[str, Any] = {"dtype": dtype, "max_model_len": 512, "disable_log_stats": True}
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
         f"{dtype}/{kernels}": in_a_child(dtype, isa)
         for dtype in dict.fromkeys((asked.dtype, "float32"))
         for kernels, isa in KERNELS.items()
-        if not (dtype == "float32" and kernels == "native")  # those are bf16 kernels
+        if not (dtype == "float32" and kernels == "native")  # the native kernels are bf16
     }
     about, today = roofline.describe(), datetime.date.today().isoformat()
     result = {"date": today, "machine": about, "tokens": TOKENS, "runs": runs}

@@ -1,15 +1,15 @@
-"""`python -m benchmarks host`: what a step of the whole engine costs beside the model, by part and by how many rows decode.
+"""`python -m benchmarks host`: host overhead of an engine step beside the model, by part and number of decoding rows.
 
-The real scheduler, worker, sampler and socket, on a random checkpoint. Only the functions that each part is called by
-are timed; what is left over of a step is "other".
+It uses the real scheduler, worker, sampler and socket, on a random checkpoint. It times the entry point of each part;
+the rest of a step is "other".
 
-    plan       the scheduler decides              launch     rows seated, hooks, bookkeeping around the forward pass
-    batch      its plan as the model's input      sample     logits to tokens, and the tokens to the host
-    model      the forward pass and the head      commit     what came is taken in
-                                                  publish    encoded, and sent to the front room's socket
+    plan       the scheduler makes the plan       launch     row updates, hooks, bookkeeping around the forward pass
+    batch      the plan becomes model input       sample     logits to tokens, and the tokens to the host
+    model      the forward pass and the head      commit     the scheduler processes the result
+                                                  publish    encode outputs, send them to the frontend's socket
 
-Where a step is one call of the kernels (`worker/native_step.py`), that call is "model": it also gathers the step's input and
-draws the tokens, so batch and sample are then part of it.
+On the fast path (`worker/native_step.py`), one kernel call is "model": it also gathers the input and draws the tokens,
+so it includes batch and sample.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from benchmarks import shapes
 
 GOALS = {
     1: 0.03
-}  # rows -> the host's share of a step, on a model of the smallest size that is worth serving
+}  # rows -> the host's share of a step, with GOAL_SHAPE, about the smallest model worth serving
 GOAL_SHAPE = "qwen3-0.6b"
 PROMPT = 16
-STEPS = 20  # that are measured
-WARM = 3  # steps that do not count
+STEPS = 20  # measured steps
+WARM = 3  # warm-up steps
 HOST = ("plan", "batch", "launch", "sample", "commit", "publish", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Medians, in milliseconds a step, all rows decoding."""
+    """Medians in milliseconds per step, all rows decoding."""
 
     rows: int
     parts: dict[str, float]
@@ -64,7 +64,7 @@ class HostCost:
 
 
 class Stopwatch:
-    """Milliseconds by name since the last `read`. A part that runs inside another is taken out of it by the caller."""
+    """Milliseconds by name since the last `read`. The caller subtracts nested parts."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 def watched(core: Any) -> Stopwatch:
-    """A stopwatch around the parts of an engine whose worker is in this process."""
+    """A stopwatch on the parts of an engine whose worker is in this process."""
     watch, worker = Stopwatch(), core.executor.worker
     watch.watch(core.scheduler, "plan", "plan")
     watch.watch(core.scheduler, "commit", "commit")
@@ -96,7 +96,7 @@ def watched(core: Any) -> Stopwatch:
     watch.watch(worker.source, "forward", "forward")
     watch.watch(worker.model, "logits", "head")
     watch.watch(worker.sink, "finish", "finish")
-    if worker.at_once is not None:  # the kernels themselves are everybody's
+    if worker.at_once is not None:  # do not patch the kernels: the process shares them
         whole = worker.at_once.kernels
         worker.at_once.kernels = SimpleNamespace(step=watch.around("whole", whole.step))
     launch = watch.around("launch", core.executor.launch)
@@ -115,7 +115,7 @@ class _Timed:
 
 
 def parts(spent: dict[str, float], step: float) -> tuple[dict[str, float], float]:
-    """What the host did, by part, and what the model took; together they are the step."""
+    """Host time by part, and the model's time; together they are the step."""
     get = spent.get
     whole = get("whole", 0.0)
     model = get("forward", 0.0) + get("head", 0.0) + whole
@@ -136,10 +136,10 @@ def parts(spent: dict[str, float], step: float) -> tuple[dict[str, float], float
 
 
 def measure(client: Any, watch: Stopwatch, link: Any, vocab: int, rows: int, steps: int) -> HostCost:  # fmt: skip
-    """`steps` decode steps with `rows` rows in each.
+    """Measure `steps` decode steps of `rows` rows.
 
     Raises:
-        RuntimeError: a step had not all rows in it, or a request failed.
+        RuntimeError: a step did not contain all rows, or a request failed.
     """
     from quire.protocol.request import EngineRequest
     from quire.protocol.sampling_params import SamplingParams
@@ -194,7 +194,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
         path, "bfloat16", most, PROMPT + steps + most + 80, {"async_scheduling": False, "kv_cache_memory_bytes": room}
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
-        # The front room's end, which nobody reads from: reading is not the engine's cost.
+        # The frontend's end of the socket. Nothing reads from it: reading is not a cost of the engine.
         front = context.socket(zmq.PULL)
         front.setsockopt(zmq.RCVHWM, 0)
         front.bind(f"ipc://{folder}/up-0")

@@ -1,8 +1,8 @@
-"""`python -m benchmarks loading`: memory while a model is loaded, and seconds from nothing to its first token.
+"""`python -m benchmarks loading`: memory during model load, and seconds from process start to the first token.
 
-Each start is a new process, watched from outside. Counted is anonymous memory, which nobody can take back: pages of the
-checkpoint's file are the system's. What the process holds before it loads, libraries most of all, is told apart; the goal
-is for what comes on top of that, beside the weights in the form in which they are used. Linux only.
+Each start is a new process, which the benchmark watches from outside. It counts anonymous memory, which the kernel
+cannot reclaim, unlike pages of the checkpoint's file. It reports the memory before the load (mostly libraries)
+separately; the goal limits what the load adds, relative to the size of the weights in their final form. Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.errors import StartupError
 
 GOAL_MEMORY, GOAL_SECONDS = 1.15, 8.0
 WATCH_S = 0.003
-ROOM = 64 << 20  # for keys and values: not what is measured
+ROOM = 64 << 20  # bytes of KV cache, which the benchmark does not measure
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,15 +61,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def child(keywords: dict[str, Any]) -> int:
-    """What is watched: import, say so, load, generate a token, say what is held."""
-    import torch  # noqa: F401 - what every start has before it loads
+    """The watched process: import, report, load, generate a token, report memory."""
+    import torch  # noqa: F401 - every start imports it before the load
 
     from benchmarks.offline.runners import Quire
     from benchmarks.shapes import Workload
     from quire.engine import assemble  # noqa: F401
 
     print(json.dumps({"base": anonymous("self")}), flush=True)
-    sys.stdin.readline()  # the watcher has begun
+    sys.stdin.readline()  # wait for the watcher
     options = {"kv_cache_memory_bytes": ROOM, **keywords}
     engine = Quire(Path(options.pop("model")), "bfloat16", 4, 128, options)
     engine.run(Workload(1, 8, 1), [list(range(1, 9))])
@@ -84,7 +84,7 @@ def child(keywords: dict[str, Any]) -> int:
 
 
 def anonymous(pid: int | str) -> int:
-    """Bytes that are no file's; 0 of a process that has ended."""
+    """Anonymous resident memory in bytes; 0 for a process that has ended."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
@@ -95,7 +95,7 @@ def anonymous(pid: int | str) -> int:
 
 
 def once(keywords: dict[str, Any]) -> dict[str, float]:
-    """One start. Raises StartupError: it ended before it was done; with the end of what it said."""
+    """One start. Raises StartupError: the process ended early; the message has the end of its output."""
     words = [sys.executable, "-m", "benchmarks", "loading", "--child", json.dumps(keywords)]
     said: dict[str, float] = {}
     peak = 0

@@ -1,10 +1,12 @@
-"""`python -m benchmarks quality`: what short numbers cost in quality, on the embedded model.
+"""`python -m benchmarks quality`: the quality loss of quantization, on the embedded model.
 
-Every scheme of `--quantization` that is made while loading, every short `--kv-cache-dtype` and checkpoints of other tools'
-formats (written here: `rtn_checkpoints.py`), against bfloat16, by two measures. `fp8` is not there twice: on a CPU it is `int8`. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedily, by exact
-match. And the distributions of the next token: the same texts are read in short pieces, so that later ones attend to what
-the cache made of earlier ones, and at each place the divergence KL(bfloat16 || scheme) is worked out over the whole
-vocabulary. Nothing is timed, so other load does no harm.
+It compares with bfloat16: every online method of `--quantization`, every 8-bit `--kv-cache-dtype`, and checkpoints in
+the formats of other tools (`rtn_checkpoints.py` writes them). `fp8` on a CPU is `int8`, and not measured twice.
+
+Two measures. The tasks that the model was trained for (`tools/tiny_model`, so only in the repository), greedy, by exact
+match. And the distribution of the next token: the model reads the same texts in short chunks, so that later chunks
+attend to the quantized cache of earlier ones, and the benchmark computes KL(bfloat16 || scheme) over the vocabulary at
+each token. It times nothing, so other load does no harm.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from quire.kvcache.specs import ELEMENTS
 from quire.protocol.sampling_params import SamplingParams
 
 BASE = "bfloat16"
-ANSWER = 260  # tokens at the most: see tools/tiny_model/evaluate.py
-STORED = "stored"  # among keywords: the format of a checkpoint that is to be written first
-PIECE = 16  # tokens of a text that are read in one step
-LONGEST = 1024  # tokens of a text
+ANSWER = 260  # limit on the tokens of an answer: see tools/tiny_model/evaluate.py
+STORED = "stored"  # among keywords: the format of a checkpoint to write first
+PIECE = 16  # tokens of a text that one step reads
+LONGEST = 1024  # limit on the tokens of a text
 
 
 def schemes() -> dict[str, dict[str, Any]]:
-    """Name -> keywords of the engine, or the format of its checkpoint; the first is what the others are compared with."""
+    """Name -> keywords of the engine, or the format of its checkpoint; the first is the baseline."""
     weights: dict[str, dict[str, Any]] = {
         f"{name} weights": {"quantization": name} for name in online_schemes()
     }
@@ -50,11 +52,11 @@ def schemes() -> dict[str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class Found:
-    """What one scheme gave."""
+    """The results of one scheme."""
 
     right: dict[str, int]  # by task
     answers: list[str]
-    logits: Any  # [places, vocabulary], float32
+    logits: Any  # [tokens, vocabulary], float32
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,7 +118,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _written(model: str, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All keywords of the engine; inside, the checkpoint is there."""
+    """The engine's keywords; a checkpoint that they need exists within the context."""
     if STORED not in keywords:
         yield {"model": model, **keywords}
         return
@@ -134,7 +136,7 @@ def _folder(model: str) -> Path:
 
 
 def _exams(model: str, only: Sequence[str] | None, each: int) -> dict[str, list[Any]]:
-    """Task -> its prompts. Raises ConfigError: no such task, or not in the repository."""
+    """Task -> its prompts. Raises ConfigError: the task is unknown, or this is not the folder of the repository."""
     from transformers import PreTrainedTokenizerFast
 
     evaluate = _tasks("evaluate")
@@ -148,7 +150,7 @@ def _exams(model: str, only: Sequence[str] | None, each: int) -> dict[str, list[
 
 
 def _tasks(module: str) -> Any:
-    """A module of tools/tiny_model, which is no part of the package. Raises ConfigError."""
+    """A module of tools/tiny_model, which is not part of the package. Raises ConfigError."""
     try:
         return importlib.import_module(f"tools.tiny_model.{module}")
     except ImportError as why:
@@ -163,7 +165,7 @@ def _run(
     texts: list[list[int]],
     many: int,
 ) -> tuple[Found, list[list[int]]]:
-    """All tasks and texts under one scheme; without texts, `many` are made of the first prompts and their answers."""
+    """Run all tasks and texts with one scheme; without texts, make `many` from the first prompts and their answers."""
     from quire.api.llm import LLM
 
     prompt_of, answer = _tasks("chat").prompt_of, _tasks("evaluate").Answer
@@ -194,7 +196,7 @@ def _run(
 
 
 def _read(llm: Any, texts: list[list[int]]) -> Any:
-    """The logits at every place of every text, as the head gave them."""
+    """The LM head's logits at every token of every text."""
     import torch
 
     seen: list[Any] = []
@@ -207,7 +209,7 @@ def _read(llm: Any, texts: list[list[int]]) -> Any:
         return out
 
     model.logits = noted
-    # Asking for the score of a prompt's tokens is what makes the head run at each of them.
+    # With prompt logprobs, the head runs at each token of a prompt.
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     found = torch.cat(seen)
@@ -217,7 +219,7 @@ def _read(llm: Any, texts: list[list[int]]) -> Any:
 
 
 def divergence(base_NV: Any, other_NV: Any) -> dict[str, float]:
-    """KL(base || other) over places, in nats, and how often the best token is the same."""
+    """KL(base || other) over tokens, in nats, and how often the best token is the same."""
     base, other = base_NV.log_softmax(-1), other_NV.log_softmax(-1)
     kl_N = (base.exp() * (base - other)).sum(-1)
     return {

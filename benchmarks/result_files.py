@@ -1,4 +1,4 @@
-"""A result: the file it is kept in, the table people read, and the difference to the last one.
+"""Result files of benchmarks, their Markdown pages, and the comparison with the last result.
 
 Knows what was measured. Does not know how.
 """
@@ -22,9 +22,9 @@ class Measured:
     """All rounds of one workload."""
 
     workload: Workload
-    seconds: dict[str, list[float]]  # by contender
-    floor: float  # seconds, at the machine's own speed
-    predicted: float  # seconds, written down before measuring
+    seconds: dict[str, list[float]]  # by engine
+    floor: float  # seconds, at the probed speed of the machine
+    predicted: float  # seconds, computed before the measurement
     agreement: float | None  # share of tokens equal to the peer's
 
     def row(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Measured:
 
 
 def table(result: dict[str, Any], last: dict[str, Any] | None) -> str:
-    """Markdown. Seconds are medians over the rounds; lower is better."""
+    """A Markdown table. Seconds are medians over the rounds; lower is better."""
     before = {
         row["workload"]: row["median_s"]["quire"] for row in (last or {}).get("workloads", [])
     }
@@ -118,13 +118,13 @@ def last_like(result: dict[str, Any], folder: Path, machine: str) -> dict[str, A
 
 
 def _order(path: Path) -> tuple[str, int]:
-    """Day, and number within it: see `free_name`."""
+    """Date and number of a result file: see `free_name`."""
     number = re.search(r"-(\d+)$", path.stem)
     return path.stem[: len("2000-01-01")], int(number[1]) if number else 1
 
 
 def free_name(folder: Path, stem: str) -> Path:
-    """folder/stem.json, or stem-2.json and so on: a result is never overwritten."""
+    """folder/stem.json, or stem-2.json and so on, so that no result is overwritten."""
     path, number = folder / f"{stem}.json", 2
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1
@@ -132,7 +132,7 @@ def free_name(folder: Path, stem: str) -> Path:
 
 
 def commit() -> str:
-    """The commit of the source, with a + if it is changed; "unknown" outside a repository."""
+    """The commit of the source, with a + if the tree is dirty; "unknown" outside a repository."""
     here = Path(__file__).parent
     try:
         said = subprocess.run(
@@ -145,8 +145,8 @@ def commit() -> str:
 
 
 def keep(folder: Path, kind: str, title: str, result: dict[str, Any], table: str) -> Path:
-    """Write folder/DATE-KIND-MACHINE.json and the page beside it; `result` gets date, commit and machine."""
-    from benchmarks import roofline as machine  # torch: not while anything is measured
+    """Write folder/DATE-KIND-MACHINE.json (`result` plus date, commit and machine) and a page beside it."""
+    from benchmarks import roofline as machine  # imports torch, so only after the measurement
 
     about, today = machine.describe(), datetime.date.today().isoformat()
     kept = {"date": today, "commit": commit(), "machine": about, **result}

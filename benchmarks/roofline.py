@@ -1,6 +1,6 @@
-"""What this machine is, how fast it reads memory and multiplies matrices, and what that makes the least time.
+"""Description of the machine, probes of its memory bandwidth and matrix speed, and the roofline time of a workload.
 
-The probes run in the process that measures, around each round, since a shared machine changes by the minute.
+The probes run in the measuring process, around each round, because the speed of a shared machine changes by the minute.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from quire.platforms import detect
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the machine could do just now."""
+    """The machine's speed at the moment of the probe."""
 
     bytes_per_s: float  # reading
     flops_per_s: float  # matrix product in the model's dtype
 
 
 def probe(dtype: str) -> Probe:
-    """About a second: the best of several reads of 256 MiB, and of several products of 1,536 cubed."""
+    """Takes about a second: the best of several reads of 256 MiB, and of several matrix products of 1,536 cubed."""
     import numpy
     import torch
 
-    # NumPy asks for large pages; from small ones the memory would seem slower than it is.
+    # NumPy requests huge pages; with small pages, memory seems slower than it is.
     source = torch.from_numpy(numpy.ones(64 << 20, dtype=numpy.float32))
     reads = [_seconds(source.sum) for _ in range(6)]
     side = 1536
@@ -47,7 +47,7 @@ def _seconds(work: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How much of the probed speed each part of the work is expected to reach."""
+    """The share of the probed speed that each part of the work should reach."""
 
     stream: float  # weights, when few rows use them
     kv: float  # keys and values
@@ -56,8 +56,8 @@ class Shares:
 
 
 FLOOR = Shares(1.0, 1.0, 1.0, 1.0)
-# What plain torch is expected to reach: its linears read weights at about half the bandwidth for few rows,
-# gathering KV and attending over it moves some 2 GB/s of 40, and its attention over a prompt 0.1 of 1 TFLOP/s.
+# The expectation for plain torch: with few rows its linear layers read weights at half the bandwidth; gathering KV and
+# attending over it moves 2 of 40 GB/s; attention over a prompt reaches 0.1 of 1 TFLOP/s.
 PREDICTED = Shares(0.55, 0.05, 0.85, 0.12)
 
 
@@ -69,12 +69,12 @@ def seconds(
     share: Shares,
     kv_itemsize: float | None = None,
 ) -> float:
-    """The time of a workload in which every part runs at its share of the probed speed.
+    """The time of a workload if every part runs at its share of the probed speed.
 
-    A step takes the longer of reading its weights and multiplying with them, and then attends.
+    A step takes the longer of reading its weights and multiplying by them, plus the time of attention.
 
     Args:
-        itemsize: bytes of a weight, and of a number in the KV cache if `kv_itemsize` is unset.
+        itemsize: bytes of a weight, and of an element of the KV cache if `kv_itemsize` is unset.
     """
     kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
     rows, prompt = workload.rows, workload.prompt
@@ -93,7 +93,7 @@ def seconds(
 
 
 def describe() -> dict[str, Any]:
-    """CPU, cores, memory, threads and versions: what a result means nothing without."""
+    """CPU, cores, memory, threads and versions: every result needs them."""
     import torch
     import transformers
 
@@ -116,6 +116,6 @@ def describe() -> dict[str, Any]:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A part of a file name: the CPU and how many cores."""
+    """A part of a file name: the CPU and its number of cores."""
     words = re.sub(r"\((r|tm)\)|cpu|processor|@.*", " ", machine["cpu"].lower())
     return "-".join([*re.findall(r"[a-z0-9]+", words), f"{machine['cores']}c"])

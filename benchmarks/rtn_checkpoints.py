@@ -1,6 +1,6 @@
-"""A model's weights in the formats of quantized checkpoints, each rounded to the nearest: what such a checkpoint costs at the least.
+"""Write quantized checkpoints by round-to-nearest (RTN), in the formats of other tools.
 
-Knows the formats' tensors and config.json. The tools that usually write them look at data and lose less.
+Knows the formats' tensors and config.json. The usual tools calibrate on data and lose less quality.
 
 Shape suffixes: I inputs, O outputs, G groups, S inputs of a group, W words.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 GROUP = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-TOP = 15  # of 4 bits
+TOP = 15  # the largest 4-bit code
 
 
 def int8(weight_OI: Tensor) -> dict[str, Tensor]:
@@ -31,7 +31,9 @@ def gptq(weight_OI: Tensor) -> dict[str, Tensor]:
     w_OGS = weight_OI.unflatten(1, (-1, GROUP))
     scale_OG = (w_OGS.abs().amax(2) * 2 / TOP).half()
     q_OGS = (w_OGS / scale_OG.float()[:, :, None]).round() + 8
-    zero_GO = torch.full(scale_OG.T.shape, 7)  # its first format: one too small
+    zero_GO = torch.full(
+        scale_OG.T.shape, 7
+    )  # the first version of the format stores zero points less one
     return {
         "qweight": packed(q_OGS.clamp(0, TOP).flatten(1)).T.contiguous(),
         "qzeros": packed(zero_GO),
@@ -59,10 +61,10 @@ def fp8(weight_OI: Tensor) -> dict[str, Tensor]:
 
 
 def packed(values_NO: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Eight values of 4 bits to a word; `order`: which stands first, in the lowest bits."""
+    """Pack eight 4-bit values per 32-bit word; `order`: indices of the values from the lowest bits up."""
     parts_NW8 = values_NO.long().unflatten(1, (-1, 8))
     words_NW = sum(parts_NW8[..., value] << 4 * place for place, value in enumerate(order))
-    return torch.as_tensor(words_NW).int().contiguous()  # the bits that 32 hold
+    return torch.as_tensor(words_NW).int().contiguous()  # keeps the low 32 bits
 
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -78,11 +80,11 @@ FORMS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] =
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "fp8": (fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
 }  # fmt: skip
-"""Format -> how a weight is written, and what config.json says."""
+"""Format -> the function that quantizes a weight, and the `quantization_config` of config.json."""
 
 
 def checkpoint(path: Path, form: str, folder: Path) -> Path:
-    """The checkpoint at `path` (one safetensors file) in this form, in the folder."""
+    """Write the checkpoint at `path` (one safetensors file) in this format, into the folder."""
     write, says = FORMS[form]
     made = folder / form.replace(" ", "-").lower()
     shutil.copytree(path, made, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -1,6 +1,6 @@
-"""What a step costs the host: plan and commit of the scheduler, by how many requests decode.
+"""`python -m benchmarks steps`: host cost of the scheduler's plan and commit, by number of decoding requests.
 
-Knows the middle room. Does not know torch or a model: the device is a list of made-up tokens.
+Knows the scheduler and the KV cache manager. Does not know torch or a model: results have made-up tokens.
 The goals are those of the design: 256 rows under 1.0 ms, 1,024 under 4 ms, and linear in rows.
 """
 
@@ -22,12 +22,12 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
 GOALS_MS = {256: 1.0, 1024: 4.0}
-PROMPT = 64  # tokens, and up to a block more, so that some rows start a new block in every step
+PROMPT = 64  # tokens, plus up to a block, so that some rows start a new block in every step
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Milliseconds a step, all rows decoding."""
+    """Milliseconds per step, all rows decoding."""
 
     rows: int
     depth: int
@@ -50,7 +50,7 @@ class StepCost:
 
 
 def make_scheduler(rows: int, steps: int, depth: int, block_size: int) -> Scheduler:
-    """A scheduler with `rows` requests in it that will decode for at least `steps` steps."""
+    """A scheduler with `rows` requests that decode for at least `steps` steps."""
     length = PROMPT + steps + 3 * block_size
     group = CacheGroup(CacheSpec(8, 128, 128, "bfloat16"), (0,))
     pool = BlockPool(1 + rows * -(-length // block_size))
@@ -76,7 +76,7 @@ def measure(rows: int, *, steps: int = 200, depth: int = 1, block_size: int = 16
     """Run `steps` decode steps of `rows` requests with `depth` plans in flight.
 
     Raises:
-        RuntimeError: a step did not have all rows in it, so the figures would mean nothing.
+        RuntimeError: a step did not contain all rows, so the figures would be meaningless.
     """
     scheduler = make_scheduler(rows, steps + depth, depth, block_size)
     in_flight: list[StepPlan] = []
@@ -98,7 +98,7 @@ def measure(rows: int, *, steps: int = 200, depth: int = 1, block_size: int = 16
         scheduler.commit(result)
         commits.append(1e3 * (time.perf_counter() - began))
         plans.append(1e3 * (planned - start))
-    plans, commits = plans[1:], commits[1:]  # the first step was the prompts
+    plans, commits = plans[1:], commits[1:]  # the first step computed the prompts
     both = sorted(p + c for p, c in zip(plans, commits, strict=True))
     return StepCost(
         rows=rows,
@@ -117,7 +117,7 @@ def measure_all(steps: int = 200) -> list[StepCost]:
 
 
 def profile(rows: int, steps: int) -> str:
-    """Where the time goes, by function."""
+    """A profile of the step by function."""
     import cProfile
     import io
     import pstats

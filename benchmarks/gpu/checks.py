@@ -1,7 +1,7 @@
-"""Is what a GPU computes right? Every kernel against its definition, and the engine's tokens against the CPU's.
+"""Checks of a GPU's results: every kernel against its definition, and the engine's tokens against the CPU's.
 
-Knows inputs and tolerances. Does not know how long anything takes. Each check stands alone: what goes wrong is named
-in `wrong`, and the others run.
+Knows inputs and tolerances. Does not time anything. Checks are independent: `wrong` lists failures, and the other
+checks still run.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from benchmarks.gpu.run import Found, Run
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of |got - want| / |want| over a whole tensor."""
+"""Bounds of |got - want| / |want| over a whole tensor."""
 
 
 def formats(run: Run) -> dict[torch.dtype, float]:
-    """Those that the device computes in; Triton's interpreter has no bfloat16."""
+    """Dtypes that the device supports, with their bounds; Triton's interpreter does not round bfloat16 correctly."""
     return {d: b for d, b in BOUNDS.items() if run.device == "cuda" or d != torch.bfloat16}
 
 
@@ -39,7 +39,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def kernels(run: Run, found: Found) -> None:
-    """Distances by kernel and format, and what is out of bounds."""
+    """Distances by kernel and dtype, and those out of bounds."""
     found.update(wrong=[], distances={}, bits={})
     for name, check in {
         "rows": rows,
@@ -95,7 +95,7 @@ def rows(run: Run, found: dict[str, Any]) -> None:
 def _attended(
     run: Run, dtype: torch.dtype, kept: str, lengths: list[int], chunk: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The last token of each row by Triton and by the reference: prompts in chunks, then a step of single tokens."""
+    """Output for each row's last token by Triton and by the reference: chunked prefill, then one decode step."""
     from benchmarks.gpu.fixtures import step_of
     from quire.attention.reference import ReferenceAttention
     from quire.attention.triton import TritonAttention
@@ -127,7 +127,7 @@ def _attended(
 
 
 def attention(run: Run, found: dict[str, Any]) -> None:
-    """All kinds of layers and caches; rows of very different lengths."""
+    """All kinds of layers and cache dtypes, with rows of very different lengths."""
     sinks = torch.nn.Parameter(torch.randn(8, device=run.device), requires_grad=False)
     lengths = [1, 17, 70] if run.small else [1, 17, 130, 600, 2500]
     layers: dict[str, dict[str, Any]] = {
@@ -148,7 +148,7 @@ def attention(run: Run, found: dict[str, Any]) -> None:
 
 
 def float8(run: Run, found: dict[str, Any]) -> None:
-    """Codes to the bit; products by row and by block, of every tile of the table; torch's own."""
+    """fp8: codes, bit for bit; products with scales by row and by block, for every tile; torch's scaled GEMM."""
     from benchmarks.gpu import fp8_gemm_tma
     from quire.ops.triton import fp8_gemm as kernel
     from quire.quantization.fp8 import Float8Weight, quantize, torch_can
@@ -176,7 +176,7 @@ def float8(run: Run, found: dict[str, Any]) -> None:
 
 
 def int8(run: Run, found: dict[str, Any]) -> None:
-    """Codes and products, to the bit: by every tile, by descriptors, and by torch's sums."""
+    """int8 codes and products, bit for bit: every tile, tensor descriptors, and torch's sums."""
     from benchmarks.gpu import fp8_gemm_tma
     from quire.ops.triton import int8_gemm as kernel
     from quire.quantization.int8 import quantize
@@ -196,7 +196,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
             "product": (weight.multiply(x, bias), want),
             "product by descriptors": (fp8_gemm_tma.product(coded, pair, bias, dtype), want),
         }
-        if tokens == counts[-1]:  # torch takes more than 16
+        if tokens == counts[-1]:  # torch needs more than 16 tokens
             sums = torch._int_mm(coded[0], weight.q_OI.t()).float()
             scaled = sums * (coded[1][:, None] * weight.scale_O) + bias.float()
             answers["product by torch's sums"] = scaled.to(dtype), want
@@ -208,7 +208,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
 
 
 def few_bits(run: Run, found: dict[str, Any]) -> None:
-    """Weights of 4 and 8 bits, by the kernel of few tokens, of more, and by the library."""
+    """WNA16 weights of 4 and 8 bits, for numbers of tokens that use each tile, and torch's product."""
     from quire.quantization.wna16 import FewBitsWeight
 
     torch.manual_seed(8)
@@ -227,7 +227,7 @@ def few_bits(run: Run, found: dict[str, Any]) -> None:
 
 
 def bits(run: Run, found: dict[str, Any]) -> None:
-    """Not required of 16 bits, but to be known: do company, chunks and who folds change a bit?"""
+    """Whether splits and item sizes change bits; reported, but not required in 16 bits."""
     from benchmarks.gpu.fixtures import filled_cache
     from quire.ops.triton.attention import Scores, attend, sizes_for
 
@@ -245,7 +245,7 @@ def bits(run: Run, found: dict[str, Any]) -> None:
 
 
 def sampling(run: Run, found: dict[str, Any]) -> None:
-    """Words of noise to the bit; tokens, cutoffs and ranks as on the CPU."""
+    """Sampled tokens, cutoffs, logprobs and ranks, compared with the CPU's."""
     import numpy as np
 
     from quire.ops.triton import sampling as kernel
@@ -277,7 +277,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
 
 
 def engine(run: Run, found: Found) -> None:
-    """Greedy tokens in float32 of a tiny model with random weights, in every way to run it."""
+    """Greedy and sampled tokens of a tiny float32 model with random weights, in every execution mode."""
     from quire.protocol.sampling_params import SamplingParams
 
     prompts = [[7 + i, *range(3, 3 + 11 * i % 90)] for i in range(6)]
@@ -314,7 +314,7 @@ def _tokens(
 ) -> list[list[int]]:
     from benchmarks.gpu.fixtures import opened
 
-    # Of all of a card's memory there would be tens of millions of blocks.
+    # With all of a GPU's memory, there would be tens of millions of blocks.
     settings = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 64 << 20, **options}
     with on(device), opened(folder, max_num_seqs=8, max_model_len=256, **settings) as ask:
         return ask(prompts, params)
@@ -322,7 +322,7 @@ def _tokens(
 
 @contextmanager
 def on(device: str) -> Iterator[None]:
-    """QUIRE_DEVICE, for a while."""
+    """Set QUIRE_DEVICE within the context."""
     before = env.raw("DEVICE")
     env.set_outer("QUIRE_DEVICE", device)
     try:

@@ -1,6 +1,6 @@
-"""How fast does a GPU serve? Start, prefill, decoding and loads of a whole engine, with the floor beside each.
+"""Speed of a whole engine on a GPU: start-up, prefill, decode and serving loads, with their floors.
 
-Knows engines on random weights, and what their steps cost at least. Does not know kernels (`kernels.py`).
+Knows engines with random weights, and the lower bounds of their steps. Does not know kernels (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def steps(run: Run, found: Found) -> None:
-    """Of the 8B shape in bf16."""
+    """The 8B shape in bf16."""
     _steps(run, found, {}, 2.0, "flops")
 
 
 def steps_fp8(run: Run, found: Found) -> None:
-    """The same in fp8, made while loading."""
+    """The same in fp8, quantized at load."""
     if run.device != "cuda":
         found["skipped"] = "fp8 is int8 on a CPU"
         return
@@ -43,7 +43,7 @@ def steps_fp8(run: Run, found: Found) -> None:
 
 
 def _steps(run: Run, found: Found, options: dict[str, Any], itemsize: float, rate: str) -> None:
-    """Time to Ready, a prefill of 8,192 tokens, decoding 1, 64 and 256 rows, what the host takes, a mixed load."""
+    """Time to Ready, a prefill of 8,192 tokens, decode of 1, 64 and 256 rows, host overhead, a mixed load."""
     name = "tiny" if run.small else "llama-8b"
     prompt, sizes, count = (20, (1, 3), 6) if run.small else (1024, (1, 64, 256), 64)
     weights = weights_of(name, itemsize)
@@ -81,7 +81,7 @@ def _steps(run: Run, found: Found, options: dict[str, Any], itemsize: float, rat
 
 
 class _Watched:
-    """A pending step that notes how long its result was waited for: what is left of a step is the host's."""
+    """A pending step that records how long the engine waits for its result: the rest of a step is host time."""
 
     def __init__(self, pending: Any, waits: list[float]):
         self.pending, self.waits = pending, waits
@@ -95,7 +95,7 @@ class _Watched:
 
 
 def _watched(client: Any) -> list[float]:
-    """Seconds that the engine waits for each step from now on."""
+    """A list that gets the engine's wait in seconds for each step from now on."""
     waits: list[float] = []
     executor = client.core.executor
     launch = executor.launch
@@ -104,7 +104,7 @@ def _watched(client: Any) -> list[float]:
 
 
 def record(client: Any, sizes: list[int]) -> None:
-    """Have steps of so many rows recorded now, without waiting for their turn; what cannot be is left out."""
+    """Capture graphs for these numbers of rows now, without the capture budget; skip those that cannot be captured."""
     source = _source(client)
     if (pace := getattr(source, "pace", None)) is None:
         return
@@ -123,7 +123,7 @@ def _source(client: Any) -> Any:
 
 
 def many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float, list[float]]:
-    """(seconds in all, seconds between outputs once every prompt is computed) of greedy requests side by side."""
+    """Run greedy requests at once: (total seconds, seconds between outputs after every prompt is computed)."""
     from quire.protocol.request import EngineRequest
     from quire.protocol.sampling_params import SamplingParams
 
@@ -148,7 +148,7 @@ def many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float,
 
 
 def _idle(client: Any, rows: int) -> Any:
-    """From what the device says it ran while rows were decoded: the share of the time in which it ran nothing."""
+    """The share of decode time in which the device runs nothing, from the profiler; an error message if that fails."""
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -166,7 +166,7 @@ def _idle(client: Any, rows: int) -> Any:
 
 
 def _share_idle(spans: list[tuple[float, float]]) -> float:
-    """Of the second half: the first is prompts."""
+    """The idle share of the second half of the spans; the first half has the prompts."""
     spans = spans[len(spans) // 2 :]
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
@@ -179,7 +179,7 @@ def _share_idle(spans: list[tuple[float, float]]) -> float:
 
 
 def serving(run: Run, found: Found) -> None:
-    """Qwen3-0.6B's shape: 256 requests of 100 to 1024 tokens in and out, tokens a second."""
+    """Tokens/s of Qwen3-0.6B's shape with 256 requests of 100 to 1024 tokens in and out."""
     inputs, outputs = lengths_of_load(run.small)
     with tempfile.TemporaryDirectory() as folder, on(run.device):
         write_config(Path(folder), "tiny" if run.small else "qwen3-0.6b")
@@ -197,7 +197,7 @@ def serving(run: Run, found: Found) -> None:
 
 
 def all_at_once(client: Any, inputs: list[int], outputs: list[int]) -> float:
-    """Seconds."""
+    """Run all requests at once; return the seconds."""
     from quire.protocol.request import EngineRequest
     from quire.protocol.sampling_params import SamplingParams
 
@@ -221,7 +221,7 @@ def _ended(outputs: list[Any]) -> int:
 
 
 class Cost(NamedTuple):
-    """What a model's steps are made of: its shape, bytes of a weight, and which ceiling its products have."""
+    """The cost model of a step: the model's shape, bytes of a weight, and the ceiling of its matrix products."""
 
     name: str
     itemsize: float
@@ -229,10 +229,10 @@ class Cost(NamedTuple):
 
 
 def floors_of_load(run: Run, cost: Cost, rate: float, prompt: int, count: int) -> dict[str, float]:
-    """Milliseconds that requests which come evenly must wait at least, alone and between tokens.
+    """Lower bounds of TTFT and ITL in milliseconds, for requests at a constant rate.
 
-    A step reads the weights and what its rows keep; one with a prompt takes what that alone takes, if longer. Rows are as many
-    as come while one is answered.
+    A step reads the weights and the KV cache of its rows; a step with a prompt takes at least the time of that prompt
+    alone. The number of rows is the number of arrivals while one request runs.
     """
     ceiling, flops = run.ceilings.get("bytes", 1e30), run.ceilings.get(cost.kind, 1e30)
     reading = weights_of(cost.name, cost.itemsize) / ceiling
@@ -240,7 +240,7 @@ def floors_of_load(run: Run, cost: Cost, rate: float, prompt: int, count: int) -
     each = (prompt + count / 2) * kv_of(cost.name) / ceiling  # of a row
     free = 1 - rate * (alone - reading) - rate * count * each
     if free <= 0:
-        return {}  # more comes than can be answered
+        return {}  # the load exceeds the capacity
     rows = rate * count * reading / free
     found = {"TTFT": alone, "ITL p50": reading + rows * each, "ITL p99": alone + rows * each}
     return {
@@ -250,7 +250,7 @@ def floors_of_load(run: Run, cost: Cost, rate: float, prompt: int, count: int) -
 
 
 def _at_a_rate(run: Run, client: Any, cost: Cost) -> dict[str, Any]:
-    """Requests of 1,024 tokens in and 256 out that come evenly; seconds to the first token and between tokens."""
+    """TTFT and ITL of requests at a constant rate, with 1,024 tokens in and 256 out."""
     from quire.protocol.request import EngineRequest
     from quire.protocol.sampling_params import SamplingParams
 
@@ -270,11 +270,11 @@ def _at_a_rate(run: Run, client: Any, cost: Cost) -> dict[str, Any]:
             name = f"rate-{len(arrived)}"
             arrived[name] = (
                 began + len(arrived) / rate
-            )  # when it was due: a step may have been under way
+            )  # when it was due: a step may have delayed the submit
             client.submit(EngineRequest(name, texts[len(arrived) - 1], params))
             running += 1
         if not running:
-            continue  # the next has not come
+            continue  # the next request is not due
         outputs = client.outputs()
         now = time.perf_counter()
         for output in outputs:

@@ -1,6 +1,6 @@
-"""Shapes that a GPU is checked and timed with: models by their configuration alone, steps, filled caches, engines.
+"""Fixtures of the GPU checks and timings: model configurations, steps, filled caches, engines.
 
-Knows config.json of the models and how a step's tensors lie. Weights are random.
+Knows config.json of the models and the tensors of a step. Weights are random.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
 """
@@ -62,13 +62,13 @@ def _of_layers(name: str) -> int:
 
 
 def weights_of(name: str, itemsize: float = 2.0) -> int:
-    """Bytes that a step reads of the weights, embedding rows left out; the head's are 16 bits in any case."""
+    """Bytes of weights that a step reads, without the embedding; the head always has 16 bits."""
     c = CONFIGS[name]
     return int(itemsize * _of_layers(name) + 2 * c["vocab_size"] * c["hidden_size"])
 
 
 def prefill_flops(name: str, tokens: int) -> float:
-    """Of a prompt alone: products with weights, and scores and sums of attention; the head's are of one token."""
+    """Operations of one prompt: products with weights, and attention; without the head, which computes one token."""
     c = CONFIGS[name]
     pairs = tokens * (tokens + 1) / 2
     attention = 4.0 * pairs * c["num_attention_heads"] * c["head_dim"] * c["num_hidden_layers"]
@@ -76,7 +76,7 @@ def prefill_flops(name: str, tokens: int) -> float:
 
 
 def lengths_of_load(small: bool) -> tuple[list[int], list[int]]:
-    """Tokens in and out of each request: 256 of 100 to 1024, the load that nano-vllm publishes its figure for."""
+    """Tokens in and out of each request: 256 requests of 100 to 1024, the load of nano-vllm's published figure."""
     rng = random.Random(0)
     requests, low, high = (4, 4, 20) if small else (256, 100, 1024)
     inputs = [rng.randint(low, high) for _ in range(requests)]
@@ -84,7 +84,7 @@ def lengths_of_load(small: bool) -> tuple[list[int], list[int]]:
 
 
 def kv_of(name: str) -> int:
-    """Bytes of keys and values of a token, in 16 bits."""
+    """Bytes of a token's keys and values, in 16 bits."""
     c = CONFIGS[name]
     return int(4 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
 
@@ -92,7 +92,7 @@ def kv_of(name: str) -> int:
 def step_of(
     done: Sequence[int], counts: Sequence[int], lengths: Sequence[int], device: str
 ) -> ForwardBatch:
-    """Rows that compute `counts` tokens after `done`; row after row has the blocks of `lengths` tokens, of 16."""
+    """A batch whose rows compute `counts` tokens after `done`; each row has consecutive blocks of 16 for `lengths`."""
     from quire.forward_context import ForwardBatch
 
     firsts, first = [], 1
@@ -113,7 +113,7 @@ def step_of(
         rows_B=torch.tensor(rows, device=device),
         query_start_B1=starts.int().to(device),
         lengths_B=torch.tensor(ends, dtype=torch.int32, device=device),
-        # What a shorter row's table has beyond its blocks is another's, and never read.
+        # Beyond a shorter row's blocks, its table has blocks of other rows, which are never read.
         block_tables=[torch.tensor(tables, dtype=torch.int32, device=device).clamp_(max=first - 1)],
         slots=[slots],
         sample_at_S=(starts[1:] - 1).to(device),
@@ -129,7 +129,7 @@ def step_of(
 def filled_cache(
     lengths: Sequence[int], new: int, dtype: torch.dtype, device: str, heads: int, kv_heads: int
 ) -> tuple[tuple[Tensor, Tensor], PagedAttentionStep, Tensor]:
-    """A cache of random keys and values, rows whose last `new` tokens are a step's, and their queries; D = 128."""
+    """A cache of random keys and values, a step of the last `new` tokens of each row, and their queries; D = 128."""
     from quire.ops.triton.attention import PagedAttentionStep
 
     batch = step_of([n - new for n in lengths], [new] * len(lengths), lengths, device)
@@ -146,7 +146,7 @@ def filled_cache(
 
 
 def eight_bits(weight_OI: Tensor, group: int) -> FewBitsWeight:
-    """A weight of 8 bits in groups of inputs, which activations of 16 bits meet."""
+    """A W8A16 weight in groups of inputs."""
     from quire.quantization.group_quant import Grouped
     from quire.quantization.int8 import quantize
     from quire.quantization.wna16 import FewBitsWeight
@@ -163,7 +163,7 @@ Ask = Callable[[list[list[int]], "list[SamplingParams]"], list[list[int]]]
 
 @contextmanager
 def opened(folder: str, **options: Any) -> Iterator[Ask]:
-    """An engine in this process on a model of random weights: tokens in, tokens out."""
+    """An engine in this process with random weights: tokens in, tokens out."""
     with client_of(folder, **options) as client:
 
         def ask(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""Products of 8-bit floats, or int8, of many tokens another way: by tensor descriptors, with as many programs as processors.
+"""An alternative fp8 or int8 GEMM for many tokens: a persistent kernel with tensor descriptors (TMA).
 
-Knows one kernel, with the scales of `fp8_gemm.py`. Not in its table: it has not run on a card, and `make bench-gpu` times it
-beside the one that is. A descriptor has the card's copy engine bring a tile, so that no thread works out addresses; a program
-that goes on to the next tile has its first loads under way while the last tile is stored.
+Knows one kernel, with the scales of `fp8_gemm.py`. Quire does not use it, because it has not run on a GPU yet: `make
+bench-gpu` times it beside the kernel in use. With a descriptor, the GPU's copy engine loads a tile, and no thread
+computes addresses. A persistent program starts the loads of its next tile while it stores the last one.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.ops.triton.fp8_gemm import FORMATS, SUMS, Tile, finished, place_of
 from quire.ops.triton.launch import INTERPRETED
 
-TILE = Tile(128, 128, 128, 8, 4)  # a sum of its own for each step: twice the registers
+TILE = Tile(128, 128, 128, 8, 4)  # a separate sum for each step takes twice the registers
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -51,7 +51,7 @@ def wide_kernel(
 
 
 def takes(ins: int) -> bool:
-    """A descriptor's lines begin at multiples of 16 bytes."""
+    """Whether descriptors support this number of inputs: lines must start at multiples of 16 bytes."""
     return ins % 16 == 0
 
 
@@ -59,10 +59,10 @@ def product(
     x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias_O: Tensor | None, dtype: torch.dtype,
     wide: int = 0, high: int = 1, tile: Tile | None = None, programs: int = 0,
 ) -> Tensor:  # fmt: skip
-    """As `float8.product`; the sums are those of that kernel with the same tile.
+    """As `fp8_gemm.product`, with the same sums as that kernel with the same tile.
 
     Args:
-        programs: as many run; 0: the card's processors.
+        programs: number of programs; 0: one per multiprocessor.
     """
     (x_TI, x_scale), (w_OI, w_scale) = x, w
     (tokens, ins), outs = x_TI.shape, len(w_OI)

@@ -1,7 +1,7 @@
-"""How fast are a GPU's kernels at real shapes, with the floor beside each?
+"""Speed of the GPU kernels at real shapes, with the floor of each.
 
-Knows what bytes and operations each must cost at least; the card's own ceilings come from `gpu.machine`. Does not know
-whether anything is right (`checks.py`).
+Knows the bytes and operations that each kernel needs at least; section `machine` measures the GPU's ceilings. Does not
+check results (`checks.py` does).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def line(
     run: Run, seconds: float, num_bytes: float = 0, flops: float = 0, kind: str = "flops"
 ) -> dict[str, Any]:
-    """With the floor: the larger of the times that bytes and operations take at the measured ceilings."""
+    """A time with its floor: the larger of the times of bytes and operations at the measured ceilings."""
     floor = max(num_bytes / run.ceilings.get("bytes", 1e30), flops / run.ceilings.get(kind, 1e30))
     return {
         "microseconds": round(seconds * 1e6, 1),
@@ -32,7 +32,7 @@ def line(
 
 
 def kernels(run: Run, found: Found) -> None:
-    """Attention at the 8B shape, and the kernels that only move bytes."""
+    """Attention at the 8B shape, and the memory-bound kernels."""
     dtype = torch.float32 if run.small else torch.bfloat16
     steps = ((2, 40),) if run.small else ((1, 1024), (1, 32768), (64, 2048), (256, 1024))
     for rows, length in steps:
@@ -51,11 +51,11 @@ OTHERS: tuple[dict[str, int], ...] = (
     {}, {"segment": 256}, {"segment": 128}, {"segment": 1024}, {"stages": 3}, {"stages": 4}, {"tile": 32, "stages": 3},
     {"tile": 128}, {"tile": 128, "warps": 8}, {"segment": 256, "stages": 3},
 )  # fmt: skip
-"""What may be better for single tokens than the table's sizes, which come first."""
+"""Changes to the sizes of `sizes_for` that may be faster for single tokens; the first is no change."""
 
 
 def _other_sizes(run: Run, lengths: list[int], dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds of single tokens by the kernel's sizes."""
+    """Microseconds of decode attention, by the kernel's sizes."""
     from quire.ops.triton.attention import Scores, attend, sizes_for
 
     heads, kv_heads = (4, 2) if run.small else (32, 8)
@@ -95,7 +95,7 @@ def _attention(run: Run, lengths: list[int], new: int, dtype: torch.dtype) -> di
 
 
 def _movers(run: Run, dtype: torch.dtype) -> dict[str, Any]:
-    """Bytes read once and written once are their floor."""
+    """Memory-bound kernels: their floor is to read and write all bytes once."""
     from quire.ops.triton import norm_rope_act as rows
     from quire.ops.triton import sampling
 
@@ -125,11 +125,11 @@ SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))  # outputs, inputs, of the
 
 
 MORE = {"bf16": 1.0, "8 bits": 0.0, "4 bits": 5 / 128 - 0.5}
-"""Bytes of a weight, beyond the one of 8-bit floats, where activations are bf16."""
+"""Methods with bf16 activations -> bytes of a weight, minus the one byte of fp8."""
 
 
 def products(run: Run, found: Found) -> None:
-    """Products of 8-bit floats by who makes them, beside bf16, int8 and weights of few bits; then other tiles for few tokens than the table's."""
+    """fp8 GEMM by implementation, compared with bf16, int8 and WNA16; then other tiles for one token."""
     from quire.ops.triton import fp8_gemm
 
     wide, counts = (32, (2, 33)) if run.small else (128, (1, 16, 64, 512, 8192))
@@ -157,7 +157,7 @@ def products(run: Run, found: Found) -> None:
 
 
 def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
-    """Activations are made codes within each."""
+    """Name -> call; the fp8 and int8 calls include the quantization of activations."""
     from torch.nn import functional as F
 
     from benchmarks.gpu import fp8_gemm_tma
@@ -203,7 +203,7 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
 
 
 def _tiles(run: Run, outs: int, ins: int, dtype: torch.dtype, kernel: Any) -> dict[str, float]:
-    """Microseconds of one token by tile (outputs x inputs) and parts; the first is the table's."""
+    """Microseconds for one token, by tile (outputs x inputs) and parts; the first tile is the default."""
     torch.manual_seed(1)
     codes = kernel.codes(torch.randn(1, ins, device=run.device).to(dtype))
     weight = kernel.codes(torch.randn(outs, ins, device=run.device).to(dtype))

@@ -1,12 +1,12 @@
-"""The load of `gpu_serving.serving` by others, on the same card: Transformers' `generate`, a plain loop, vLLM where it is.
+"""The load of `engine.serving` on peers, on the same GPU: Transformers' `generate`, a plain loop, vLLM if installed.
 
-Knows how each is asked. Each is timed by tokens a second over what it gets done in its time, since the slow ones would
-not finish. Weights are random and of the same shape.
+Knows how to run each. The measure is tokens/s over the work that a peer does in its time, because slow peers would not
+finish. Weights are random, in the same shape.
 
-The loop is what one writes in an afternoon, in the spirit of nano-vllm: rows with caches of a fixed length, prompts one after
-the other, all rows decoded at once by a recorded graph, a row given to the next request as soon as it is free.
+The loop is what a developer writes in an afternoon, in the spirit of nano-vllm: rows with caches of a fixed length, one
+prefill at a time, one CUDA graph to decode all rows; a free row takes the next request.
 
-Shape suffixes: B rows, T tokens, H query heads, K key/value heads, G = H / K, D head size, L places of a cache.
+Shape suffixes: B rows, T tokens, H query heads, K key/value heads, G = H / K, D head size, L tokens of a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.gpu.fixtures import CONFIGS, lengths_of_load, write_config
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Found, Run
 
-SHARE = 0.6  # of its time, that a peer is timed for; the rest is for starting
+SHARE = 0.6  # of a peer's time is measured; the rest is for its start
 
 
 def _name(run: Run) -> str:
@@ -51,7 +51,7 @@ def _told(found: Found, tokens: int, seconds: float, whole: int) -> None:
 
 
 def transformers(run: Run, found: Found) -> None:
-    """`generate` of all prompts at once, padded on the left, in as many tokens as it makes in its time."""
+    """`generate` for all prompts in one left-padded batch, for as many tokens as fit its time."""
     import transformers as library
 
     found["version"] = library.__version__
@@ -73,7 +73,7 @@ def transformers(run: Run, found: Found) -> None:
                 ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=True,
                 temperature=0.6, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None,
             )  # fmt: skip
-        made = out[:, wide:].tolist()  # waits for the device
+        made = out[:, wide:].tolist()  # synchronizes with the device
         if len(made[0]) != count:
             raise RuntimeError(f"it made {len(made[0])} tokens of {count}")
         return time.perf_counter() - began
@@ -83,7 +83,7 @@ def transformers(run: Run, found: Found) -> None:
     each = max(1e-6, (ask(more) - ask(few)) / (more - few))
     count = int(min(max(outputs), max(4, SHARE * run.left / each)))
     seconds = ask(count)
-    # A row that has all of its tokens is padded until the longest has: those tokens nobody asked for.
+    # A row that is complete generates tokens until the longest row is: those beyond its length do not count.
     wanted = sum(min(n, count) for n in outputs)
     _told(found, wanted, seconds, sum(outputs))
     found["tokens of each at the most"] = count
@@ -93,7 +93,7 @@ def transformers(run: Run, found: Found) -> None:
 
 
 class Plain:
-    """Qwen3 in a page: random weights, caches [layers, 2, B, K, L, D]."""
+    """A minimal Qwen3 with random weights; caches [layers, 2, B, K, L, D]."""
 
     def __init__(self, name: str, rows: int, length: int, device: str, dtype: torch.dtype):
         c = CONFIGS[name]
@@ -137,12 +137,12 @@ class Plain:
         return self.norm(x)
 
     def drawn(self, x_BD: Tensor) -> Tensor:
-        """Tokens at temperature 0.6."""
+        """Sample tokens at temperature 0.6."""
         logits = (x_BD @ self.table.T).float() / 0.6
         return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
 
     def prefill(self, row: int, ids_T: Tensor) -> Tensor:
-        """The first token of a row."""
+        """Compute a prompt; return the first token of the row."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache[layer, 0, row, :, : len(ids_T)] = k.transpose(0, 1)
@@ -164,14 +164,14 @@ class Plain:
             self.cache[layer, 0, rows, :, positions_B] = k
             self.cache[layer, 1, rows, :, positions_B] = v
             keys, values = self.cache[layer, :, :, :, :longest]
-            grouped = q.view(len(q), self.kv, -1, self.size)  # heads of a group are as tokens
+            grouped = q.view(len(q), self.kv, -1, self.size)  # heads of a KV head act as tokens
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen)
 
         return self.drawn(self.forward(ids_B, positions_B, attend))
 
 
 class Recorded:
-    """The step of all rows, recorded once for each 256 places of the longest row."""
+    """The decode step of all rows, with one CUDA graph for each 256 tokens of the longest row."""
 
     def __init__(self, model: Plain, rows: int, device: str):
         self.model, self.device = model, device
@@ -197,7 +197,7 @@ class Recorded:
 
 @torch.inference_mode()
 def loop(run: Run, found: Found) -> None:
-    """A plain loop, for as long as its time allows; graphs are recorded before."""
+    """The plain loop, for as long as its time allows, after the capture of its graphs."""
     prompts, outputs = _prompts(run)
     rows, length = len(prompts), 256 if run.small else 2048
     dtype = torch.bfloat16 if run.device == "cuda" else torch.float32
@@ -221,7 +221,7 @@ def loop(run: Run, found: Found) -> None:
         tokens_B = step(max(at[row] for row in left) + 1)
         step.ids_B.copy_(tokens_B)
         step.positions_B.add_(1).clamp_(max=length - 1)
-        tokens_B.tolist()  # as if somebody wanted them
+        tokens_B.tolist()  # bring the tokens to the host, as a server does
         for row in list(left):
             at[row], left[row], made = at[row] + 1, left[row] - 1, made + 1
             if left[row] <= 0:
@@ -234,7 +234,7 @@ def loop(run: Run, found: Found) -> None:
 
 
 def vllm(run: Run, found: Found) -> None:
-    """As it comes, offline."""
+    """vLLM offline, with its defaults."""
     try:
         library: Any = importlib.import_module("vllm")
     except ImportError as error:

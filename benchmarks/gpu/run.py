@@ -1,16 +1,16 @@
-"""On a machine with a GPU: check everything, then time it. `make bench-gpu`, at most ten minutes; the next call goes on.
+"""`python -m benchmarks gpu` and `make bench-gpu`: check everything on a GPU, then time it.
 
-Knows the order of the sections and what is left of the time. Each section is a process: one that fails, hangs or loses the
-device takes nobody with it, and what it found until then is kept. What is known is on disk after each figure. A section
-begins where its time still fits the call; what the result file already has is not done again, unless it is named or
-failed (then it comes last). So two or three calls of nine minutes do all of it. Nothing here has run on a card yet.
+A call takes at most ten minutes; the next call continues. Each section is a process, so a section that fails, hangs or
+loses the device does not affect the others. The result file has each figure as soon as it is known. A section starts
+only if its time fits the rest of the call. A call skips sections that the result file already has, unless `--only`
+names them or they failed (these run last). Two or three calls of nine minutes complete the file. Not yet run on a GPU.
 
-    machine     versions; the card's own ceilings: copy bandwidth, the rates of bf16, fp8 and int8 products
+    machine     versions; the GPU's ceilings: copy bandwidth, rates of bf16, fp8 and int8 matrix products
     kernels     every kernel against its definition (`checks.py`)
-    engine      tokens on the card against those of the CPU; depth 1 and 2, graphs and none, weights that travel
-    steps       the 8B shape: start, prefill, decoding, a mixed load (`engine.py`); steps-fp8 the same in fp8
-    serving     256 requests at once, of the 0.6B shape; peers the same by others (`peers.py`)
-    figures     kernels at real shapes, with the floor beside each (`kernels.py`)
+    engine      tokens on the GPU against those on the CPU: depth 1 and 2, with and without graphs, offloaded weights
+    steps       the 8B shape: start-up, prefill, decode, a mixed load (`engine.py`); steps-fp8: the same in fp8
+    serving     256 requests at once, with the 0.6B shape; peer-*: the same load on peers (`peers.py`)
+    figures     kernels at real shapes, with their floors (`kernels.py`); products: fp8, int8 and WNA16 GEMM
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SECTIONS = {
     "peer-transformers": ("peers", "transformers", 60),
     "peer-vllm": ("peers", "vllm", 150),
 }
-"""Name -> module, function, seconds that it may take; the most wanted first."""
-GRACE = 5.0  # seconds that a section has to end by itself
+"""Name -> module, function, time limit in seconds; the most important first."""
+GRACE = 5.0  # seconds beyond its limit until a section is killed
 DAY = 86400
 
 
 class Found(dict[str, Any]):
-    """What a section finds: written down whenever it finds something. `known`: what the file has stays in it."""
+    """The findings of a section, saved after each change. `known`: start from the content of the file."""
 
     def __init__(self, path: Path, known: bool = False):
         super().__init__(json.loads(path.read_text(encoding="utf-8")) if known else {})
@@ -60,18 +60,18 @@ class Found(dict[str, Any]):
         self.save()
 
     def save(self) -> None:
-        """Whole or not at all: whoever writes may be stopped at any moment."""
+        """Replace the file atomically: the process may be killed at any moment."""
         new = self.path.with_name(self.path.name + ".new")
         new.write_text(json.dumps(self, indent=1, default=str) + "\n", encoding="utf-8")
         new.replace(self.path)
 
 
 class Run:
-    """What sections share: the device, the time that is left, and whether shapes are real or tiny."""
+    """The shared state of sections: the device, the time left, and whether shapes are real or tiny."""
 
     def __init__(self, device: str, seconds: float, small: bool, began: float | None = None):
         self.device, self.small = device, small
-        self.began = time.time() if began is None else began  # of the process
+        self.began = time.time() if began is None else began  # start of the process
         self.ends = time.monotonic() + seconds
         self.ceilings: dict[str, float] = {}
 
@@ -129,7 +129,7 @@ def ceilings_of(found: dict[str, Any]) -> dict[str, float]:
 
 
 def section(name: str, run: Run, path: Path) -> dict[str, Any]:
-    """In this process. A failure is part of what is found."""
+    """Run a section in this process. The findings include a failure."""
     module, function, _ = SECTIONS[name]
     found, began = Found(path), time.monotonic()
     try:
@@ -145,7 +145,7 @@ def section(name: str, run: Run, path: Path) -> dict[str, Any]:
 
 
 def apart(name: str, run: Run, path: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, which is stopped when its time is up; what it found until then."""
+    """Run a section in its own process, kill it at its time limit, and return its findings so far."""
     most = min(float(SECTIONS[name][2]), run.left)
     path.unlink(missing_ok=True)
     words = [
@@ -188,10 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="names of sections, done again; unset: all that are not well yet",
     )
     parser.add_argument("--inside", action="store_true", help="all sections in this process")
-    for name in ("--section", "--file", "--ceilings", "--began"):  # of a section's own process
+    for name in ("--section", "--file", "--ceilings", "--began"):  # for a section's own process
         parser.add_argument(name, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
-    # What is compared with is plain torch: nothing is compiled for the CPU meanwhile.
+    # The CPU side of comparisons runs in plain torch, so that no CPU kernels are compiled.
     env.set_outer("QUIRE_CPU_ISA", env.outer("QUIRE_CPU_ISA") or "none")
     run = Run(asked.device, asked.seconds, asked.small, asked.began and float(asked.began))
     if asked.section:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = result_file(asked.out)
     whole = Found(path, path.is_file())
     wanted = [name for name in SECTIONS if _wanted(name, whole, asked.only)]
-    # What failed may fail again: what is not known yet goes before. The ceilings are in every floor.
+    # Failed sections may fail again, so new ones come first; but `machine` before all, as floors need its ceilings.
     wanted.sort(key=lambda name: name in whole and name != "machine")
     for name in wanted:
         if run.left < SECTIONS[name][2] and name != wanted[0]:
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def result_file(folder: Path, now: float | None = None) -> Path:
-    """Today's; or yesterday's, if that has not everything and today has none: a call may begin after midnight."""
+    """Today's file; or yesterday's if it is incomplete and today has none: calls may continue after midnight."""
     now = time.time() if now is None else now
     today, before = (
         folder / f"{time.strftime('%Y-%m-%d', time.gmtime(at))}-gpu.json" for at in (now, now - DAY)

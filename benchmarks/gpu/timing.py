@@ -1,10 +1,10 @@
-"""How long does a call take on a GPU?
+"""Timing of calls on a GPU.
 
-Knows events, recorded calls and the card's cache. Does not know what is called. Two ways:
+Knows CUDA events, CUDA graphs and the GPU's L2 cache. Does not know what it times. Two ways:
 
-    timed    events around each call: for what takes long, since the host's launches are in it
-    cold     the call recorded many times over, each time after as much was read as the card's cache holds: what a kernel of
-             a few microseconds takes in a recorded step, where its weights or its keys come from memory
+    timed    events around each call: for long calls, because it includes the host's launches
+    cold     a CUDA graph with many calls, each after a read that evicts the L2 cache: the time of a kernel of a few
+             microseconds inside a captured step, where its weights or keys come from memory
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
 
-CACHE = 256 << 20  # bytes: a few times what a card's second cache holds
+CACHE = 256 << 20  # bytes: a few times the size of a GPU's L2 cache
 REPLAYS = 5
 
 
@@ -40,7 +40,7 @@ def timed(run: Run, call: Callable[[], Any], least: int = 10) -> float:
 
 
 def cold(run: Run, call: Callable[[], Any], times: int = 10) -> float:
-    """Seconds of a call that finds nothing of its own in the cache. What cannot be recorded is timed as it is."""
+    """Seconds of a call with a cold L2 cache. A call that CUDA cannot capture is timed by `timed`."""
     if run.device != "cuda":
         return _on_the_host(call)
     filler = torch.zeros(CACHE // 4, device=run.device)
@@ -58,7 +58,7 @@ def cold(run: Run, call: Callable[[], Any], times: int = 10) -> float:
 
 
 def _recorded(call: Callable[[], Any], times: int) -> float:
-    """Median seconds of so many calls in one graph."""
+    """Median seconds of a graph with this many calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

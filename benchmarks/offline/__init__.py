@@ -1,1 +1,1 @@
-"""Offline throughput beside Transformers."""
+"""Offline throughput, compared with Transformers."""

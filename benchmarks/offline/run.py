@@ -1,7 +1,7 @@
-"""`python -m benchmarks` and `make bench`: offline throughput beside Transformers, and what a step costs the host.
+"""`python -m benchmarks` and `make bench`: offline throughput, compared with Transformers, and host overhead per step.
 
-Five workloads on a random checkpoint of each shape, the contenders in turn within each round, medians over rounds, one
-result file a shape. Nothing is fetched.
+It runs five workloads on a random checkpoint of each shape. The engines alternate within each round; it reports medians
+over rounds, in one result file per shape. It downloads nothing.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
-    """Measure, print and keep. 0, or an exception that says what failed.
+    """Measure each shape, print and save the results; return 0.
 
     Args:
-        words: the command line that `args` came from, for the record.
+        words: the command line that `args` came from, for the result file.
     """
     for name in args.shape:
         _run(shapes.SHAPES[name], args, words)
@@ -117,7 +117,7 @@ def _measure(
     probes = [roofline.probe(args.dtype)]
     seconds: dict[tuple[str, str], list[float]] = {}
     agreed: dict[str, float] = {}
-    for contender in contenders:  # first runs pay for what later ones find warm
+    for contender in contenders:  # warm up
         contender.run(shapes.Workload(1, 8, 2), shapes.Workload(1, 8, 2).prompts(shape.vocab))
     for number in range(1, args.rounds + 1):
         for workload in chosen:

@@ -1,6 +1,6 @@
-"""Who is measured: this engine, and Transformers as the peer. Both answer the same prompts, greedily.
+"""Runners of the offline benchmark: Quire, and Transformers as the peer. Both answer the same prompts, greedily.
 
-Knows how to start each and how to time one workload. Does not know what a good figure is.
+Knows how to start each and how to time one workload. Does not know any goals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Run:
-    """One workload, once."""
+    """One run of one workload."""
 
     seconds: float
     tokens: list[list[int]] = field(repr=False)  # generated, by request
@@ -34,7 +34,7 @@ class Contender(Protocol):
 
 
 class Quire:
-    """The engine in this process, token ids in and out. Prefix caching is off: nothing may be remembered."""
+    """The engine in this process, token ids in and out. Prefix caching is off, so that every run does all work."""
 
     name = "quire"
 
@@ -85,7 +85,7 @@ class Quire:
 
 
 class Transformers:
-    """`generate` on one batch of equally long prompts, so that the peer pads nothing."""
+    """Transformers' `generate` on one batch of prompts of equal length, so that it pads nothing."""
 
     name = "transformers"
 
@@ -122,7 +122,7 @@ class Transformers:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of the generated tokens that are equal up to where a request first differs."""
+    """The share of generated tokens before the first difference in each request."""
     same = 0
     for a, b in zip(ours, theirs, strict=True):
         same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

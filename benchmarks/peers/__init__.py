@@ -1,1 +1,1 @@
-"""The offline workloads beside vLLM and OpenVINO, each in an environment of its own."""
+"""The offline workloads on vLLM and OpenVINO, each in its own environment."""

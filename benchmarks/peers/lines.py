@@ -1,8 +1,8 @@
-"""How an engine that is measured talks to `python -m benchmarks peers`: one JSON object a line.
+"""The protocol between a measured engine and `python -m benchmarks peers`: one JSON object per line.
 
-    said first      {"about": {...}}                                     it is ready
-    asked           {"prompts": [[token, ...], ...], "output": tokens of each}
-    answered        {"seconds": ..., "tokens": [[token, ...], ...]}
+    engine, when ready      {"about": {...}}
+    request                 {"prompts": [[token, ...], ...], "output": tokens of each}
+    response                {"seconds": ..., "tokens": [[token, ...], ...]}
 
 Standard library only: every engine runs in its own environment.
 """
@@ -20,23 +20,23 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def own_output() -> Any:
-    """What the caller reads. All else that is printed, by child processes too, goes to stderr from here on."""
+    """The pipe to the caller. Everything else that this process and its children print then goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def settle_vllm(asked: dict[str, Any]) -> None:
-    """Before vLLM is imported on a CPU: its threads and its cache.
+    """Set vLLM's threads and KV cache size on a CPU, before vLLM is imported.
 
-    By itself it leaves one core to its other processes, and runs on the others: one, of two.
+    By default vLLM leaves one core to its other processes: on two cores it would compute on one.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["kv_gib"])
 
 
 def serve(answers: Any, about: dict[str, Any], generate: Generate) -> None:
-    """Until stdin ends."""
+    """Answer requests until stdin ends."""
     print(json.dumps({"about": about}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,6 +1,6 @@
-"""What `python -m benchmarks peers` found, as a page: each engine's speed beside the best of the others of its group.
+"""The page of `python -m benchmarks peers`: each engine's speed, compared with the best other engine of its group.
 
-Knows the turns that were taken. Does not know how engines are run.
+Knows the measured turns. Does not know how engines run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ OTHERS = {
     "AMD": "AMD Zen 5 (AVX512-BF16, no AMX), 2 cores",
     "Intel": "Intel Xeon (AMX), 2 cores",
 }
-"""Vendor -> the kinds of machine that are to be measured; those that a page is not from stand open in it."""
+"""Vendor -> a kind of machine to measure; a page lists the kinds that it has no results for as open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One workload, once, by one engine."""
+    """One run of one workload by one engine."""
 
     engine: str
     workload: str
@@ -40,7 +40,7 @@ class Turn:
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One a group, workload and engine: medians over its turns, and the ratio to the best peer of the group."""
+    """One row per group, workload and engine: medians over its turns, and the ratio to the best peer of the group."""
     found: list[dict[str, Any]] = []
     turns = [Turn(**turn) for turn in result["turns"]]
     for group in dict.fromkeys(about["group"] for about in result["engines"].values()):
@@ -94,7 +94,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def open_rows(cpu: str) -> str:
-    """The kinds of machine that this page says nothing about."""
+    """The kinds of machine without results on this page."""
     kinds = [words for vendor, words in OTHERS.items() if vendor not in cpu]
     lines = ["| machine | tokens/s | to the best peer |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {words} | open: not measured yet | open |" for words in kinds)])

@@ -1,10 +1,10 @@
-"""`python -m benchmarks peers` and `make bench-peers`: the five offline workloads beside other engines, in one run.
+"""`python -m benchmarks peers` and `make bench-peers`: the five offline workloads on Quire and other engines.
 
-Every engine is a process with an environment of its own (`benchmarks/peers/install.py` makes those of the others) and
-answers the same prompts, greedily. Within each round the engines take turns; who is not asked is stopped, so that
-nobody's waiting costs another. Before and after each turn the machine's memory bandwidth is probed, since a shared
-machine changes by the minute: the floor of a turn is made from those two. Engines of one number of bits run together,
-and are told beside each other. An engine that cannot run is a row that says why. Linux.
+Every engine is a process with its own environment (`benchmarks/peers/install.py` makes those of the peers) and answers
+the same prompts, greedily. Within each round the engines alternate; SIGSTOP stops all but one, so that idle engines
+take no CPU. Before and after each turn it probes memory bandwidth and matrix speed, because the speed of a shared
+machine changes by the minute: the floor of a turn comes from these two probes. Engines with 16-bit weights form one
+group, those with fewer bits another. An engine that cannot run has a row with the reason. Linux only.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ BF16, SHORT = "16 bits", "8 bits and fewer"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How one is started, and what its format costs."""
+    """How to start an engine, and the sizes of its formats."""
 
     group: str
     script: str
-    python: str | None  # the environment's name; None: this one
-    weights: str  # the format that the checkpoint is made in
+    python: str | None  # name of the environment; None: this one
+    weights: str  # format of its checkpoint
     options: dict[str, Any] = field(default_factory=dict)
     weight_bytes: float = 2.0
-    head_bytes: float | None = None  # of the head's weights, if others
+    head_bytes: float | None = None  # of a weight of the head, if different
     kv_bytes: float = 2.0
-    kv_scale_bytes: float = 0.0  # for each token, head, and of keys and values
-    speedup: float = 1.0  # of products against bfloat16, at the most
+    kv_scale_bytes: float = 0.0  # per key or value vector of a head
+    speedup: float = 1.0  # upper bound of the speed of matrix products, relative to bfloat16
 
     def bytes_of_weights(self, shape: shapes.Shape) -> float:
-        """Of a weight, on average."""
+        """Average bytes of a weight."""
         head, layers = shape.head_parameters, shape.layer_parameters
         of_head = self.weight_bytes if self.head_bytes is None else self.head_bytes
         return (head * of_head + layers * self.weight_bytes) / (head + layers)
 
     def bytes_of_kv(self, shape: shapes.Shape) -> float:
-        """Of a number in the cache, on average."""
+        """Average bytes of an element of the KV cache."""
         return self.kv_bytes + self.kv_scale_bytes / shape.head_dim
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder of results")
     add("--prepare", action="store_true", help="make the checkpoints and do nothing more")
     given = parser.parse_args(argv)
-    # Who is told to end still lets go of engines that it has stopped: they would stay for ever.
+    # On SIGTERM, exit by an exception, so that `close` ends stopped engines: they would stay forever.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return _measure(given, " ".join(["python -m benchmarks peers", *argv]))
@@ -155,7 +155,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
 
 
 def _model(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Path:
-    """The checkpoint in the engine's format; made once. A peer that is not installed is found out when it starts."""
+    """The checkpoint in the engine's format; made once. A peer that is not installed fails later, when it starts."""
     path = shapes.checkpoint(shape, "bfloat16", given.cache)
     if engine.weights == "bfloat16":
         return path
@@ -171,7 +171,7 @@ def _model(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Pa
 
 
 def _environment(**more: str) -> dict[str, str]:
-    """Nothing asks the network, or finds our packages in place of its own."""
+    """Environment of an engine: no network; no PYTHONPATH, so that it does not import this repository's packages."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     found = env.for_a_child(**quiet, **more)
     found.pop("PYTHONPATH", None)
@@ -179,9 +179,9 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _of_its_own(peers: Path, name: str, cache: Path) -> tuple[Path, dict[str, str]]:
-    """A peer's Python, and the variables that it runs with."""
+    """A peer's Python and its environment variables."""
     variables = _environment(VLLM_CACHE_ROOT=str(cache.absolute() / "vllm"))
-    # What its documentation asks to be loaded first, from its own environment.
+    # vLLM's documentation recommends to preload this library.
     openmp = peers / name / "lib" / "libiomp5.so"
     if openmp.exists():
         variables["LD_PRELOAD"] = str(openmp.absolute())
@@ -191,10 +191,10 @@ def _of_its_own(peers: Path, name: str, cache: Path) -> tuple[Path, dict[str, st
 def in_environment(
     given: argparse.Namespace, name: str, script: str, asked: dict[str, Any]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of `own_variables.scripts` by the Python of `own_variables.peers`/name, to its end.
+    """Run a script of `given.scripts` by the Python of `given.peers`/name, to its end.
 
     Raises:
-        StartupError: there is no such environment.
+        StartupError: the environment does not exist.
     """
     python, variables = _of_its_own(given.peers, name, Path(tempfile.gettempdir()) / "quire-bench")
     if not python.exists():
@@ -209,7 +209,7 @@ def _asked(
     engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> dict[str, Any]:
     tokens = max(w.rows * (w.prompt + w.output) for w in chosen)
-    # Those of a group hold their caches side by side: none has room for what it will not keep.
+    # The engines of a group run at the same time: give each only the KV cache that it needs.
     need = 1.1 * tokens * shape.kv_elements * engine.bytes_of_kv(shape) / 2**30
     return {
         "script": engine.script,
@@ -227,7 +227,7 @@ def _asked(
 
 
 class Running:
-    """An engine's process. Raises StartupError where it ended or was silent for too long."""
+    """An engine's process. Methods raise StartupError if it has ended or does not answer in time."""
 
     def __init__(self, name: str, asked: dict[str, Any], given: argparse.Namespace):
         python, environment = Path(sys.executable), env.for_a_child()
@@ -254,7 +254,7 @@ class Running:
         self.resident = 0
 
     def ask(self, prompts: list[list[int]], output: int) -> dict[str, Any]:
-        """Its answer: see benchmarks/peers/lines.py."""
+        """Continue the engine, send it a request, return the response (lines.py), stop the engine."""
         self.signal(signal.SIGCONT)
         print(
             json.dumps({"prompts": prompts, "output": output}), file=self.process.stdin, flush=True
@@ -278,7 +278,7 @@ class Running:
         return found
 
     def signal(self, number: signal.Signals) -> None:
-        """To it and all that it started."""
+        """Send a signal to the engine and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -304,7 +304,7 @@ class Running:
 
 
 def last_words(text: str) -> str:
-    """The last line that tells of an error, else the last line."""
+    """The last line with "Error", else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["said nothing"])[-1][-400:]
@@ -354,6 +354,6 @@ def _rounds(
 
 
 def _between(before: roofline.Probe, after: roofline.Probe, speedup: float) -> roofline.Probe:
-    """The better of both: a floor is the least that the time could have been."""
+    """The better of both probes, because a floor is a lower bound of the time."""
     read = max(before.bytes_per_s, after.bytes_per_s)
     return roofline.Probe(read, speedup * max(before.flops_per_s, after.flops_per_s))

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI with continuous batching, token ids in and out: see lines.py. Run by the Python of its own environment."""
+"""OpenVINO GenAI with continuous batching, token ids in and out: see lines.py. Its environment's Python runs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
         wanted.max_new_tokens = output
         wanted.do_sample = False
         wanted.ignore_eos = True
-        wanted.set_eos_token_id(0)  # the checkpoint has none, and it asks for one
+        wanted.set_eos_token_id(0)  # the checkpoint has none, but GenAI requires one
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         done = pipe.generate(tensors, [wanted] * len(tensors))
         return [list(one.m_generation_ids[0]) for one in done]

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, token ids in and out: see lines.py. Run by the Python of its own environment."""
+"""vLLM on a CPU, token ids in and out: see lines.py. The Python of vLLM's environment runs it."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def main() -> None:
     lines.serve(answers, about, generate)
 
 
-if __name__ == "__main__":  # its engine is a process that imports this file again
+if __name__ == "__main__":  # vLLM's engine process imports this file again
     main()

@@ -1,8 +1,11 @@
-"""What constrained output costs vLLM on a CPU: the measure of `python -m benchmarks structured`, by the Python of its own environment.
+"""The cost of structured outputs in vLLM on a CPU: the measurement of `python -m benchmarks structured`.
+
+The Python of vLLM's environment runs it:
 
     python structured_vllm.py '{"model": ..., "tokenizer": ..., "rows": 32, "output": 24, "rounds": 3, ...}'
 
-Told last, as JSON: {"free": [seconds a step, ...], "held": [...], "first_free": [seconds, ...], "first_held": [...]}.
+Its last line is JSON: {"free": [seconds per step, ...], "held": [...], "first_free": [seconds, ...],
+"first_held": [...], "version": ...}.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ def main() -> None:
         return spent
 
     def step(schema: Any) -> float:
-        """A step of all rows: what `output` more tokens of each take."""
+        """Seconds per step of all rows, from the time of `output` more tokens."""
         short = seconds(asked["prompts"], 1, schema)
         return (seconds(asked["prompts"], 1 + asked["output"], schema) - short) / asked["output"]
 
     one = asked["prompts"][:1]
     found: dict[str, Any] = {"free": [], "held": [], "first_free": [], "first_held": []}
-    for schema in (None, asked["endless"]):  # both ways warm
+    for schema in (None, asked["endless"]):  # warm up both
         step(schema)
     seconds(one, 1, asked["fresh"][-1])
     for number in range(asked["rounds"]):
@@ -58,5 +61,5 @@ def main() -> None:
     print(json.dumps({**found, "version": vllm.__version__}), file=answers, flush=True)
 
 
-if __name__ == "__main__":  # its engine is a process that imports this file again
+if __name__ == "__main__":  # vLLM's engine process imports this file again
     main()
