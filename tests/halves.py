@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-FIRST = ("equality", "processes")  # they take as long as all the rest
+FIRST = ("equality", "processes", "server", "structured")  # they take as long as all the rest
 
 
 class Halves(LoadScopeScheduling):  # type: ignore[misc]

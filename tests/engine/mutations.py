@@ -33,7 +33,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "re-admitted with tokens pending": (SCHEDULER, "Scheduler._admit", "request.pending", "False"),
     "rejected drafts stay computed": (SCHEDULER, "Scheduler.commit", "request.computed -= ANY", ""),
-    "draws of tokens that are certain count": (SCHEDULER, "Scheduler._take_certain", "void(ANY, ANY, ANY)", "pass"),
+    "draws of tokens that are certain count": (SCHEDULER, "Scheduler._take_certain", "cancel_redundant_draws(ANY, ANY, ANY)", "pass"),
     "what is certain is dropped": (SCHEDULER, "Scheduler._take_certain", "self._extend(ANY, ANY)", "[]"),
     "drafts in flight stay beside tokens that are certain": (BUILDING, "cancel_drafts", "any(ANY)", "False"),
     "a request whose drafts are cancelled keeps its row": (
@@ -43,7 +43,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         SCHEDULER, "Scheduler._take_certain", "request.drafted = False", "",
     ),
     "cancelled steps give tokens": (SCHEDULER, "Scheduler.commit", "most < 0", "False"),
-    "all draws in flight are void": (BUILDING, "void", "count -= 1", ""),
+    "all draws in flight are void": (BUILDING, "cancel_redundant_draws", "count -= 1", ""),
     "no limit to running ahead": (SCHEDULER, "Scheduler._wanted", "length >= request.limit", "False"),
     "running ahead where it may not": (SCHEDULER, "Scheduler._wanted", "self.limits.run_ahead", "True"),
     "preemption keeps the work of this plan": (SCHEDULER, "Scheduler._preempt", "building.undo(ANY)", "pass"),

@@ -21,16 +21,16 @@ from quire.errors import StartupError
 
 CHILD = """
 import sys, time
-from quire.engine.status_pipe import Speaker
-from quire.protocol.output import Beat, Died, Ready
-speaker, how = Speaker(int(sys.argv[1])), sys.argv[2]
+from quire.engine.status_pipe import StatusWriter
+from quire.protocol.output import EngineDied, EngineReady, Heartbeat
+status, how = StatusWriter(int(sys.argv[1])), sys.argv[2]
 if how == "fails":
-    speaker.say(Died("no weights"))
+    status.send(EngineDied("no weights"))
     sys.exit(1)
-speaker.say(Ready(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1))
+status.send(EngineReady(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1))
 while how == "lives":
     time.sleep(0.2)
-    speaker.say(Beat(0, 0.0, 1.0))
+    status.send(Heartbeat(0, 0.0, 1.0))
 """
 SOURCE = str(Path(module.__file__).parents[2])
 FULL = OSError(28, "No space left on device")

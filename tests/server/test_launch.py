@@ -77,13 +77,13 @@ def test_it_ends_though_all_threads_wait_for_the_engine(listener: socket):
 LOADS_FOR_EVER = """
 import os, sys, threading
 from quire.config.engine import EngineConfig
-from quire.server import launch, loading
+from quire.server.process import inline_engine, launch
 
 def load(config):
     print("loading", flush=True)
     threading.Event().wait()
 
-loading.make_client = load
+inline_engine.make_client = load
 config = EngineConfig.from_keywords(
     model="none", uds=sys.argv[1], disable_frontend_multiprocessing=True, disable_log_stats=True
 )

@@ -100,8 +100,8 @@ def constants() -> set[str]:
     found = set()
     for package in PACKAGES:
         folder = ROOT / "src" / "quire" / package
-        for file in folder.glob("*.py"):
-            module = f"quire.{package.replace('/', '.')}.{file.stem}"
+        for file in folder.rglob("*.py"):
+            module = ".".join(file.relative_to(ROOT / "src").with_suffix("").parts)
             found |= {f"{module}.{name}" for name in CONSTANT.findall(file.read_text(encoding="utf-8"))}  # fmt: skip
     return found
 

@@ -97,22 +97,24 @@ class HttpWorker(ServerProcess):
 
 
 def processes() -> dict[int, str]:
-    """All processes of this server: pid -> name."""
-    found: dict[int, str] = {}
-    for pid in process_tree(os.getppid()):
+    """The processes of this server that last: pid -> name. Helpers, such as those of grammars, have no metrics."""
+    supervisor = os.getppid()
+    found: dict[int, str] = {supervisor: "server"}
+    for pid in process_tree(supervisor):
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-            found[pid] = name_of(words)
+            if (name := name_of(words)) is not None:
+                found[pid] = name
     return found
 
 
-def name_of(words: list[str]) -> str:
-    """server: the supervisor; server 0, server 1, ...; engine; worker."""
+def name_of(words: list[str]) -> str | None:
+    """server 0, server 1, ...; engine; worker; None: another process."""
     if MODULE in words:
         return f"server {words[words.index(MODULE) + 2]}"
     if "quire.engine.engine_process" in words:
         return "engine"
-    return "worker" if "quire.executor.worker_process" in words else "server"
+    return "worker" if "quire.executor.worker_process" in words else None
 
 
 def main(words: list[str]) -> int:
