@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
         None: the backend cannot; nothing was written.
         """
-        attend = getattr(self.backend, "attend_unturned", None)
+        attend = getattr(self.backend, "attend_fused_rope", None)
         if attend is None:
             return None
         o_THE: Tensor | None = attend(self, q_THD, k_TKD, v_TKE, how, angles, self._meta())

@@ -8,6 +8,8 @@ import pytest
 import torch
 from ops.triton.place import DEVICE, DTYPES
 
+from quire.attention.triton import TritonAttention
+from quire.layers.attention import Attention, QKNormRope
 from quire.ops.reference import rms_norm, rotate
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 
@@ -52,3 +54,14 @@ def test_equals_one_after_the_other(dtype: torch.dtype) -> None:
                 assert torch.equal(cache[1][block, :, at], v[token])
                 written += v[token].numel()
         assert int((~cache[1].isnan()).sum()) == written
+
+
+def test_an_attention_layer_takes_the_pass_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer finds the method of the Triton backend by its name: a renamed one would be passed over in silence."""
+    layer = Attention(2, 1, 8)
+    layer.backend = TritonAttention.__new__(TritonAttention)
+    answer = torch.ones(3, 2, 8)
+    monkeypatch.setattr(TritonAttention, "attend_fused_rope", lambda *_: answer)
+    monkeypatch.setattr(layer, "_meta", lambda: None)
+    q, k = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8)
+    assert layer.fused_rope(q, k, k, QKNormRope(False), (q, q)) is answer
