@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STEP = 32  # head sizes are multiples of it
 TOKENS = 16  # block sizes are multiples of it
-KINDS = (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # kernels/codes.h
+KINDS = (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # kernels/kv_codec.h
 
 
 @dataclass(slots=True)

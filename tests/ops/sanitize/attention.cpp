@@ -1,6 +1,6 @@
 // Attention over a scattered cache of each kind, whose unused slots hold NaN: against the definition, and in chunks against
 // the whole.
-#include "codes.h"
+#include "kv_codec.h"
 #include "harness.h"
 
 namespace {

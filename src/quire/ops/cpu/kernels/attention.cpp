@@ -9,15 +9,15 @@
 //   query     a token times one of the heads that share the key/value head
 //   scores    [queries, 32] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
 //
-// Keys and values are repacked for the product (tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
-// otherwise (few.h), to the same bits. The scales of codes go with the scores and the weights. Int8 is met by bytes: halves.h.
+// Keys and values are repacked for the product (kv_tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
+// otherwise (attention_decode.h), to the same bits. The scales of codes go with the scores and the weights. Int8 is met by bytes: attention_int8_split.h.
 //
 // Where a prompt's time goes, and what brought nothing: decision 42.
 #include <atomic>
 #include <vector>
 
 #include "exports.h"
-#include "prompts.h"
+#include "attention_prefill.h"
 
 namespace quire {
 
@@ -55,7 +55,7 @@ void meet_few(const Call& call, const Reach& reach, const Tokens& tokens, const 
   running.end(s);
 }
 
-// The same by bytes (halves.h).
+// The same by bytes (attention_int8_split.h).
 void meet_few_halves(const Call& call, const Reach& reach, const Tokens& tokens, const Few& few, long first, long stop, State s) {
   for (long start = first; start < stop; start += TILE) {
     const long end = std::min(start + TILE, tokens.end);

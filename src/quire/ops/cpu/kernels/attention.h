@@ -1,6 +1,6 @@
 // What the parts of attention share: a call, the queries of an item, how far each sees, the scores that it has met.
 #pragma once
-#include "tiles.h"
+#include "kv_tiles.h"
 
 namespace quire {
 

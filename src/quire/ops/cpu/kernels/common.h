@@ -1,4 +1,4 @@
-// What every kernel uses: vectors (vector.h), functions of them, scratch memory.
+// What every kernel uses: vectors (simd.h), functions of them, scratch memory.
 //
 // A kernel's results for a row depend on that row alone: sums run along K in one order, whatever the number of
 // rows, threads or chunks. Keep it so; the engine's equality tests compare bits.
@@ -11,8 +11,8 @@
 
 #include <algorithm>
 
-#include "shuffle.h"
-#include "vector.h"
+#include "transpose.h"
+#include "simd.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

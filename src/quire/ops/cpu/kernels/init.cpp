@@ -5,7 +5,7 @@
 #endif
 
 #include "exports.h"
-#include "product.h"
+#include "gemm_kernel.h"
 
 // 0: ready. Else the operating system does not give tile registers to this process.
 EXPORT int quire_init() {

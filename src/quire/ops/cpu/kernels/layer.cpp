@@ -7,8 +7,8 @@
 //   x = down(silu(gate(x)) * up(x))
 #include "layer.h"
 
-#include "cache.h"
-#include "rows.h"
+#include "kv_write.h"
+#include "norm_rope_act.h"
 
 namespace quire {
 

@@ -1,6 +1,6 @@
-// Weights as linear.cpp wants them, and rows of them as they were.
+// Weights as gemm.cpp wants them, and rows of them as they were.
 #include "exports.h"
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace quire {
 

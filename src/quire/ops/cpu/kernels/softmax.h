@@ -4,7 +4,7 @@
 // A weight is 2^(score - top), and top need not be the largest score: floats and bf16 hold 2^20 as exactly as 1. So top is the
 // largest of the first 32 scores among which the query sees one, and rises, to the largest of 32 again, only where weights would
 // be too large. Scores are then looked at once, and sums seldom shrink. Which 32 tokens belong together is their place in the
-// cache, so a query's top does not depend on its company. (Halves of bytes need the largest score: halves.h.)
+// cache, so a query's top does not depend on its company. (Halves of bytes need the largest score: attention_int8_split.h.)
 #pragma once
 #include "attention.h"
 

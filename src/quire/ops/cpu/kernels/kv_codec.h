@@ -7,7 +7,7 @@
 
 namespace quire {
 
-enum Kind { SHORT, INT8, E4M3, E5M2, HALVED };  // attention/cpu.py has the same list, but for HALVED: int8, met as halves.h says
+enum Kind { SHORT, INT8, E4M3, E5M2, HALVED };  // attention/cpu.py has the same list, but for HALVED: int8, met as attention_int8_split.h says
 
 struct Int8Code {
   static constexpr float TOP = 127.f;

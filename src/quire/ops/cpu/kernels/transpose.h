@@ -1,6 +1,6 @@
 // Lanes that change places: transposes and pairs, for packing.
 #pragma once
-#include "vector.h"
+#include "simd.h"
 
 namespace quire {
 

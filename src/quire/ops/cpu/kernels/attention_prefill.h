@@ -1,21 +1,21 @@
-// Many queries against a split of the cache, which is packed once for all of an item's (tiles.h).
+// Many queries against a split of the cache, which is packed once for all of an item's (kv_tiles.h).
 #pragma once
-#include "few.h"
+#include "attention_decode.h"
 
 namespace quire {
 
 struct Memory {  // of one thread
   Scratch<bf16> keys, values, q, columns, weights;
   Scratch<float> scores, scales, running, merged;
-  Scratch<float> query_steps, weight_steps, ordered;  // halves.h
-  Shape shape;                                        // few.h
+  Scratch<float> query_steps, weight_steps, ordered;  // attention_int8_split.h
+  Shape shape;                                        // attention_decode.h
 };
 
 // A split of the cache while an item's queries meet it: packed once, as far as they have asked for.
 struct Packed {
   Memory& m;
   const Tokens& tokens;
-  bool few;  // nothing is packed: few.h
+  bool few;  // nothing is packed: attention_decode.h
   long first = 0, stop = 0;
   long keys = 0, values = 0;  // tokens from `first` on that are packed
 
@@ -88,7 +88,7 @@ inline void meet_many(const Call& call, const Reach& reach, Packed& packed, long
   running.end(s);
 }
 
-// The same by bytes (halves.h), a tile after the other.
+// The same by bytes (attention_int8_split.h), a tile after the other.
 inline void meet_many_halves(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
   Memory& m = packed.m;
   const long D = call.cache.D, E = call.cache.E, last = reach.position(first + count - 1);

@@ -1,15 +1,15 @@
 // y[M, N] = x[M, K] * w[N, K]^T with packed weights (pack.cpp), bf16 or int8.
 //
-// Packed: [N / 32][steps][2 tiles] (product.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
+// Packed: [N / 32][steps][2 tiles] (gemm_kernel.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
 // the other half, and what is stored is silu(gate) * other, [M, N / 2].
 //
 // int8: each row of x is made to bytes around ZERO_BYTE with one scale, each row of w has its own scale and the sum of its
 // bytes: y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
-#include "bytes.h"
+#include "quantize_activations.h"
 #include "exports.h"
-#include "many.h"
+#include "gemm_many_rows.h"
 
 namespace quire {
 
@@ -83,7 +83,7 @@ bool straight(const Job<F>& job) {
   return job.rows <= 32 || (job.steps() <= SHORT_PANEL && !job.raw);
 }
 
-// Rows too few for blocks.h: what memory takes is most of their time.
+// Rows too few for gemm_amx.h: what memory takes is most of their time.
 template <Kind KIND, class F>
 void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Value* x) {
   constexpr long DEEP = 8;  // steps for which 32 rows of x and a panel stay in the L1 cache

@@ -1,4 +1,4 @@
-// The norm and the turn of one vector: of rows.cpp, and of a layer's heads.
+// The norm and the turn of one vector: of norm_rope_act.cpp, and of a layer's heads.
 #pragma once
 #include <type_traits>
 

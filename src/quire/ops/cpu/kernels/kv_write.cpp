@@ -1,5 +1,5 @@
 // New keys and values to their slots of the cache, where they are not a layer's (layer.cpp).
-#include "cache.h"
+#include "kv_write.h"
 
 #include "exports.h"
 

@@ -1,6 +1,6 @@
 // New keys and values to their slots of the cache.
 #pragma once
-#include "codes.h"
+#include "kv_codec.h"
 
 namespace quire {
 

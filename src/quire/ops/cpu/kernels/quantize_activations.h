@@ -1,6 +1,6 @@
 // Rows of x as bytes around ZERO_BYTE, each with one scale: its largest value is 127 away.
 #pragma once
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace quire {
 

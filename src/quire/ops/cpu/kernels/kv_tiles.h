@@ -1,10 +1,10 @@
-// Tokens of a paged cache as the product wants them (product.h): 32 at a time, in bf16, whatever the cache keeps.
+// Tokens of a paged cache as the product wants them (gemm_kernel.h): 32 at a time, in bf16, whatever the cache keeps.
 //
 // Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E], of codes also the scales of both
 // [blocks, heads, block_size]; a block holds a multiple of 16 tokens. Codes become bf16 exactly; their scales come along.
 #pragma once
-#include "codes.h"
-#include "product.h"
+#include "kv_codec.h"
+#include "gemm_kernel.h"
 
 namespace quire {
 

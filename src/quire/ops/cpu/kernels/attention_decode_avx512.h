@@ -1,5 +1,5 @@
 // A few queries against tokens of the cache in bf16, which go from memory through registers into the product, with AVX-512:
-// what nobody else asks for need not be packed. The same products in the same order as those of packed tokens (product.h).
+// what nobody else asks for need not be packed. The same products in the same order as those of packed tokens (gemm_kernel.h).
 #pragma once
 #include "attention.h"
 

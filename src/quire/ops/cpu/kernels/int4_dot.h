@@ -1,4 +1,4 @@
-// How weights of four bits meet activations of eight, exactly, whatever the machine. Only this file, product.h and vector.h
+// How weights of four bits meet activations of eight, exactly, whatever the machine. Only this file, gemm_kernel.h and simd.h
 // have instructions of one machine.
 //
 // A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of

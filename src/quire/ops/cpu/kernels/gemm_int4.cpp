@@ -1,15 +1,15 @@
 // y[M, N] = x[M, K] * w[N, K]^T with weights of four bits in groups of inputs, each with a scale and a zero point.
 //
-// Packed: [N / 32] panels of K / 4 lines (nibbles.h); scales and zero points [N / 32][K / group][32]. A panel of a gated weight
+// Packed: [N / 32] panels of K / 4 lines (int4_dot.h); scales and zero points [N / 32][K / group][32]. A panel of a gated weight
 // has 16 outputs of either half.
 //
 // Each group of a row of x is made to signed bytes with a scale of its own. Sums of a group are exact integers; groups are
 // added in their order, each by the same float instructions whatever path summed it, so that a row's bits do not depend on the
 // rows beside it.
-#include "bytes.h"
+#include "quantize_activations.h"
 #include "exports.h"
-#include "nibbles.h"
-#include "rows.h"
+#include "int4_dot.h"
+#include "norm_rope_act.h"
 
 namespace quire {
 

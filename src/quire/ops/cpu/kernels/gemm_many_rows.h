@@ -1,17 +1,17 @@
-// A linear of many rows with AMX: which rows, panels and steps a thread takes, one after the other (blocks.h multiplies).
+// A linear of many rows with AMX: which rows, panels and steps a thread takes, one after the other (gemm_amx.h multiplies).
 //
 // What is used again stays in the L2 cache: a block's rows for some steps of k, and, if those are not all steps, the sums of some
 // panels. Weights pass by.
 #pragma once
-#include "blocks.h"
-#include "bytes.h"
-#include "job.h"
+#include "gemm_amx.h"
+#include "quantize_activations.h"
+#include "gemm_epilogue.h"
 
 #ifdef QUIRE_AMX
 
 namespace quire {
 
-constexpr long MANY = 512;  // rows, from which on blocks.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
+constexpr long MANY = 512;  // rows, from which on gemm_amx.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
 
 // Rows [first, first + rows) of x, in groups, `deep` steps from `k` on; all of them of rows that are to be made to bytes.
 template <class F>

@@ -6,7 +6,7 @@
 // Rows lie in groups: [steps][tiles][16][64 bytes], with three tiles of 16 rows, or two where rows do not divide. Sums of a
 // block are [2][tiles * 16][16].
 #pragma once
-#include "product.h"
+#include "gemm_kernel.h"
 
 #ifdef QUIRE_AMX
 

@@ -3,7 +3,7 @@
 // Rounding is that of ops/reference.py: to bf16 wherever a tensor would have been written there.
 #include "common.h"
 #include "exports.h"
-#include "rows.h"
+#include "norm_rope_act.h"
 
 namespace quire {
 

@@ -4,8 +4,8 @@
 // tiles instead of 4 transposes of 16 x 16 words. Exchanging the sides of a product changes no bit of it. It takes values as they
 // lie, too (decision 44).
 #pragma once
-#include "halves.h"
-#include "straight.h"
+#include "attention_int8_split.h"
+#include "attention_decode_avx512.h"
 
 namespace quire {
 
@@ -16,7 +16,7 @@ struct Few {
   bf16* packed;            // room for 32 tokens
   float *scores, *scales;  // [count, TILE], [2, TILE]
   bf16* weights;           // [count, TILE]
-  const float* query_steps;  // halves.h: [count]
+  const float* query_steps;  // attention_int8_split.h: [count]
   float* weight_steps;
   int count;
 };

@@ -8,7 +8,7 @@
 // for one thing: without an instruction for it, fma rounds twice. Builds are compiled with -ffp-contract=off, so an fma is
 // where one is written and nowhere else.
 //
-// This file and product.h are the only ones with instructions of one machine.
+// This file and gemm_kernel.h are the only ones with instructions of one machine.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>

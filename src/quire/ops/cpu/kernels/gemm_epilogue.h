@@ -1,6 +1,6 @@
-// What a linear is asked for, and what becomes of a row's sums: scales, bias, activation (linear.cpp, many.h).
+// What a linear is asked for, and what becomes of a row's sums: scales, bias, activation (gemm.cpp, gemm_many_rows.h).
 #pragma once
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace quire {
 
