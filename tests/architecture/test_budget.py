@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from functools import cache
 
 from source_rules import ROOT, SOURCE, source_files
 
@@ -41,6 +42,7 @@ def cpp_lines(text: str) -> int:
     return sum(1 for line in lines if line and not line.startswith("//"))
 
 
+@cache
 def counted() -> Counter[str]:
     lines: Counter[str] = Counter()
     for file in source_files():

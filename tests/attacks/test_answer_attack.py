@@ -39,13 +39,13 @@ def test_beams_of_long_prompts_are_bounded(server: AttackedServer):
 
 UNREAD: dict[str, dict[str, Any]] = {
     "prompts": {"prompt": ["word " * 900] * 8, "max_tokens": 1, "prompt_logprobs": 20},
-    "samples": {"prompt": "hi", "n": 32, "max_tokens": 200, "logprobs": 20, "ignore_eos": True, "temperature": 1},
+    "samples": {"prompt": "hi", "n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True, "temperature": 1},
     "stream": {"prompt": "hi", "n": 16, "max_tokens": 1500, "logprobs": 20, "ignore_eos": True, "temperature": 1, "stream": True},
 }  # fmt: skip
 """Answers of several MiB, which no socket's buffer takes, and which six clients get within two minutes."""
 LARGE: dict[str, dict[str, Any]] = {
     "prompts": {"prompt": ["word " * 900] * 40, "max_tokens": 1, "prompt_logprobs": 20},
-    "samples": {"prompt": "hi", "n": 128, "max_tokens": 500, "logprobs": 20, "ignore_eos": True, "temperature": 1},
+    "samples": {"prompt": "hi", "n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True, "temperature": 1},
 }  # fmt: skip
 
 

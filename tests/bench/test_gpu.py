@@ -38,6 +38,12 @@ def ran(tmp_path: Path, *only: str) -> tuple[int, dict]:
     return code, json.loads(next(tmp_path.glob("*-gpu.json")).read_text())
 
 
+@pytest.fixture(autouse=True)
+def environment_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark turns the CPU kernels off in its own process, which is that of the tests here."""
+    monkeypatch.setenv("QUIRE_CPU_ISA", "none")
+
+
 def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     code, found = ran(tmp_path, "machine", "engine", "steps", "serving", "peer-loop", "peer-vllm")
     assert code == 0
