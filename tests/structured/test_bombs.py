@@ -23,6 +23,7 @@ from quire.features.structured import check_process
 from quire.features.structured import compiler as compile
 from quire.features.structured.check_process import ConstraintChecker
 from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.grammar_process import Forkers
 from quire.features.structured.refusal import Refused
 from quire.features.structured.validate import check_constraint
 from quire.protocol.request import EngineRequest
@@ -242,3 +243,17 @@ def test_an_engine_takes_no_memory_of_distinct_bombs(plain: Engine):
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_many_processes_that_end_at_once_do_not_end_their_program() -> None:
+    """A signal handler that reaped them ran within itself and raised."""
+    forkers = Forkers()
+    first = forkers.fork()
+    program = forkers.close
+    for _ in range(6):
+        for process in [forkers.fork() for _ in range(16)]:
+            process.close()
+    assert forkers.close is program
+    assert first.alive
+    asked = Form(regex="a")
+    assert forkers.fork().check(asked, "llguidance", False, 1.0) is None

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from quire.features.structured.xgrammar_backend import XCompiler
 
 ROW_CPU_S = 0.02  # added for each row of the message
+REAP_S = 0.5  # children that have ended stay zombies no longer, also without orders
 TOKENS_A_ROW = 200  # feeding this many tokens again takes as long as a row's mask
 CHECK_MEMORY = 512 << 20
 encode = msgspec.msgpack.encode
@@ -72,12 +73,11 @@ class Forker:
         del asked
         gc.collect()
         gc.freeze()  # a collection in a child would copy shared pages
-        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        self.control.settimeout(REAP_S)
         try:
             while self._next():
                 pass
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             for pid in self.pids.values():
                 os.kill(pid, signal.SIGKILL)  # the pid stays valid until `_reap` waits for it
 
@@ -96,6 +96,7 @@ class Forker:
         return Prepared(words)
 
     def _reap(self) -> None:
+        """Forget children that have ended. Not in a signal handler: a second signal would run it within itself."""
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 for number in [one for one, its in self.pids.items() if its == pid]:
@@ -103,7 +104,11 @@ class Forker:
 
     def _next(self) -> bool:
         """Execute the client's next order; False: the client has closed the socket."""
-        data, files, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
+        self._reap()
+        try:
+            data, files, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
+        except TimeoutError:
+            return True
         if len(data) < ORDER.size:
             return False
         order, number = ORDER.unpack(data)
@@ -114,18 +119,14 @@ class Forker:
         return True
 
     def _fork(self, number: int, files: list[int]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is in `pids`
         pid = os.fork()
         if pid:
             self.pids[number] = pid
             for file in files:
                 os.close(file)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             return
         code = 1
         try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             self.control.close()
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), 2)  # hide backtraces of a killed grammar
