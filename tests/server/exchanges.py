@@ -1,4 +1,4 @@
-"""The requests whose answers are written down in golden/: every route, and every way to be refused."""
+"""The requests whose answers golden/ stores: every route, and every error."""
 
 from __future__ import annotations
 
