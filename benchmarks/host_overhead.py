@@ -93,9 +93,9 @@ def watched(core: Any) -> Stopwatch:
     watch.watch(core.scheduler, "plan", "plan")
     watch.watch(core.scheduler, "commit", "commit")
     watch.watch(worker.batcher, "build", "batch")
-    watch.watch(worker.source, "forward", "forward")
+    watch.watch(worker.model_input, "forward", "forward")
     watch.watch(worker.model, "logits", "head")
-    watch.watch(worker.sink, "finish", "finish")
+    watch.watch(worker.model_output, "finish", "finish")
     if worker.at_once is not None:  # do not patch the kernels: the process shares them
         whole = worker.at_once.kernels
         worker.at_once.kernels = SimpleNamespace(step=watch.around("whole", whole.step))

@@ -119,7 +119,7 @@ def _recorded(client: Any) -> list[int]:
 
 
 def _source(client: Any) -> Any:
-    return client.core.executor.worker.source
+    return client.core.executor.worker.model_input
 
 
 def many(client: Any, lengths: list[int], count: int, name: str) -> tuple[float, list[float]]:

@@ -93,13 +93,13 @@ def test_no_step_waits_and_tokens_are_the_hosts(folder: str, monkeypatch) -> Non
         ask(client, [0])  # the room for what is sent is made
         card.waits.clear()
         assert ask(client, everyone) == want
-        assert client.core.executor.worker.source.replays
+        assert client.core.executor.worker.model_input.replays
     assert card.waits == []
 
 
 def source_with(folder: str, **more: Any) -> Any:
     with client_of(folder, **{**OPTIONS, **more}) as client:
-        return client.core.executor.worker.source
+        return client.core.executor.worker.model_input
 
 
 def test_which_steps_are_recorded(folder: str, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""A step in one call draws the tokens that it draws by batch, source and sink; and leaves the rows as these do."""
+"""A step in one call draws the tokens that it draws by input batch, model input and sampler, and leaves the rows in the same state."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def test_a_processor_of_ours():
     assert texts[0] == [42] * 4
     assert texts[1] == texts[4] == follow(model, [5], 4)
     assert texts[2] == texts[3] != generate(make_worker(), {0: ([5], wish(temperature=1.0))}, 4)[0]
-    assert not worker.sink.pipeline.uses.any()
-    assert not any(worker.sink.pipeline.counts)
-    assert worker.sink.pipeline.processors[4].tokens == {}
+    assert not worker.model_output.pipeline.uses.any()
+    assert not any(worker.model_output.pipeline.counts)
+    assert worker.model_output.pipeline.processors[4].tokens == {}
 
 
 def test_failures_of_a_processor_of_ours():

@@ -53,8 +53,8 @@ class Watch(Hook):
 
 def batches_of(worker) -> list[tuple[ForwardBatch, bool]]:
     """The batches that its source will see, and whether layers would see the same."""
-    seen, forward = [], worker.source.forward
-    worker.source.forward = lambda batch: (
+    seen, forward = [], worker.model_input.forward
+    worker.model_input.forward = lambda batch: (
         seen.append((batch, current_batch() is batch)),
         forward(batch),
     )[1]
@@ -227,7 +227,9 @@ def test_a_number_of_any_size_hurts_nobody_else():
 
 def test_parameters_that_cannot_be_used_fail_their_request(monkeypatch):
     worker = make_worker()
-    monkeypatch.setattr(worker.sink.pipeline, "enter", lambda new: 1 / 0 if new.row == 1 else None)
+    monkeypatch.setattr(
+        worker.model_output.pipeline, "enter", lambda new: 1 / 0 if new.row == 1 else None
+    )
     entered = [enter(1, [4, 5], GREEDY), enter(2, [6, 7], GREEDY)]
     result = Driver(worker)([WorkItem(1, 2), WorkItem(2, 2)], entered)
     assert "cannot be used" in result.errors[0]

@@ -279,14 +279,14 @@ def build_worker(resolved: Resolved, compiler: GrammarCompiler) -> Worker:
     masks = GrammarMasks(compiler, rows, jumps and not processors)
     processors += [ThinkingBudget(), masks]
     drawing = build_drawing(platform)
-    sink = Sampler(model, rows, asked.logprobs_mode, processors, drawing=drawing)
-    source = build_source(resolved, platform, plan, model)
+    sampler = Sampler(model, rows, asked.logprobs_mode, processors, drawing=drawing)
+    model_input = build_model_input(resolved, platform, plan, model)
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
-    at_once = make_native_step(rows, sink) if "native" in platform.kernels else None
+    at_once = make_native_step(rows, sampler) if "native" in platform.kernels else None
     hooks = [masks.hook, pages]
-    worker = Worker(platform, model, source, sink, hooks, rows, batcher, at_once=at_once)
+    worker = Worker(platform, model, model_input, sampler, hooks, rows, batcher, at_once=at_once)
     about = WorkerFacts(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,
@@ -366,23 +366,23 @@ def build_drawing(platform: Platform) -> SamplerOps:
     return PLAIN if kernels is None else native(kernels)
 
 
-def build_source(
+def build_model_input(
     resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any
 ) -> ModelInput:
     """The model input; steps of single tokens replay graphs if device, backend and model allow it."""
     from quire.worker.graphs import GraphModelInput, default_sizes
     from quire.worker.model_input import TokenModelInput
 
-    source, recorder = TokenModelInput(model), platform.recorder()
+    model_input, recorder = TokenModelInput(model), platform.recorder()
     layers = model.attention_layers()
     able = model.recordable and layers and layers[0].backend.can.graphs
     if recorder is None or not able or resolved.asked.parallel.enforce_eager:
-        return source
+        return model_input
     most = -(-(plan.max_model_len + 1) // resolved.block_size)
     wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
     sizes = [size for size in wanted if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
-    return GraphModelInput(source, recorder, sizes, most, plan.max_model_len)
+    return GraphModelInput(model_input, recorder, sizes, most, plan.max_model_len)
 
 
 def hand_out_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:

@@ -33,7 +33,7 @@ class ModuleHooks:
     """Wraps the worker functions that can add or lose hooks."""
 
     def __init__(self, worker: Worker):
-        self.worker, self.ways = worker, (worker.source, worker.at_once)
+        self.worker, self.ways = worker, (worker.model_input, worker.at_once)
         self.watched = False
         self._begin()
         functions = worker.functions
@@ -52,7 +52,7 @@ class ModuleHooks:
         self.fused = 0  # how many layers were fused before the model got hooks
         if self.watched:
             self.watched = False
-            worker.source, worker.at_once = self.ways
+            worker.model_input, worker.at_once = self.ways
             worker.place(worker.model)
 
     def call(
@@ -118,11 +118,11 @@ class ModuleHooks:
         self.watched, worker = watched, self.worker
         if watched:
             self.fused = unfuse_model(model)
-            worker.source, worker.at_once = TokenModelInput(model), None
+            worker.model_input, worker.at_once = TokenModelInput(model), None
         else:
             if self.fused:
                 fuse_model(model)
-            worker.source, worker.at_once = self.ways
+            worker.model_input, worker.at_once = self.ways
         worker.place(model)
 
 

@@ -41,29 +41,29 @@ class _Rows(ctypes.Structure):
     ]  # fmt: skip
 
 
-def make_native_step(rows: RequestRows, sink: Sampler) -> NativeStep | None:
+def make_native_step(rows: RequestRows, sampler: Sampler) -> NativeStep | None:
     """None if the CPU kernels are not available."""
     kernels = best()
-    return None if kernels is None else NativeStep(kernels, rows, sink)
+    return None if kernels is None else NativeStep(kernels, rows, sampler)
 
 
 class NativeStep:
     """Runs steps of plain rows, for models that the kernels can run in one call.
 
     Args:
-        sink: its arrays give the sampling parameters by row; it says which rows are plain.
+        sampler: its arrays give the sampling parameters by row; it says which rows are plain.
     """
 
-    def __init__(self, kernels: Kernels, rows: RequestRows, sink: Sampler):
-        self.kernels, self.rows, self.sink = kernels, rows, sink
+    def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler):
+        self.kernels, self.rows, self.sampler = kernels, rows, sampler
         self.model: CModel | None = None
         # The kernels keep these addresses: none of these arrays may move.
-        limits, tokens_RL = sink.limits, rows.token_ids_RL
+        limits, tokens_RL = sampler.limits, rows.token_ids_RL
         self._tables = (_P * len(rows.blocks))(*(blocks.ctypes.data for blocks in rows.blocks))
         self._rows = _Rows(
             tokens_RL.data_ptr(), rows.computed.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
-            sink.greedy.ctypes.data, sink.temperature.ctypes.data, limits.top_k.ctypes.data, limits.top_p.ctypes.data,
-            sink.seeds.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
+            sampler.greedy.ctypes.data, sampler.temperature.ctypes.data, limits.top_k.ctypes.data, limits.top_p.ctypes.data,
+            sampler.seeds.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
@@ -85,7 +85,7 @@ class NativeStep:
             PlanMismatch: a row has fewer tokens than the plan wants to compute.
         """
         work, rows = plan.work, self.rows
-        if self.model is None or not self.sink.plain(work):
+        if self.model is None or not self.sampler.plain(work):
             return None
         if rows.max_model_len >= self.model.positions and rows.length.max() > self.model.positions:
             return None

@@ -91,15 +91,15 @@ class Worker:
         self,
         platform: Any,
         model: LanguageModel,
-        source: ModelInput,
-        sink: ModelOutput,
+        model_input: ModelInput,
+        model_output: ModelOutput,
         hooks: Sequence[Hook],
         rows: RequestRows,
         batcher: InputBatchBuilder | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
         at_once: FastStep | None = None,
     ):
-        self.platform, self.source, self.sink = platform, source, sink
+        self.platform, self.model_input, self.model_output = platform, model_input, model_output
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
@@ -112,7 +112,7 @@ class Worker:
 
     def place(self, model: LanguageModel) -> None:
         """Run this model from now on. No row may be in use."""
-        self.model = self.source.model = self.sink.model = model
+        self.model = self.model_input.model = self.model_output.model = model
         # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None
@@ -156,8 +156,8 @@ class Worker:
     @_recoverable
     def _compute(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
         with forward_context(batch):
-            hidden_TD = self.source.forward(batch)
-        return self.sink.finish(plan, batch, hidden_TD)
+            hidden_TD = self.model_input.forward(batch)
+        return self.model_output.finish(plan, batch, hidden_TD)
 
     @_recoverable
     def _before(self, plan: StepPlan) -> None:
@@ -204,10 +204,10 @@ class Worker:
     def _seat(self, plan: StepPlan) -> None:
         for row in plan.left:
             self.rows.leave(row)
-            self.sink.leave(row)
+            self.model_output.leave(row)
         for new in plan.entered:
             self.rows.enter(new)
-            self.sink.enter(new)
+            self.model_output.enter(new)
         if self.forget is not None:
             self.forget([*plan.left, *(new.row for new in plan.entered)])
 
