@@ -66,7 +66,7 @@ def child(keywords: dict[str, Any]) -> int:
 
     from benchmarks.offline.runners import Quire
     from benchmarks.shapes import Workload
-    from quire.engine import assemble  # noqa: F401
+    from quire.engine import build  # noqa: F401
 
     print(json.dumps({"base": anonymous("self")}), flush=True)
     sys.stdin.readline()  # wait for the watcher

@@ -128,7 +128,7 @@ class Measured:
 class Bench:
     def __init__(self, shape: str, dtype: str, rows: int, folder: Path):
         from quire.config.engine import EngineConfig
-        from quire.engine.assemble import make_client
+        from quire.engine.build import make_client
         from quire.frontend.request_manager import RequestManager
 
         self.shape, self.rows = SHAPES[shape], rows

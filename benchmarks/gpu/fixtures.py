@@ -187,7 +187,7 @@ def opened(folder: str, **options: Any) -> Iterator[Ask]:
 @contextmanager
 def client_of(folder: str, **options: Any) -> Iterator[InlineClient]:
     from quire.config.engine import EngineConfig
-    from quire.engine.assemble import make_client
+    from quire.engine.build import make_client
 
     given = {"load_format": "dummy", "skip_tokenizer_init": True, **options}
     client = make_client(EngineConfig.from_keywords(model=folder, **given))

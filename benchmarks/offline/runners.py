@@ -42,7 +42,7 @@ class Quire:
         self, path: Path, dtype: str, most_rows: int, most_tokens: int, options: dict[str, Any]
     ):
         from quire.config.engine import EngineConfig
-        from quire.engine.assemble import make_client
+        from quire.engine.build import make_client
 
         start = time.perf_counter()
         config = EngineConfig.from_keywords(

@@ -132,7 +132,7 @@ def test_engine_args_are_taken(monkeypatch: pytest.MonkeyPatch, folder: Path):
         seen.append(config)
         return pagemodel.make(folder)
 
-    monkeypatch.setattr("quire.engine.assemble.make_client", make_client)
+    monkeypatch.setattr("quire.engine.build.make_client", make_client)
     with LLM.from_engine_args(EngineArgs(model=str(folder), max_num_seqs=3)):
         pass
     with LLM(str(folder), max_num_seqs=3):

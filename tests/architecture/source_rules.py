@@ -55,7 +55,7 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
     ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the others must not know that features exist
-    "quire/engine/assemble.py": "it puts the rooms together",
+    "quire/engine/build.py": "it puts the rooms together",
     "quire/frontend/input_processor.py": "a request that a feature cannot serve is refused before it travels",
 }
 IMPORTS_BY_NAME = {  # file: source of the names
@@ -86,7 +86,7 @@ GLOBALS = {
 # Modules that must load without torch, and whose code never imports it, not even in a function.
 NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
-    r"|quire/engine/(?!assemble\.py)|quire/executor/(__init__|base|inline|process)\.py"
+    r"|quire/engine/(?!build\.py)|quire/worker/(build|memory_plan)\.py|quire/executor/(__init__|base|inline|process)\.py"
     r"|quire/models/(hf_config|registry|__init__)\.py|quire/platforms/detect\.py"
     r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/gate\.py"
 )

@@ -17,7 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.recording import asked_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.assemble import build_core, resolve_config
+from quire.engine.build import build_core, resolve_config
 from quire.engine.flight_recorder import FlightRecorder, RecordingExecutor, read_recording
 from quire.engine.supervisor import CONFIG
 from quire.protocol.request import EngineRequest

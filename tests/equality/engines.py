@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from quire.config.engine import EngineConfig
-from quire.engine import assemble
+from quire.engine import build
 from quire.engine.client import InlineClient
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
@@ -152,10 +152,10 @@ def engine(path: str, depth: int | None = None, **keywords: Any) -> Iterator[Eng
         "kv_cache_memory_bytes": 64 << 20,
         **keywords,
     }
-    resolved = assemble.resolve_config(EngineConfig.from_keywords(model=path, **settings))
+    resolved = build.resolve_config(EngineConfig.from_keywords(model=path, **settings))
     if depth is not None:
         resolved = replace(resolved, depth=depth)
-    core, ready = assemble.build_core(resolved)
+    core, ready = build.build_core(resolved)
     client = InlineClient(core, resolved, ready, core.executor.close)
     try:
         yield Engine(client)

@@ -15,7 +15,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.engine.assemble import resolve_config
+from quire.engine.build import resolve_config
 from quire.errors import ConfigError, ModelNotFound
 from quire.models import hf_config, registry
 from quire.models.load import build_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import EngineConfig
-from quire.engine.assemble import resolve_config
+from quire.engine.build import resolve_config
 from quire.models.base import CausalLM
 from quire.models.load import build_model
 from quire.platforms.cpu import CpuPlatform

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from scripted import make_state
 
 from quire.config.engine import EngineConfig
-from quire.engine.assemble import make_client
+from quire.engine.build import make_client
 from quire.server.async_engine import AsyncTextEngine
 from quire.server.state import ServerPhase, ServerState
 

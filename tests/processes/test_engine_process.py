@@ -19,7 +19,7 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine import assemble, flight_recorder, supervisor
+from quire.engine import build, flight_recorder, supervisor
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor, RestartPolicy
 from quire.errors import (
@@ -60,7 +60,7 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         patience: RestartPolicy | None = None, frontends: int = 1, **keywords
     ) -> ProcessClient:
         asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
-        resolved = assemble.resolve_config(asked)
+        resolved = build.resolve_config(asked)
         keeper = EngineSupervisor(resolved_to_bytes(resolved), frontends, patience)
         client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
         made.append(client)
@@ -264,9 +264,9 @@ def test_a_start_that_fails_says_why(path: str, start: Callable, tmp_path: Path)
 PARENT = """
 import sys
 from quire.config.engine import EngineConfig
-from quire.engine import assemble
+from quire.engine import build
 if __name__ == "__main__":
-    client = assemble.make_client(EngineConfig.from_keywords(model=sys.argv[1], max_model_len=64), process=True)
+    client = build.make_client(EngineConfig.from_keywords(model=sys.argv[1], max_model_len=64), process=True)
     print(client.host.child.pid, client.host.folder, flush=True)
     sys.stdin.read()
 """

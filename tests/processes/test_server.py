@@ -224,7 +224,7 @@ def test_a_request_that_leaves_no_token_is_told_so_and_no_other(server: Served):
 def test_named_functions_of_the_engine(server: Served):
     assert server.post("/reset_prefix_cache") == {"success": True}
     assert server.post("/reset_prefix_cache?reset_running_requests=true") == {"success": True}
-    facts = server.post("/collective_rpc", method="facts")["results"]
+    facts = server.post("/collective_rpc", method="info")["results"]
     assert facts[0]["num_blocks"] > 0
     unknown = server.client.post("/collective_rpc", json={"method": "no_such"})
     assert unknown.status_code == 400

@@ -20,7 +20,7 @@ from asgi import browser, frames
 from scripted import make_state
 
 from quire.config.engine import EngineConfig
-from quire.engine.assemble import make_client
+from quire.engine.build import make_client
 from quire.server.async_engine import AsyncTextEngine
 from quire.server.state import ServerPhase, ServerState
 

@@ -76,7 +76,7 @@ class AsyncLLM(Later):
         (unless QUIRE_ENABLE_V1_MULTIPROCESSING=0).
 
         Raises:
-            ConfigError, StartupError: as `engine.assemble.make_client`.
+            ConfigError, StartupError: as `engine.build.make_client`.
             Unsupported: stat_loggers.
         """
         if stat_loggers:
@@ -86,7 +86,7 @@ class AsyncLLM(Later):
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """Make one from a configuration; as `from_engine_args`."""
-        from quire.engine.assemble import make_client  # not needed with a given client
+        from quire.engine.build import make_client  # not needed with a given client
 
         client: EngineClient
         if env.get("ENABLE_V1_MULTIPROCESSING"):

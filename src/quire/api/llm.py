@@ -73,7 +73,7 @@ class LLM(Later):
         return made
 
     def _start(self, config: EngineConfig) -> None:
-        from quire.engine.assemble import make_client  # not needed with a given client
+        from quire.engine.build import make_client  # not needed with a given client
 
         configure("llm", config.observe.log_level, force=False)
         client = make_client(config)

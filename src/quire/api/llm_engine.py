@@ -34,7 +34,7 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        from quire.engine.assemble import make_client  # not needed with a given client
+        from quire.engine.build import make_client  # not needed with a given client
 
         client = make_client(config)
         try:

@@ -201,7 +201,7 @@ class LocalClient:
     """A model in this process."""
 
     def __init__(self, wish: ClientOptions):
-        from quire.engine.assemble import make_client
+        from quire.engine.build import make_client
         from quire.frontend.request_manager import RequestManager
 
         self.client = make_client(wish.config)

@@ -19,7 +19,14 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
 from quire.config.resolve import resolve
 from quire.config.validate import check_wishes
-from quire.engine.memory_plan import (
+from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
+from quire.models import hf_config
+from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
+from quire.models.registry import choose_impl
+from quire.observe.startup_timer import table
+from quire.platforms.detect import PlatformFacts, facts
+from quire.plugins import load_plugins
+from quire.worker.memory_plan import (
     ITEMSIZE,
     MemoryPlan,
     forecast_weights,
@@ -27,13 +34,6 @@ from quire.engine.memory_plan import (
     size,
     specs_of,
 )
-from quire.engine.startup_timer import table
-from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
-from quire.models import hf_config
-from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
-from quire.models.registry import choose_impl
-from quire.platforms.detect import PlatformFacts, facts
-from quire.plugins import load_plugins
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Request lengths in the table "What fits"."""

@@ -18,7 +18,6 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
 from quire.config.quantization import stored_quantization
-from quire.engine.memory_plan import ITEMSIZE, MemoryPlan, size
 from quire.errors import ModelNotFound, QuireError
 from quire.models.checkpoint_files import Stored, header, weight_files
 from quire.models.registry import choose_impl
@@ -30,6 +29,7 @@ from quire.models.transformers.modes import (
     choose_mode,
 )
 from quire.platforms.detect import PlatformFacts
+from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, size
 
 
 @dataclass(frozen=True, slots=True)

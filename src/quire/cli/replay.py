@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             log.warning(
                 "the recorded engine had %s, which is not imported: results may differ", name
             )
-        from quire.engine.assemble import build_compiler, build_executor, resolve_config
+        from quire.engine.build import build_compiler, build_executor, resolve_config
 
         resolved = as_recorded(resolve_config(asked_of(recorded, asked.model)), recorded)
     except (OSError, ValueError, QuireError) as why:

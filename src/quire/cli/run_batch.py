@@ -137,7 +137,7 @@ async def run(
     config: EngineConfig, lines: Iterable[bytes], out: IO[bytes], metrics: bool = False
 ) -> tuple[int, int]:
     """Answer all lines; returns their number and the number of errors. `metrics`: serve /metrics meanwhile."""
-    from quire.engine.assemble import make_client
+    from quire.engine.build import make_client
     from quire.observe.prometheus import ServerMetrics, cache_info
     from quire.server.app import build_app
     from quire.server.async_engine import AsyncTextEngine

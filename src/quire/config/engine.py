@@ -64,7 +64,7 @@ class Resolved:
     device: str
     """cpu, cuda."""
     max_model_len: int
-    """An upper bound; for `auto`, the memory plan decides (engine/memory_plan.py)."""
+    """An upper bound; for `auto`, the memory plan decides (worker/memory_plan.py)."""
     auto_max_model_len: bool
     """The memory plan may lower max_model_len to what fits."""
     block_size: int

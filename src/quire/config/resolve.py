@@ -1,7 +1,7 @@
 """From EngineConfig to Resolved: replaces every "auto", refuses every conflict, logs each decision.
 
 Knows the configuration, the checkpoint's config.json and the facts of the device. Does not know torch, weights,
-or the amount of memory (`engine/memory_plan.py` uses that afterwards).
+or the amount of memory (`worker/memory_plan.py` uses that afterwards).
 """
 
 from __future__ import annotations

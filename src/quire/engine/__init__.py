@@ -1,1 +1,1 @@
-"""The engine loop, its process, and the clients that reach it. Only `assemble.py` imports packages that need torch."""
+"""The engine loop, its process, and the clients that reach it. Only `build.py` imports packages that need torch."""

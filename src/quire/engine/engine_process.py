@@ -155,7 +155,7 @@ def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
 def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
     """Build the engine, report that it is ready, run it."""
     from quire.config.serialize import resolved_from_bytes
-    from quire.engine.assemble import build_core
+    from quire.engine.build import build_core
 
     link = FrontendSockets(folder, frontends)
     told = folder.parent / sleep_state.FILE

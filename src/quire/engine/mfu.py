@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore
-from quire.engine.memory_plan import ITEMSIZE, forecast_weights
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.protocol.plan import StepPlan, WorkItem
+from quire.worker.memory_plan import ITEMSIZE, forecast_weights
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor, StepFuture

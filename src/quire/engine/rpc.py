@@ -16,7 +16,7 @@ from quire.scheduler.fair_queue import FairQueue
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
-    """The functions by name; `assemble.py` adds those of features."""
+    """The functions by name; `build.py` adds those of features."""
 
     def reset_prefix_cache(running: bool = False) -> bool:
         """Empty the prefix cache; False if some blocks were in use and stay. `running`: preempt the running requests

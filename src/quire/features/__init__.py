@@ -1,1 +1,1 @@
-"""Features: each has a few small objects (a gate, a hook, a logits processor) that engine/assemble.py plugs in."""
+"""Features: each has a few small objects (a gate, a hook, a logits processor) that engine/build.py plugs in."""

@@ -9,8 +9,8 @@ import json
 import shlex
 
 from quire.config.engine import EngineConfig
-from quire.engine.startup_timer import table
 from quire.errors import StartupError
+from quire.observe.startup_timer import table
 from quire.protocol.output import EngineReady
 
 LONGEST = 0.005  # seconds; shorter stages get no line

@@ -27,13 +27,13 @@ from prometheus_client.multiprocess import mark_process_dead
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.assemble import patience, resolve_config
+from quire.engine.build import patience, resolve_config
 from quire.engine.process_client import ProcessClient
-from quire.engine.startup_timer import since_process_start
 from quire.engine.status_pipe import STOP, StatusReader
 from quire.engine.supervisor import ASLEEP_S, EngineSupervisor, end_process, exit_code
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
+from quire.observe.startup_timer import since_process_start
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table

@@ -23,11 +23,11 @@ from quire.config.serialize import resolved_from_bytes
 from quire.engine.engine_process import COLLECT_AFTER, die_with
 from quire.engine.process_client import ProcessClient
 from quire.engine.shared_state import StateBoard
-from quire.engine.startup_timer import since_process_start
 from quire.engine.status_pipe import STOP, StatusWriter
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
+from quire.observe.startup_timer import since_process_start
 from quire.protocol.output import EngineDied, EngineOpen, EngineStats, Heartbeat
 from quire.server.api_keys import ApiKeys
 from quire.server.async_engine import AsyncTextEngine

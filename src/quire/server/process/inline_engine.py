@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.assemble import make_client
+from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 
 

@@ -25,16 +25,16 @@ from typing import Any
 
 from quire import env
 from quire.config.engine import EngineConfig
-from quire.engine.assemble import make_client
+from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
 from quire.engine.process_client import ProcessClient
-from quire.engine.startup_timer import since_process_start
 from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.processes import Processes
 from quire.observe.prometheus import ServerMetrics, cache_info
+from quire.observe.startup_timer import since_process_start
 from quire.observe.stats_log import StatsLog
 from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys

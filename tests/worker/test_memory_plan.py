@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine.memory_plan import activation_bytes, forecast_weights, make_plan, size, specs_of
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.worker.memory_plan import activation_bytes, forecast_weights, make_plan, size, specs_of
 
 FULL = CacheSpec(2, 8, 8, "bfloat16")  # 64 bytes a token
 NARROW = WindowSpec(2, 8, 8, "bfloat16", window=32)

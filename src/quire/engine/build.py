@@ -1,0 +1,220 @@
+"""Builds an engine from a configuration: scheduler, executor, core, client. The one file that decides which features are on.
+
+Loads torch only where it builds a worker (`worker/build.py`): the HTTP process, which calls `make_client(process=True)`,
+uses this file without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import msgspec
+
+from quire import __version__, env
+from quire.config.api_key_file import read_keys
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.resolve import resolve
+from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.config.structured import structured_options
+from quire.config.validate import check_wishes
+from quire.engine import inspector, mfu, rpc, sleep
+from quire.engine.client import InlineClient
+from quire.engine.core import EngineCore
+from quire.engine.process_client import ProcessClient
+from quire.engine.supervisor import EngineSupervisor, RestartPolicy
+from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.gate import GrammarGate
+from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
+from quire.kvcache.block_hash import Hasher
+from quire.kvcache.block_metrics import ObservedBlockPool
+from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.layout import CacheLayout, layout
+from quire.kvcache.manager import KVManager
+from quire.models import hf_config
+from quire.observe.buckets import buckets, checked
+from quire.observe.startup_timer import StartupStages
+from quire.platforms.detect import facts
+from quire.plugins import load_plugins
+from quire.protocol.output import EngineReady
+from quire.scheduler.fair_queue import FairQueue
+from quire.scheduler.gate import Gate
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
+    from quire.worker.worker import Worker
+
+
+# -- public ---------------------------------------------------------------------------------------
+@overload
+def make_client(
+    config: EngineConfig, *, process: Literal[True], wait: bool = True
+) -> ProcessClient: ...
+@overload
+def make_client(config: EngineConfig, *, process: Literal[False] = False) -> InlineClient: ...
+def make_client(
+    config: EngineConfig, *, process: bool = False, wait: bool = True
+) -> InlineClient | ProcessClient:
+    """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own.
+
+    With `wait=False` the child may still be loading: call `wait_ready` before anything else.
+
+    Raises:
+        ConfigError: the configuration contradicts itself or does not fit this machine.
+        StartupError: the child could not start.
+    """
+    stages = StartupStages()
+    with stages("read the configuration"):
+        resolved = resolve_config(config)
+    if process:
+        host = EngineSupervisor(resolved_to_bytes(resolved), patience=patience())
+        client = ProcessClient(resolved, host.folder, host.board, host)
+        if wait:
+            client.wait_ready()
+        return client
+    core, ready = build_core(resolved, stages)
+    return InlineClient(core, resolved, ready, shut=core.executor.close)
+
+
+def patience() -> RestartPolicy:
+    return RestartPolicy(
+        heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
+        start=float(env.get("ENGINE_READY_TIMEOUT_S")),
+        restarts=int(env.get("MAX_ENGINE_RESTARTS")),
+    )
+
+
+def resolve_config(config: EngineConfig) -> Resolved:
+    """Find the checkpoint, read its config.json, resolve every "auto"."""
+    check_wishes(config)
+    load_plugins()
+    path = hf_config.locate(config.model, config.load)
+    return resolve(config, path, hf_config.read_config(path, config.model.hf_overrides), facts())
+
+
+# -- the engine -----------------------------------------------------------------------------------
+def build_core(
+    resolved: Resolved, stages: StartupStages | None = None
+) -> tuple[EngineCore, EngineReady]:
+    """Build executor and scheduler from a resolved configuration; loads the model before it returns."""
+    stages = stages or StartupStages()
+    compiler = build_compiler(resolved)
+    executor = build_executor(resolved, compiler)
+    info = msgspec.convert(executor.call("info")[0], WorkerInfo)
+    cut = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
+    gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
+    scheduler = build_scheduler(resolved, info, cut, [gate])
+    core = EngineCore(scheduler, executor, resolved.depth)
+    gate.wake = lambda: core.inbox.put(None)
+    if resolved.asked.observe.enable_mfu_metrics:
+        mfu.count(core, resolved, info.layer_specs())
+    core.check_each_step = bool(env.get("CHECK"))
+    core.functions |= rpc.functions(core) | sleep.functions(core)
+    core.functions |= inspector.functions(core, cut.bytes_per_block)
+    ready = EngineReady(
+        max_model_len=info.max_model_len,
+        num_blocks=info.num_blocks,
+        block_size=resolved.block_size,
+        vocab_size=int(resolved.hf_config.get("vocab_size") or 0),
+        dtype=resolved.dtype,
+        device=resolved.device,
+        architecture=resolved.architecture,
+        model_impl=info.model_impl,
+        depth=resolved.depth,
+        startup=stages.done + info.stages,
+        pid=os.getpid(),
+        version=__version__,
+        num_tokens=cut.tokens_in(
+            info.num_blocks, info.max_model_len,
+            min(resolved.max_num_batched_tokens, info.max_model_len),
+        ),
+    )  # fmt: skip
+    return core, ready
+
+
+def build_compiler(resolved: Resolved) -> GrammarCompiler:
+    """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
+    asked = resolved.asked.model
+    folder = hf_config.locate_tokenizer(resolved.path, asked, resolved.asked.load)
+    size = int(resolved.hf_config.get("vocab_size") or 0)
+    compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
+    if not asked.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
+        other = (
+            structured_options(resolved.asked.structured.structured_outputs_config).backend
+            == "xgrammar"
+        )
+        compiler.warm(other)  # while weights load; later it would delay running requests
+    return compiler
+
+
+def build_scheduler(
+    resolved: Resolved, info: WorkerInfo, cut: CacheLayout, gates: Sequence[Gate]
+) -> Scheduler:
+    asked = resolved.asked.scheduler
+    caching = resolved.prefix_caching and info.prefix_caching
+    kv = KVManager(
+        build_pool(resolved, info.num_blocks + 1, len(cut.groups)),
+        cut.groups,
+        resolved.block_size,
+        caching=caching,
+        hasher=Hasher(resolved.block_size, kept=resolved.kv_dtype),
+    )
+    limits = SchedulerLimits(
+        max_rows=resolved.max_num_seqs,
+        max_step_tokens=resolved.max_num_batched_tokens,
+        max_length=info.max_model_len,
+        chunked=resolved.chunked_prefill,
+        max_chunk=asked.long_prefill_token_threshold,
+        depth=resolved.depth,
+        by_priority=asked.scheduling_policy == "priority",
+        max_waiting=asked.max_num_queued_reqs or 0,
+        max_waiting_tokens=asked.max_num_queued_tokens or 0,
+    )
+    waiting = None
+    if (path := resolved.asked.server.api_key_file) is not None:
+        waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
+    return Scheduler(kv, limits, gates, waiting=waiting)
+
+
+def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:
+    observe = resolved.asked.observe
+    if not observe.kv_cache_metrics:
+        return BlockPool(num_blocks, num_groups)
+    bounds = buckets("kv_cache_residency", 0, checked(observe.custom_histogram_buckets))
+    return ObservedBlockPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
+
+
+# -- the worker -----------------------------------------------------------------------------------
+def build_executor(resolved: Resolved, compiler: GrammarCompiler) -> Executor:
+    if resolved.executor == "mp":
+        from quire.executor.process import ProcessExecutor
+
+        return ProcessExecutor("quire.engine.build:worker_from_wire", resolved_to_bytes(resolved))
+    from quire.executor.inline import InlineExecutor
+
+    return InlineExecutor(build_worker(resolved, worker_features(resolved, compiler)))
+
+
+def worker_from_wire(payload: bytes) -> Worker:
+    resolved = resolved_from_bytes(payload)
+    return build_worker(resolved, worker_features(resolved, build_compiler(resolved)))
+
+
+def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
+    """The features' parts of a worker, in the order in which they run."""
+
+    def plug_in(parts: WorkerParts) -> None:
+        from quire.features.structured.masks import GrammarMasks
+        from quire.worker.sampling.thinking_budget import ThinkingBudget
+
+        options = structured_options(resolved.asked.structured.structured_outputs_config)
+        masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)
+        parts.processors += [ThinkingBudget(), masks]
+        parts.hooks.append(masks.hook)
+
+    return plug_in

@@ -1,0 +1,249 @@
+"""Builds a worker from a configuration: memory plan, model, KV cache, rows, sampler, hooks.
+
+Knows every part of a worker, and loads torch only when it builds one. Does not know features: a function of the caller
+plugs them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.config.engine import Resolved
+from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.logging import get_logger
+from quire.observe.startup_timer import StartupStages, table
+from quire.platforms.cpu_affinity import bind_to_cores
+from quire.plugins import load_plugins
+from quire.worker.memory_plan import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
+    from quire.models.offload import Offload
+    from quire.platforms.base import Platform
+    from quire.worker.hooks import Hook
+    from quire.worker.input_batch import InputBatchBuilder
+    from quire.worker.model_input import ModelInput
+    from quire.worker.request_rows import RequestRows
+    from quire.worker.sampling.logits_processors import Processor
+    from quire.worker.sampling.sampler_ops import SamplerOps
+    from quire.worker.worker import Worker
+
+log = get_logger(__name__)
+
+
+class WorkerInfo(msgspec.Struct):
+    """What a worker reports when it is built: all that the engine must know about it."""
+
+    # for each layer the fields of its spec; window 0: no window
+    specs: list[tuple[int, int, int, str, int]]
+    num_blocks: int
+    max_model_len: int
+    model_impl: str
+    prefix_caching: bool
+    stages: list[tuple[str, float]]
+
+    def layer_specs(self) -> list[CacheSpec]:
+        return [
+            WindowSpec(*spec[:4], window=spec[4]) if spec[4] else CacheSpec(*spec[:4])
+            for spec in self.specs
+        ]
+
+
+@dataclass
+class WorkerParts:
+    """The parts of a worker that is being built; features add theirs.
+
+    Attributes:
+        processors: logits processors in the order in which they run; at first those of the user.
+        hooks: in the order in which they run.
+    """
+
+    platform: Platform
+    model: LanguageModel
+    rows: RequestRows
+    processors: list[Processor]
+    hooks: list[Hook] = field(default_factory=list)
+
+
+PlugIn = Callable[[WorkerParts], None]
+"""Adds the parts of features to a worker."""
+
+
+def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
+    """Plan memory, load the model, allocate its KV cache: one device, ready to run plans.
+
+    Raises:
+        NotEnoughMemory: before anything is loaded.
+        Unsupported: a device or a model that is not supported yet.
+    """
+    stages = StartupStages()
+    load_plugins()
+    with stages("plan memory"):
+        forecast = plan_memory(resolved)
+    bind_to_cores(computing=resolved.device == "cpu")
+    with stages("import torch"):
+        from quire.models.load import build_model
+        from quire.platforms.base import platform_of
+        from quire.quantization.apply import bytes_held
+        from quire.worker.module_hooks import ModuleHooks
+        from quire.worker.native_step import make_native_step
+        from quire.worker.page_prefault import KVPagePrefaulter
+        from quire.worker.sampling.load_processors import load_processors
+        from quire.worker.sampling.sampler import Sampler
+        from quire.worker.sleep import WorkerSleep
+        from quire.worker.worker import Worker
+
+        platform = platform_of(resolved.device)
+        platform.prepare(forecast.weights)
+        forecast = plan_on(platform, resolved, forecast)
+    with stages("load the model"):
+        model = build_model(resolved, platform, build_offload(resolved, platform))
+    with stages("allocate the KV cache"):
+        specs = layer_specs(resolved, model)
+        plan = replan(resolved, forecast, bytes_held(model), specs)
+        log.info("memory plan\n%s", table(plan.table()))
+        storages = allocate_kv_cache(resolved, platform, model, plan)
+    batcher = build_batcher(resolved, platform, plan)
+    platform.check_room(plan.activations)
+    rows, asked = batcher.rows, resolved.asked.model
+    processors = load_processors(asked.logits_processors, resolved, platform.device)
+    parts = WorkerParts(platform, model, rows, processors)
+    plug_in(parts)
+    sampler = Sampler(
+        model, rows, asked.logprobs_mode, parts.processors, drawing=build_sampler_ops(platform)
+    )
+    step = -(-resolved.max_num_batched_tokens // resolved.block_size)
+    pages = KVPagePrefaulter(plan.num_blocks + 1, step)
+    pages.begin(storages)
+    worker = Worker(
+        platform, model, build_model_input(resolved, platform, plan, model), sampler,
+        [*parts.hooks, pages], rows, batcher,
+        at_once=make_native_step(rows, sampler) if "native" in platform.kernels else None,
+    )  # fmt: skip
+    info = WorkerInfo(
+        specs=[_flat(spec) for spec in specs],
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        model_impl=model.description,
+        prefix_caching=model.supports_prefix_caching,
+        stages=stages.done,
+    )
+    worker.functions["info"] = lambda: msgspec.to_builtins(info)
+    WorkerSleep(
+        worker, storages, platform.device,
+        load=lambda: build_model(resolved, platform, build_offload(resolved, platform)),
+        equip=lambda model: allocate_kv_cache(resolved, platform, model, plan),
+        begun=pages.begin,
+    )  # fmt: skip
+    ModuleHooks(worker)
+    return worker
+
+
+def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
+    """Which weights stay in host memory."""
+    if not resolved.asked.cache.cpu_offload_gb:
+        return None
+    if (copier := platform.copier()) is None:
+        log.warning("cpu_offload_gb does nothing here: weights are in the host's memory as it is")
+        return None
+    from quire.models.offload import Offload
+
+    return Offload(copier, int(resolved.asked.cache.cpu_offload_gb * GIB))
+
+
+def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> MemoryPlan:
+    """Repeat the plan with the device's own numbers: the forecast does not know what else uses the device's memory."""
+    from quire.platforms.base import Memory
+
+    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
+    # A row needs its tokens and, for each group, two block tables: a permanent one, and one for the running step.
+    groups = len(forecast.layout.groups)
+    blocks = -(-forecast.max_model_len // resolved.block_size) + 1
+    tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
+    now = platform.plannable(Memory(forecast.total, forecast.available), tables)
+    return make_plan(resolved, forecast.weights, now.total, now.available, specs)
+
+
+def replan(
+    resolved: Resolved, forecast: MemoryPlan, weights: int, specs: list[CacheSpec]
+) -> MemoryPlan:
+    """Repeat the plan with the actual size of the weights and the layers' own cache specs."""
+    return make_plan(resolved, weights, forecast.total, forecast.available, specs)
+
+
+def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:
+    """The builder and its rows. An accelerator keeps its own tables, and the host sends only the changes."""
+    from quire.worker.input_batch import InputBatchBuilder
+    from quire.worker.request_rows import RequestRows
+
+    lengths = resolved.max_num_seqs, plan.max_model_len
+    sizes = (*lengths, len(plan.layout.groups), resolved.block_size)
+    if "triton" not in platform.kernels:
+        return InputBatchBuilder(RequestRows(*sizes, platform.device))
+    from quire.worker.device_rows import DeviceInputBatchBuilder, DeviceRows
+
+    return DeviceInputBatchBuilder(DeviceRows(*sizes, platform.device))
+
+
+def build_sampler_ops(platform: Platform) -> SamplerOps:
+    """The sampler's functions: kernels, if the platform has them."""
+    if "triton" in platform.kernels:
+        from quire.worker.sampling.triton_ops import COMPILED
+
+        return COMPILED
+    from quire.ops.cpu.bindings import best
+    from quire.worker.sampling.cpu_ops import native
+    from quire.worker.sampling.sampler_ops import PLAIN
+
+    kernels = best() if "native" in platform.kernels else None
+    return PLAIN if kernels is None else native(kernels)
+
+
+def build_model_input(
+    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any
+) -> ModelInput:
+    """The model input; steps of single tokens replay graphs if device, backend and model allow it."""
+    from quire.worker.graphs import GraphModelInput, default_sizes
+    from quire.worker.model_input import TokenModelInput
+
+    model_input, recorder = TokenModelInput(model), platform.recorder()
+    layers = model.attention_layers()
+    able = model.recordable and layers and layers[0].backend.can.graphs
+    if recorder is None or not able or resolved.asked.parallel.enforce_eager:
+        return model_input
+    most = -(-(plan.max_model_len + 1) // resolved.block_size)
+    wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
+    sizes = [size for size in wanted if size <= resolved.max_num_seqs]
+    sizes = sizes or default_sizes(resolved.max_num_seqs)
+    return GraphModelInput(model_input, recorder, sizes, most, plan.max_model_len)
+
+
+def allocate_kv_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:
+    """Choose a backend that supports every layer, and give each layer its part of the cache. Returns the storages."""
+    from quire.attention.base import Needs, choose
+    from quire.worker.kv_cache import allocate_cache
+
+    layers = model.attention_layers()
+    if not layers:
+        return []
+    needs = Needs.of(
+        layers,
+        device=resolved.device,
+        dtype=resolved.dtype,
+        kv_dtype=resolved.kv_dtype,
+        block_size=resolved.block_size,
+    )
+    _, backend = choose(resolved.attention_backend, platform.attention, needs)
+    groups = plan.layout.groups
+    return allocate_cache(
+        model, groups, plan.num_blocks + 1, resolved.block_size, backend, platform
+    )
+
+
+def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:
+    window = spec.window if isinstance(spec, WindowSpec) else 0
+    return spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype, window
