@@ -438,3 +438,19 @@ def devices_are_named_where_devices_live(file: File) -> list[str]:
             and id(node) not in documented
         )
     ]
+
+
+@rule
+def engine_clients_are_all_alike(file: File) -> list[str]:
+    """Code above the engine uses the methods of `EngineClient` and does not check where the engine runs."""
+    return [
+        f"{file.path}:{node.lineno}: {ast.unparse(node)}; give EngineClient the method that is missing"
+        for node in file.nodes
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and any(
+            isinstance(inner, ast.Name) and inner.id.endswith("Client")
+            for kind in node.args[1:]
+            for inner in ast.walk(kind)
+        )
+    ]

@@ -163,6 +163,12 @@ CASES = [
         "x.to('cuda:0')",
         "'cuda is a word in a docstring'",
     ),
+    (
+        "engine_clients_are_all_alike",
+        "quire/server/a.py",
+        "x = isinstance(self.client, InlineClient | ProcessClient)",
+        "x = isinstance(client.state(), EngineState)",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 

@@ -70,6 +70,24 @@ def test_outputs_come_until_every_request_has_ended() -> None:
         assert [t for output in got[request.id] for t in output.tokens] == reference(request)[0]
 
 
+def test_it_answers_what_every_client_does() -> None:
+    client = make()
+    assert client.wait_ready() is client.ready
+    assert (client.epoch, client.state().condition, client.state().ready) == (
+        0,
+        "ready",
+        client.ready,
+    )
+    request = ask(client, "a")
+    collect(client, {request.id})
+    assert client.stats().generation_tokens == client.stats(fresh=True).generation_tokens == 5
+    client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.check()
+    assert client.state().condition == "dead"
+    assert client.stats().generation_tokens == 5
+
+
 def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:
     client = make()
     ask(client, "long", max_tokens=58)

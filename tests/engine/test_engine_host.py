@@ -43,8 +43,8 @@ class Host(EngineSupervisor):
         self.how = how
         super().__init__(b"", patience=RestartPolicy(**{"retry": 0.5} | patience))
 
-    def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
-        how = self.how[min(generation, len(self.how)) - 1]
+    def _spawn(self, epoch: int, lifeline: int) -> subprocess.Popen[bytes]:
+        how = self.how[min(epoch, len(self.how)) - 1]
         if how == "no process":
             raise OSError(11, "Resource temporarily unavailable")
         words = [sys.executable, "-c", CHILD, str(lifeline), how]
@@ -74,8 +74,8 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def is_ready(host: Host, generation: int) -> Callable[[], bool]:
-    return lambda: (host.state.generation, host.state.condition) == (generation, "ready")
+def is_ready(host: Host, epoch: int) -> Callable[[], bool]:
+    return lambda: (host.state.epoch, host.state.condition) == (epoch, "ready")
 
 
 def test_a_start_that_fails_is_the_end(make: Callable[..., Host]) -> None:

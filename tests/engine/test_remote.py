@@ -32,22 +32,22 @@ from quire.protocol.sampling_params import SamplingParams
 
 
 class Place:
-    """A supervisor's folder and board, and the engine's end of the sockets of one generation."""
+    """A supervisor's folder and board, and the engine's end of the sockets of one epoch."""
 
     def __init__(self, folder: Path):
         self.folder, self.board = folder, StateBoard()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def publish(self, generation: int, condition: Condition, **more: Any) -> None:
-        self.board.publish(EngineState(generation, condition, **more))
+    def publish(self, epoch: int, condition: Condition, **more: Any) -> None:
+        self.board.publish(EngineState(epoch, condition, **more))
 
     def client(self) -> ProcessClient:
         return ProcessClient(make().resolved, self.folder, self.board)
 
-    def heard(self, generation: int, count: int) -> list[ToEngine]:
-        """The first `count` messages sent to the engine of this generation."""
+    def heard(self, epoch: int, count: int) -> list[ToEngine]:
+        """The first `count` messages sent to the engine of this epoch."""
         socket = self.context.socket(zmq.PULL)
-        socket.bind(f"ipc://{self.folder}/{generation}/down")
+        socket.bind(f"ipc://{self.folder}/{epoch}/down")
         try:
             return [msgspec.msgpack.decode(socket.recv(), type=ToEngine) for _ in range(count)]
         finally:
@@ -194,10 +194,10 @@ def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place
 
 def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
     client = place.client()
-    for generation in (2, 3):
+    for epoch in (2, 3):
         ask(client, "poison")
         begun(client, "poison")
-        place.publish(generation, "restarting", recorded=True)
+        place.publish(epoch, "restarting", recorded=True)
         assert [(one.id, one.finish) for one in client.outputs()] == [("poison", "error")]
     place.publish(3, "ready")
     with pytest.raises(ValidationError, match="died twice while this request ran"):
@@ -210,12 +210,12 @@ def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
 def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> None:
     """A common prompt that may have run beside the one that killed the engine."""
     client = place.client()
-    for generation in (2, 3):
+    for epoch in (2, 3):
         ask(client, "hi")
         begun(client, "hi")
         known = digest_of(client._mine["hi"].request)
-        poison = [known] if generation == 3 else []
-        place.publish(generation, "restarting", recorded=True, poison=poison)
+        poison = [known] if epoch == 3 else []
+        place.publish(epoch, "restarting", recorded=True, poison=poison)
         assert [(one.id, one.finish) for one in client.outputs()] == [("hi", "error")]
         ask(client, "again")
         client._keep([EngineOutput("again", [1], "length")])
@@ -362,7 +362,7 @@ def test_a_state_too_large_for_the_board_is_shortened() -> None:
     reader = StateBoard(os.dup(board.fd))
     board.publish(EngineState(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
     seen = reader.look()
-    assert (seen.generation, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
+    assert (seen.epoch, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
     assert 0 < len(seen.error) < ROOM
     for one in (board, reader):
         one.close()

@@ -151,8 +151,8 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     for id in waiting:
         assert got[id][-1].finish == "length"
     assert client.host.child.pid != before
-    assert client.state.condition == "ready"
-    assert client.generation == 2
+    assert client.state().condition == "ready"
+    assert client.epoch == 2
     [kept] = (tmp_path / "crashes").iterdir()
     recording = flight_recorder.read_recording(kept)
     assert recording is not None
@@ -178,14 +178,14 @@ def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
         got = collect(client, ids, seen)
         assert {outs[-1].finish for outs in got.values()} == {"error"}
     assert {outs[-1].error_kind for outs in got.values()} == {"overloaded"}
-    assert client.state.condition == "delayed"
+    assert client.state().condition == "delayed"
     with pytest.raises(EngineDelayed):
         client.submit(EngineRequest("early", [1], greedy(1)))
-    while client.state.condition == "delayed":
+    while client.state().condition == "delayed":
         time.sleep(0.05)
     got = collect(client, submit(client, "late", 2, 5))
     assert {outs[-1].finish for outs in got.values()} == {"length"}
-    assert client.generation == 3
+    assert client.epoch == 3
 
 
 def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
@@ -197,7 +197,7 @@ def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
         collect(client, ids, seen)
     with pytest.raises(EngineDeadError, match="not started again"):
         client.submit(EngineRequest("late", [1], SamplingParams(max_tokens=1)))
-    assert client.state.condition == "dead"
+    assert client.state().condition == "dead"
 
 
 def test_a_recording_tells_what_ran_and_its_poison_is_refused(start: Callable) -> None:
@@ -236,7 +236,7 @@ def test_it_comes_back_as_the_operator_wanted_it(start: Callable) -> None:
     assert client.call("wake_up", ["weights"]) == ["kv_cache"]
     die(client)
     ids = submit(client, "r", 2, 5)
-    while client.generation == 1:
+    while client.epoch == 1:
         with contextlib.suppress(QuireError):
             client.call("stats")
     assert client.call("is_sleeping")

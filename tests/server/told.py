@@ -14,7 +14,8 @@ from tiny_llama import make_tokenizer
 
 from quire.api.async_llm import AsyncLLM
 from quire.config.engine import EngineConfig
-from quire.errors import EngineDeadError
+from quire.engine.shared_state import Condition, EngineState
+from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.tokenizer import load
 from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason
 from quire.protocol.request import EngineRequest
@@ -39,6 +40,24 @@ class ToldClient:
         self.spoken: queue.SimpleQueue[EngineOutput | None] = queue.SimpleQueue()
 
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.epoch = 0
+        self.condition: Condition = "ready"
+        self.counted = EngineStats()
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        return self.ready
+
+    def state(self) -> EngineState:
+        return EngineState(self.epoch, self.condition)
+
+    def check(self) -> None:
+        if self.condition == "dead":
+            raise EngineDeadError("the test ended it")
+        if self.condition == "delayed":
+            raise EngineDelayed("1234")
+
+    def stats(self, fresh: bool = False) -> EngineStats:
+        return self.counted
 
     def submit(self, request: EngineRequest) -> None:
         self.begun.append(request)

@@ -53,7 +53,7 @@ class Histogram(Metric):
 
 def engine_stats(client: EngineClient) -> EngineStats:
     """A new snapshot; waits for the engine."""
-    return EngineStats(**client.call("stats"))
+    return client.stats(fresh=True)
 
 
 class MetricsWatch:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
+from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.logging import get_logger
-from quire.protocol.output import EngineOutput, EngineReady, FinishReason, Reply
+from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason, Reply
 from quire.protocol.request import Abort, Call, EngineRequest
 
 log = get_logger(__name__)
@@ -29,6 +30,31 @@ class EngineClient(Protocol):
 
     resolved: Resolved
     ready: EngineReady
+    """Valid once `wait_ready` has returned."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the engine's process: 1, then more with each replacement; 0: it has no process of its own."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        """Wait until the model is loaded.
+
+        Raises:
+            StartupError: the engine could not start (with its own message), or not within `timeout` seconds.
+        """
+
+    def state(self) -> EngineState:
+        """Whether the engine starts, serves, is being replaced or has ended. Does not wait for the engine."""
+
+    def check(self) -> None:
+        """Raises EngineDeadError; or EngineDelayed if the engine accepts no requests until its next start."""
+
+    def stats(self, fresh: bool = False) -> EngineStats:
+        """The latest statistics, without waiting. `fresh`: wait for the engine to count now.
+
+        Raises:
+            EngineDeadError, QuireError: `fresh`, and the engine does not answer.
+        """
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Everything about it, also a refusal, comes through `outputs`."""
@@ -54,6 +80,8 @@ class EngineClient(Protocol):
 class InlineClient:
     """Runs the core's steps in the thread that calls `outputs`."""
 
+    epoch = 0
+
     def __init__(
         self,
         core: EngineCore,
@@ -69,6 +97,21 @@ class InlineClient:
         self._replied = threading.Condition()
         self._numbers = itertools.count(1)
         self._dead: EngineDeadError | None = None
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        return self.ready
+
+    def state(self) -> EngineState:
+        dead = self._dead
+        if dead is None:
+            return EngineState(self.epoch, "ready", self.ready)
+        return EngineState(self.epoch, "dead", self.ready, str(dead))
+
+    def check(self) -> None:
+        self._alive()
+
+    def stats(self, fresh: bool = False) -> EngineStats:
+        return EngineStats(**self.call("stats")) if fresh else self.core.stats()
 
     def submit(self, request: EngineRequest) -> None:
         self._alive()

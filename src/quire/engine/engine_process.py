@@ -1,4 +1,4 @@
-"""The engine as a process: `python -m quire.engine.engine_process FOLDER GENERATION FRONTENDS LIFELINE PARENT`.
+"""The engine as a process: `python -m quire.engine.engine_process FOLDER EPOCH FRONTENDS LIFELINE PARENT`.
 
 It reads its configuration from stdin. Knows sockets and signals. When the process ends, it sends a last message with
 the reason, and it never outlives its parent. One thread receives messages, one sends heartbeats; the main thread runs
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_S = 1.0
-# thresholds of gc: new objects, then collections of the younger generations; Python's default begins with 700
+# thresholds of gc: new objects, then collections of the younger epochs; Python's default begins with 700
 COLLECT_AFTER = (
     20_000,
     20,
@@ -211,8 +211,8 @@ def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    place, generation, count, pipe, keeper = sys.argv[1:]
-    code = main(Path(place) / generation, int(count), int(pipe), int(keeper))
+    place, epoch, count, pipe, keeper = sys.argv[1:]
+    code = main(Path(place) / epoch, int(count), int(pipe), int(keeper))
     with suppress(OSError):  # the reader is gone, or the disk is full
         sys.stdout.flush()
     os._exit(code)

@@ -44,7 +44,7 @@ LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
 
 
 class EngineSockets:
-    """Both sockets to one epoch (`generation`) of the engine."""
+    """Both sockets to one process of the engine."""
 
     def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
         self.down, self.up = context.socket(zmq.PUSH), context.socket(zmq.PULL)
@@ -72,7 +72,7 @@ class _Mine:
 
 
 class ProcessClient:
-    """An EngineClient. `wait_ready` must have returned before `ready` is read.
+    """An EngineClient, whose engine may die and be replaced.
 
     Args:
         board: the engine's state.
@@ -103,33 +103,30 @@ class ProcessClient:
         # Start at the time, so that replies to an earlier process with this client number match no call of this one.
         self._numbers = itertools.count(time.monotonic_ns())
         self._dead: EngineDeadError | None = None
-        self.stats = EngineStats()  # the latest that the engine sent
-        self.generation = self.state.generation
-        self._wires = EngineSockets(self._context, folder / str(self.generation), client)
+        self._stats = EngineStats()  # the latest that the engine sent
+        self.epoch = self.state().epoch
+        self._wires = EngineSockets(self._context, folder / str(self.epoch), client)
 
-    @property
     def state(self) -> EngineState:
-        """The engine's state, as its supervisor last published it."""
         return self._board.look() if self.host is None else self.host.state
 
     def check(self) -> None:
-        """Raises EngineDeadError; or EngineDelayed if the engine accepts no requests until its next start."""
         self._alive()
-        state = self.state
+        state = self.state()
         if state.condition in ("dead", "closed"):
             raise EngineDeadError(state.error or "the engine was shut down")
         if state.condition == "delayed":
             raise EngineDelayed(state.incident)
 
-    def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        """Wait until the model is loaded.
+    def stats(self, fresh: bool = False) -> EngineStats:
+        if fresh:
+            self._stats = EngineStats(**self.call("stats"))
+        return self._stats
 
-        Raises:
-            StartupError: the engine could not start (with its own message), or not within `timeout` seconds.
-        """
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
-            state = self.state
+            state = self.state()
             if state.condition == "ready" and state.ready is not None:
                 self.ready = state.ready
                 return state.ready
@@ -175,7 +172,7 @@ class ProcessClient:
         number = next(self._numbers)
         self.check()
         with self._sending:
-            asked = self.generation
+            asked = self.epoch
             self._put(Call(number, name, list(args), self.client))
         while True:
             if self._reading.acquire(blocking=False):  # no other thread receives messages
@@ -187,7 +184,7 @@ class ProcessClient:
                 if (reply := self._replies.pop(number, None)) is not None:
                     return answer(reply)
                 self.check()
-                if self.generation != asked:
+                if self.epoch != asked:
                     raise QuireError(f"the engine was replaced before it answered {name!r}")
                 self._replied.wait(0.01)
 
@@ -234,8 +231,8 @@ class ProcessClient:
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
-        state = self.state
-        if state.generation != self.generation:
+        state = self.state()
+        if state.epoch != self.epoch:
             self._follow(state)
         elif state.condition == "delayed":
             self._end_all(state)
@@ -257,7 +254,7 @@ class ProcessClient:
                         self._replies[message.id] = message
                         self._replied.notify_all()
                 case EngineStats():
-                    self.stats = message
+                    self._stats = message
 
     def _follow(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""
@@ -269,10 +266,8 @@ class ProcessClient:
         )
         with self._sending:
             self._wires.close()
-            self.generation = state.generation
-            self._wires = EngineSockets(
-                self._context, self._folder / str(self.generation), self.client
-            )
+            self.epoch = state.epoch
+            self._wires = EngineSockets(self._context, self._folder / str(self.epoch), self.client)
             ran = self._note_deaths(state)
             for id, mine in list(self._mine.items()):
                 if mine.given_up:  # the old process may not have received the abort
@@ -329,7 +324,7 @@ class ProcessClient:
             self._cleared.add(digest)
 
     def _is_poison(self, request: EngineRequest) -> bool:
-        known = self.state.poison
+        known = self.state().poison
         if not known and not self._poison:
             return False
         digest = digest_of(request)

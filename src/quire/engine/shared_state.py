@@ -30,7 +30,8 @@ Condition = Literal["starting", "ready", "restarting", "delayed", "dead", "close
 class EngineState(Struct):
     """The state of the engine."""
 
-    generation: int
+    epoch: int
+    """The number of the engine's process; 0: it has no process of its own."""
     condition: Condition
     ready: EngineReady | None = None
     error: str = ""

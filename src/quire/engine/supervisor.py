@@ -118,8 +118,8 @@ class EngineSupervisor:
 
     def _live_once(self) -> bool:
         """Run one child from its start to its end. Returns whether to start another."""
-        generation = self.board.now.generation
-        place = self.folder / str(generation) / CONFIG
+        epoch = self.board.now.epoch
+        place = self.folder / str(epoch) / CONFIG
         try:  # a flight recording is only useful with it
             place.write_bytes(for_recording(self._payload))
         except Exception as why:  # only the recording is lost, not the engine
@@ -127,7 +127,7 @@ class EngineSupervisor:
                 "the configuration could not be written beside the flight recording: %s", why
             )
         try:
-            child, listener = self._start(generation)
+            child, listener = self._start(epoch)
         except OSError as why:  # no processes or descriptors are free; others may free some
             return self._after(EngineDied(f"the engine's process could not be started: {why}"))
         try:
@@ -136,14 +136,14 @@ class EngineSupervisor:
             listener.close()
             end_process(child, 5.0)
         if died is None:
-            self.board.publish(EngineState(generation, "closed"))
+            self.board.publish(EngineState(epoch, "closed"))
             return False
         return self._after(died)
 
-    def _start(self, generation: int) -> tuple[subprocess.Popen[bytes], StatusReader]:
+    def _start(self, epoch: int) -> tuple[subprocess.Popen[bytes], StatusReader]:
         reading, writing = os.pipe()
         try:
-            self.child = child = self._spawn(generation, writing)
+            self.child = child = self._spawn(epoch, writing)
         except BaseException:
             os.close(reading)
             raise
@@ -151,10 +151,10 @@ class EngineSupervisor:
             os.close(writing)
         return child, StatusReader(reading)
 
-    def _spawn(self, generation: int, lifeline: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, epoch: int, lifeline: int) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-P", "-m", "quire.engine.engine_process",
-            str(self.folder), str(generation), str(self._frontends), str(lifeline), str(os.getpid()),
+            str(self.folder), str(epoch), str(self._frontends), str(lifeline), str(os.getpid()),
         ]  # fmt: skip
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=[lifeline], env=env.for_a_child()
@@ -232,7 +232,7 @@ class EngineSupervisor:
             what = f"and {count} times in a row: it is {after}"
         log.error("failure %s: %s; %s\n%s", incident, died.error, what, died.traceback)
         new = EngineState(
-            state.generation, "dead" if is_over else "delayed", error=died.error, traceback=died.traceback,
+            state.epoch, "dead" if is_over else "delayed", error=died.error, traceback=died.traceback,
             lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
             poison=self._suspects.poison(), incident=incident,
         )  # fmt: skip
@@ -246,30 +246,30 @@ class EngineSupervisor:
         """Create the next process's folder and publish that, after `wait` seconds; False: the supervisor was closed."""
         while not self._closing.wait(wait):
             try:
-                self._make_place(state.generation + 1)
+                self._make_place(state.epoch + 1)
             except OSError as why:
                 log.error("there is no room for the next engine's sockets: %s", why)
                 self.board.publish(msgspec.structs.replace(state, condition="delayed"))
                 wait = self.patience.retry
                 continue
             self.board.publish(msgspec.structs.replace(
-                state, generation=state.generation + 1, condition="restarting"
+                state, epoch=state.epoch + 1, condition="restarting"
             ))  # fmt: skip
             return True
         self._change(condition="closed")
         return False
 
-    def _make_place(self, generation: int) -> None:
+    def _make_place(self, epoch: int) -> None:
         """Create the folder for the next process's sockets. A cleaner of old files may have deleted its parent."""
         if not self.folder.exists():
             log.warning("%s was deleted; it is made again", self.folder)
             self.folder.mkdir(mode=0o700)
-        shutil.rmtree(self.folder / str(generation - 1), ignore_errors=True)
-        (self.folder / str(generation)).mkdir(exist_ok=True)
+        shutil.rmtree(self.folder / str(epoch - 1), ignore_errors=True)
+        (self.folder / str(epoch)).mkdir(exist_ok=True)
 
     def _recording(self) -> flight_recorder.Recording | None:
         """What the dead engine did last; also kept for `quire replay`."""
-        folder = self.folder / str(self.board.now.generation)
+        folder = self.folder / str(self.board.now.epoch)
         try:
             recording = flight_recorder.read_recording(folder)
         except Exception:  # its last steps may have left anything there

@@ -18,8 +18,7 @@ from quire import __version__
 from quire.api.async_llm import AsyncLLM
 from quire.api.stream import OutputStream
 from quire.config.engine import EngineConfig
-from quire.engine.client import EngineClient, InlineClient
-from quire.engine.process_client import ProcessClient
+from quire.engine.client import EngineClient
 from quire.errors import Unsupported, ValidationError
 from quire.frontend import chat, prompts
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
@@ -140,20 +139,15 @@ class AsyncTextEngine:
 
     # -- the engine -----------------------------------------------------------------------------
     def check_health(self) -> None:
-        if isinstance(self.client, ProcessClient):
-            self.client.check()
+        self.client.check()
         self.llm.check_alive()
 
     def serving(self) -> bool:
         """False while the engine is being replaced."""
-        if isinstance(self.client, ProcessClient):
-            return self.client.state.condition == "ready"
-        return True
+        return self.client.state().condition == "ready"
 
     def stats(self) -> EngineStats:
-        if isinstance(self.client, InlineClient):
-            return self.client.core.stats()
-        return self.client.stats if isinstance(self.client, ProcessClient) else EngineStats()
+        return self.client.stats()
 
     async def call(self, name: str, *args: Any) -> Any:
         return await asyncio.to_thread(self.client.call, name, *args)

@@ -331,7 +331,7 @@ class HttpSupervisor:
         show(f"  HTTP          {self.count} processes")
         line = curl_line(self.config, self.url, names[0], self.chats)
         show(f"\nReady. Try:\n\n{line}\n")
-        self.stats = StatsLog(lambda: self.client.stats, device=ready.device.upper())
+        self.stats = StatsLog(self.client.stats, device=ready.device.upper())
         self.ticked = time.monotonic()
 
     def _tick(self) -> None:

@@ -28,7 +28,7 @@ from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
 from quire.observe.startup_timer import since_process_start
-from quire.protocol.output import EngineDied, EngineOpen, EngineStats, Heartbeat
+from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
 from quire.server.async_engine import AsyncTextEngine
 from quire.server.process.launch import ServerProcess, event_loop, tracer_of
@@ -79,8 +79,7 @@ class HttpWorker(ServerProcess):
 
     async def _connected(self, engine: AsyncTextEngine) -> None:
         """Fetch the statistics: the engine sends them only when they change."""
-        if isinstance(self.client, ProcessClient):
-            self.client.stats = EngineStats(**await engine.call("stats"))
+        await asyncio.to_thread(engine.client.stats, fresh=True)
 
     def _greet(self, engine: AsyncTextEngine) -> None:
         if self.again:

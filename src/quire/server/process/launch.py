@@ -28,8 +28,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
-from quire.engine.process_client import ProcessClient
-from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError, StartupError
+from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.processes import Processes
@@ -148,14 +147,14 @@ class ServerProcess:
         self,
         config: EngineConfig,
         listener: socket,
-        client: ProcessClient | None,
+        client: EngineClient | None,
         tenants: ApiKeys,
         shared: str | None = None,
         processes: Processes | None = None,
         tracer: Tracer | None = None,
     ):
         self.config, self.listener, self.tenants = config, listener, tenants
-        self.client: EngineClient | ProcessClient | None = client
+        self.client = client
         self.leads, self.logs_stats = True, not config.observe.disable_log_stats
         observe = config.observe
         metrics = ServerMetrics(
@@ -273,14 +272,9 @@ class ServerProcess:
         Raises:
             StartupError, QuireError: it could not be loaded.
         """
-        patience = float(env.get("ENGINE_READY_TIMEOUT_S"))
-        if self.client is None:
-            self.client = await self.loading.client(self.config)
-        elif isinstance(self.client, ProcessClient):
-            await asyncio.to_thread(self.client.wait_ready, patience)
-        client, state = self.client, self.state
-        if client is None:
-            raise StartupError("there is no engine")
+        state = self.state
+        client = self.client = self.client or await self.loading.client(self.config)
+        await asyncio.to_thread(client.wait_ready, float(env.get("ENGINE_READY_TIMEOUT_S")))
         engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
         await engine.llm.listen()
         await self._connected(engine)
@@ -317,7 +311,7 @@ class ServerProcess:
         every = observe.log_stats_interval
         before, latest = time.monotonic(), engine.stats()
         steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
-        generation = generation_of(self.client)
+        epoch = self.client.epoch
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -331,9 +325,9 @@ class ServerProcess:
                 await self.stopping.wait()
             except EngineDelayed:
                 pass  # its supervisor logs this, and restarts it later
-            if (new := generation_of(self.client)) > generation and self.leads:
-                state.metrics.replaced("engine", new - generation)
-            generation = new
+            if (new := self.client.epoch) > epoch and self.leads:
+                state.metrics.replaced("engine", new - epoch)
+            epoch = new
             now, latest = time.monotonic(), engine.stats()
             made = latest.prompt_tokens + latest.generation_tokens
             for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
@@ -377,11 +371,6 @@ class ServerProcess:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("what was asked of the engine failed: %s", error)
-
-
-def generation_of(client: EngineClient) -> int:
-    """Number of the engine process, from 1; 0: the engine has no process of its own."""
-    return client.generation if isinstance(client, ProcessClient) else 0
 
 
 def closes_with_terminal() -> bool:
