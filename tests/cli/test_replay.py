@@ -111,7 +111,7 @@ def test_a_recording_says_neither_which_model_nor_whose_code(
     for data in (old, {**old, "asked": {"model": {"hf_overrides": names}}}, [names]):
         (copied / CONFIG).write_bytes(msgspec.msgpack.encode(data))
         assert main([str(copied), "--model", model]) == 2
-        assert "this is no recorded configuration" in capsys.readouterr().err
+        assert "not a recorded configuration" in capsys.readouterr().err
     assert "evil_of_a_folder" not in sys.modules
 
 
@@ -122,7 +122,7 @@ def test_a_recording_says_neither_which_model_nor_whose_code(
         (("cache", "block_size"), [1], "cache.block_size"),
         (("model", "hf_overrides"), "x", "Expected `object`, got `str`"),
         (("settled", "executor"), "ray", "Invalid enum value 'ray'"),
-        (("architecture",), "Other", "--model is a .*, and the recorded engine had a Other"),
+        (("architecture",), "Other", "--model is a .*, but the recorded engine had a Other"),
     ],
 )
 def test_a_damaged_configuration_is_one_sentence(copied, model, capsys, place, value, says):

@@ -84,7 +84,7 @@ def test_there_is_one_engine_only(monkeypatch, warnings):
     assert not warnings
     monkeypatch.setenv("VLLM_USE_V1", "0")
     engine_config({})
-    assert warnings == ["VLLM_USE_V1=0 means nothing: there is one engine"]
+    assert warnings == ["VLLM_USE_V1=0 has no effect: Quire has one engine"]
 
 
 def test_strangers(monkeypatch, warnings):

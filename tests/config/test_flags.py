@@ -73,8 +73,8 @@ def test_a_switch_beside_the_model_does_not_eat_it():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["a", "b"], "'b' is one word too many: the model is 'a'"),
-        (["a", "--model", "b"], "two models: 'a' and --model 'b'"),
+        (["a", "b"], "unexpected argument 'b': the model is already 'a'"),
+        (["a", "--model", "b"], "two models were given: 'a' and --model 'b'"),
         (["--served-model-name", "a", "b"], "write the model first: quire serve MODEL --served-model-name"),
         (["--max-num-seq", "8"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["-z"], "unknown flag"),
@@ -85,12 +85,12 @@ def test_a_switch_beside_the_model_does_not_eat_it():
         (["--gpu-memory-utilization", "most"], "gpu_memory_utilization='most'"),
         (["--dtype", "int3"], "dtype='int3': choose from auto, half, float16"),
         (["--enforce-eager=perhaps"], "enforce_eager='perhaps'|--enforce-eager"),
-        (["--hf-overrides", "{a"], "hf_overrides='{a': this is a JSON object such as"),
-        (["--hf-overrides", "[1]"], "hf_overrides='[1]': this is a JSON object"),
+        (["--hf-overrides", "{a"], "hf_overrides='{a': must be a JSON object such as"),
+        (["--hf-overrides", "[1]"], "hf_overrides='[1]': must be a JSON object"),
         (["--hf-overrides", "x", "--hf-overrides.a", "1"], "--hf-overrides x: not a JSON object"),
-        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"], "a has a value already"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"], "a already has a value"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config was given twice"),
-        (["--config", "a.json"], "--config a.json: a file that ends in .yaml or .yml"),
+        (["--config", "a.json"], "--config a.json: the file name must end in .yaml or .yml"),
         (["--config", "/nowhere/a.yaml"], "--config /nowhere/a.yaml: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -104,7 +104,7 @@ def test_a_mistake_names_the_flag_and_the_remedy(argv, says, capsys):
 
 def test_a_flag_given_twice(warnings):
     assert parse(["--seed", "1", "--seed=2", "--max_num_seqs", "3"]).model.seed == 2
-    assert warnings == ["Found duplicate keys --seed: the last one counts"]
+    assert warnings == ["Found duplicate keys --seed: the last value is used"]
 
 
 # YAML
@@ -166,14 +166,14 @@ def test_an_empty_file_says_nothing(tmp_path):
     ("text", "says"),
     [
         ("seed: 1\nmax-num-seq: 3\n", "line 2: unknown flag --max-num-seq; did you mean --max-num-seqs"),
-        ("- seed\n", "a mapping of flags to values"),
+        ("- seed\n", "the file must map flags to values"),
         ("seed: 1\nhost: [a\nport: 1\n", "server.yaml, line 3: while parsing a flow sequence that begins in line 2, expected ',' or ']', but got ':'"),
         ("# two\n\thost: a\n", "server.yaml, line 2: while scanning for the next token, found character '\\t' that cannot start"),
         ("host: \x07\n", "server.yaml: unacceptable character"),
         ("# one\nseed: one\n", "server.yaml, line 2: seed='one'"),
-        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: this is a whole number"),
+        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: must be a whole number"),
         ("seed: 1\nenable-lora: true\n", "server.yaml, line 2: --enable-lora (LoRA) is not supported yet"),
-        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: this is true or false"),
+        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: must be true or false"),
     ],
     ids=lambda text: text.splitlines()[0],
 )  # fmt: skip

@@ -69,7 +69,9 @@ def test_help_of_one_word():
     assert "--max-num-partial-prefills" in text  # an old name
     assert "--dtype" not in text
     assert help.text("quire serve", "CacheConfig") == help.text("quire serve", "cache")
-    assert help.text("quire serve", "zzz").startswith("No section or flag has 'zzz' in its name")
+    assert help.text("quire serve", "zzz").startswith(
+        "No section or flag contains 'zzz' in its name"
+    )
 
 
 def test_help_of_all_has_every_old_name():

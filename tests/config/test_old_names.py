@@ -115,7 +115,7 @@ def test_from_the_command_line():
 
 
 def test_a_function_cannot_take_in_an_old_name():
-    with pytest.raises(ConfigError, match=r"hf_overrides is a function, and rope_theta"):
+    with pytest.raises(ConfigError, match=r"hf_overrides is a function, so rope_theta"):
         translate({"rope_theta": 5.0, "hf_overrides": lambda config: config})
 
 

@@ -145,7 +145,7 @@ def test_later_work_is_refused_by_name(argv, capsys):
 def test_what_has_no_meaning_here_is_said(argv, warnings):
     parse(argv)
     assert len(warnings) == 1
-    assert warnings[0].startswith((f"{argv[0]} does nothing: ", f"{argv[0]} is an old name: "))
+    assert warnings[0].startswith((f"{argv[0]} has no effect: ", f"{argv[0]} is an old name: "))
 
 
 @pytest.mark.parametrize("argv", words(SILENT), ids=as_id)

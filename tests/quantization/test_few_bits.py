@@ -82,7 +82,10 @@ def test_a_scale_a_row_is_multiplied_as_codes(
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     with caplog.at_level(logging.INFO):
         ours, theirs = build(checkpoint), build(dense)
-    assert "int8 with a scale a row; activations by token in int8" in caplog.text
+    assert (
+        "int8 with one scale per output channel; activations int8, one scale per token"
+        in caplog.text
+    )
     kept = 0
     for path, layer, names in quantized_linears(ours):
         kept += len(names)

@@ -158,14 +158,14 @@ def test_older_writers_leave_a_file_of_their_own(
 def test_one_group_is_a_scale_a_row(made: Callable[[str], Path], caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
         build(made("gptq one group"))
-    assert "quantized: gptq, 4 bits with a scale a row; activations" in caplog.text
+    assert "quantized: gptq, 4 bits with one scale per output channel; activations" in caplog.text
 
 
 def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: Any) -> None:
     path = made("fp8 blocks")
     with caplog.at_level(logging.INFO):
         build(path)
-    assert "7 layers are quantized: fp8, 8-bit floats, made int8" in caplog.text
+    assert "7 layers are quantized: fp8, 8-bit floats, converted to int8" in caplog.text
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("int4", Int4Weight), ("int8", Int8Weight)])
@@ -175,7 +175,7 @@ def test_an_fp8_checkpoint_may_be_made_smaller(
     with caplog.at_level(logging.INFO):
         model = build(made("fp8"), quantization=scheme)
     assert (
-        f"7 layers are quantized: fp8, 8-bit floats with a scale a tensor, made {scheme}\n"
+        f"7 layers are quantized: fp8, 8-bit floats with one scale per tensor, quantized to {scheme}\n"
         in caplog.text
     )
     schemes: list[Any] = [m.quant_method for m in model.modules() if isinstance(m, Linear)]

@@ -80,7 +80,7 @@ def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | No
         (None, compressed("nvfp4-pack-quantized"), Unsupported, "format=nvfp4-pack-quantized"),
         (None, compressed("int-quantized", **{**INT8, "symmetric": False}), Unsupported, "symmetric=False"),
         (None, compressed("pack-quantized", **{**INT8, "num_bits": 3}), Unsupported, "num_bits=3"),
-        (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no groups"),
+        (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no config_groups"),
     ],
 )  # fmt: skip
 def test_refusals_name_what_it_is(

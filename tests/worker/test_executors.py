@@ -148,7 +148,7 @@ def test_calls(kind, request):
             executor.call("odd")
         with pytest.raises(TypeError, match="object cannot go"):
             executor.call("object")
-        with pytest.raises(ConfigError, match="cannot be found by another process"):
+        with pytest.raises(ConfigError, match="cannot be imported by another process"):
             executor.call("apply_model", lambda model: 1)
     assert executor.call("ping") == [True]
 

@@ -50,7 +50,7 @@ def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[s
         return []
     keys = [given] if isinstance(given, str) else [str(key) for key in given]  # YAML has numbers
     if not keys:
-        raise ConfigError(f"{source}: a key is missing behind it; give one, or leave it out")
+        raise ConfigError(f"{source}: the key is missing; give one, or leave {source} out")
     for key in keys:
         check_key(source, key)
     return keys
@@ -69,9 +69,11 @@ def check_key(source: str, key: str) -> None:
             f"{source}: the key is empty, which would let every request in; give a key, or leave {source} out"
         )
     if key != key.strip():
-        raise ConfigError(f"{source}: the key begins or ends with white space; take that off")
+        raise ConfigError(f"{source}: the key begins or ends with white space; remove it")
     if not key.isprintable():
-        raise ConfigError(f"{source}: the key holds control characters, which no header can carry")
+        raise ConfigError(
+            f"{source}: the key contains control characters, which a header cannot contain; choose another key"
+        )
 
 
 def read_keys(path: str) -> list[TenantKey]:
@@ -87,13 +89,13 @@ def read_keys(path: str) -> list[TenantKey]:
     try:
         found = _parsed(path, text)
     except ValueError:
-        raise ConfigError(f"--api-key-file {path}: neither JSON nor YAML") from None
+        raise ConfigError(f"--api-key-file {path}: the file is neither JSON nor YAML") from None
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"--api-key-file {path}: a list of entries with `name` and `key` is needed")  # fmt: skip
+        raise ConfigError(f"--api-key-file {path}: the file must be a list of entries with `name` and `key`")  # fmt: skip
     keys = [_entry(f"--api-key-file {path}, entry {at}", one) for at, one in enumerate(found, 1)]
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise ConfigError(f"--api-key-file {path}: two entries have the same {what}")
+            raise ConfigError(f"--api-key-file {path}: two entries have the same `{what}`")
     return keys
 
 
@@ -110,13 +112,13 @@ def _parsed(path: str, text: str) -> Any:
 
 def _entry(where: str, given: Any) -> TenantKey:
     if not isinstance(given, dict):
-        raise ConfigError(f"{where}: an object with `name` and `key` is needed")
+        raise ConfigError(f"{where}: must be an object with `name` and `key`")
     known = [one.name for one in fields(TenantKey)]
     if unknown := sorted(set(map(str, given)) - set(known)):
-        raise ConfigError(f"{where}: there is no {', '.join(unknown)}; it may have {', '.join(known)}")  # fmt: skip
+        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")  # fmt: skip
     for name in ("name", "key"):
         if not isinstance(given.get(name), str) or not given[name]:
-            raise ConfigError(f"{where}: `{name}` must be a text")
+            raise ConfigError(f"{where}: `{name}` must be a string")
     check_key(f"{where}, `key`", given["key"])
     if given["name"].startswith(PLAIN):
         raise ConfigError(f"{where}: `name` must not begin with {PLAIN}; choose another name")

@@ -23,20 +23,20 @@ class CacheConfig:
     """KV cache."""
 
     block_size: int | None = None
-    """Tokens a block; unset: what the platform prefers."""
+    """Tokens per KV block; unset: the platform's default."""
     gpu_memory_utilization: float = 0.9
-    """Share of the device's memory for weights, activations and KV; on CPU of what this cgroup has free at start."""
+    """Fraction of the device's memory for weights, activations and KV cache; on a CPU, of the memory that is free in this cgroup at start."""
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV cache; set, it replaces gpu_memory_utilization."""
+    """Size of the KV cache in bytes; replaces gpu_memory_utilization."""
     num_gpu_blocks_override: int | None = None
-    """Number of KV blocks, whatever memory says (for testing preemption)."""
+    """Number of KV blocks, without regard to free memory (for tests of preemption)."""
     kv_cache_dtype: str = "auto"
-    """auto (the model's), float32, bfloat16, float16; int8, fp8 (fp8_e4m3) or fp8_e5m2 with a scale for each token and head."""
+    """auto (the model's dtype), float32, bfloat16, float16; int8, fp8 (fp8_e4m3) or fp8_e5m2 with one scale per token and head."""
     enable_prefix_caching: bool | None = None
-    """Share the KV of equal prefixes; unset: on where the model allows it."""
+    """Reuse the KV blocks of equal prompt prefixes; unset: on if the model supports it."""
     prefix_caching_hash_algo: str = "blake2b"
-    """blake2b; sha256 and xxhash names are accepted and mean the same keyed hash."""
+    """blake2b; the sha256 and xxhash names are accepted and select the same keyed hash."""
     swap_space: float = 0
-    """GiB of host memory for preempted requests (accepted; nothing is swapped, it is recomputed)."""
+    """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
     cpu_offload_gb: float = 0
-    """GiB of weights that a GPU is relieved of: they stay in the host's memory and are brought for each step (a CPU ignores it)."""
+    """GiB of weights that stay in host memory and are copied to the GPU for each step (a CPU ignores it)."""

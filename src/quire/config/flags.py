@@ -99,7 +99,7 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
         if word.startswith("-"):
             raise from_keywords.UnknownName(from_keywords.unknown(word.partition("=")[0], "flag"))
         raise ConfigError(
-            f"{word!r} is one word too many: the model is {getattr(space, 'model_tag', None)!r}"
+            f"unexpected argument {word!r}: the model is already {getattr(space, 'model_tag', None)!r}"
         )
     given = vars(space)
     for name, value in dotted.items():
@@ -115,14 +115,16 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
 def _one_model(asked: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
     tag = asked.pop("model_tag", None)
     if tag is not None and asked.get("model", tag) != tag and not from_file:
-        raise ConfigError(f"two models: {tag!r} and --model {asked['model']!r}")
+        raise ConfigError(
+            f"two models were given: {tag!r} and --model {asked['model']!r}; leave one out"
+        )
     if tag is not None:
         asked["model"] = tag
     names = asked.get("served_model_name")
     if "model" not in asked and names and not from_file:
         raise ConfigError(
-            f"--served-model-name {' '.join(names)}: which model? --served-model-name takes every word after it,"
-            " so write the model first: quire serve MODEL --served-model-name NAME"
+            f"--served-model-name {' '.join(names)}: the model is missing, because --served-model-name takes every word after it;"
+            " write the model first: quire serve MODEL --served-model-name NAME"
         )
     return asked
 
@@ -164,9 +166,9 @@ def normalise(
         else:
             words.append(f"{flag}={value}" if equals else flag)
     if "--config" in twice:
-        raise ConfigError("--config was given twice: put the flags into one file")
+        raise ConfigError("--config was given twice; put the flags into one file")
     if twice:
-        logger.warning("Found duplicate keys %s: the last one counts", ", ".join(twice))
+        logger.warning("Found duplicate keys %s: the last value is used", ", ".join(twice))
     return words, dotted
 
 
@@ -176,7 +178,7 @@ def _boolean(flag: str, value: str) -> str:
         value.lower()
     )
     if wanted is None:
-        raise ConfigError(f"{flag}={value}: this is a switch: {flag}, or {_opposite(flag)}")
+        raise ConfigError(f"{flag}={value}: {flag} is a switch; write {flag} or {_opposite(flag)}")
     return flag if wanted else _opposite(flag)
 
 
@@ -193,7 +195,9 @@ def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
     for key in path[:-1]:
         branch = tree.setdefault(key, {})
         if not isinstance(branch, dict):
-            raise ConfigError(f"{'.'.join(path)}: {key} has a value already and cannot have parts")
+            raise ConfigError(
+                f"{'.'.join(path)}: {key} already has a value, so it cannot have sub-keys"
+            )
         tree = branch
     if path[-1].endswith("+"):
         tree.setdefault(path[-1][:-1], []).extend(loose(part) for part in text.split(","))
@@ -205,7 +209,7 @@ def _dict_of(name: str, text: Any) -> dict[str, Any]:
     value = loose(text)
     if not isinstance(value, dict):
         raise ConfigError(
-            f"--{name.replace('_', '-')} {text}: not a JSON object, and parts of one were given beside it"
+            f"--{name.replace('_', '-')} {text}: not a JSON object, although other flags set keys of it"
         )
     return value
 
@@ -244,7 +248,7 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
     import yaml  # takes 15 ms, and most command lines do not need it
 
     if not path.endswith((".yaml", ".yml")):
-        raise ConfigError(f"--config {path}: a file that ends in .yaml or .yml")
+        raise ConfigError(f"--config {path}: the file name must end in .yaml or .yml")
     try:
         text = Path(path).read_text(encoding="utf-8")
         node = yaml.compose(text, yaml.SafeLoader)
@@ -257,7 +261,7 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"--config {path}: a mapping of flags to values, such as `max-num-seqs: 8`"
+            f"--config {path}: the file must map flags to values, such as `max-num-seqs: 8`"
         )
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
     asked: dict[str, Any] = {}

@@ -90,7 +90,7 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
         asked = fields.get("hf_overrides") or {}
         if callable(asked):
             raise ConfigError(
-                f"hf_overrides is a function, and {', '.join(overrides)} was given beside it: put it into the function"
+                f"hf_overrides is a function, so {', '.join(overrides)} cannot be merged into it; set it in the function"
             )
         fields["hf_overrides"] = {
             **overrides,
@@ -124,7 +124,7 @@ def _apply(row: VllmFlag, value: Any, source: Source) -> dict[str, Any]:
         feature, _, remedy = row.say.partition(": ")
         raise Unsupported(f"{name} ({feature})", remedy)
     if row.treatment == "W":
-        does = "is an old name" if row.to else "does nothing"
+        does = "is an old name" if row.to else "has no effect"
         logger.warning("%s %s: %s", name, does, row.say)
     return row.to(value) if row.to else {}
 
@@ -176,11 +176,11 @@ def _check_server_fields(fields: Mapping[str, Any]) -> None:
             and value not in (None, option.default)
         ):
             raise UnknownName(
-                f"{name} is a flag of the server only: quire serve --{name.replace('_', '-')}"
+                f"{name} is an option of the server only: quire serve --{name.replace('_', '-')}"
             )
     if fields.get("otlp_traces_endpoint"):
         logger.warning(
-            "otlp_traces_endpoint does nothing: spans are of HTTP requests, and quire serve sends them"
+            "otlp_traces_endpoint has no effect here: spans describe HTTP requests, and only quire serve sends them"
         )
 
 
@@ -198,4 +198,4 @@ def _check_environment(strict: bool) -> None:
     for name in env.VARIABLES:
         env.get(name)  # report an invalid value now rather than in the middle of a request
     if not env.get("USE_V1"):
-        logger.warning("VLLM_USE_V1=0 means nothing: there is one engine")
+        logger.warning("VLLM_USE_V1=0 has no effect: Quire has one engine")

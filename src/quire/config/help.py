@@ -37,7 +37,7 @@ def text(prog: str, topic: str = "") -> str:
     found = found or [option for option in options().values() if wanted in option.name]
     rows = [row.name for row in OLD.values() if wanted in row.name]
     if not found and not rows:
-        return f"No section or flag has {topic!r} in its name. Sections: {', '.join(sections())}.\n"
+        return f"No section or flag contains {topic!r} in its name. Sections: {', '.join(sections())}.\n"
     parts = [
         _section(section, found)
         for section in sections()
@@ -59,7 +59,7 @@ def _everything(prog: str, *, old: bool) -> str:
         "--config FILE       read flags from a YAML file; the command line wins\n"
         f"--help=SECTION      one section: {', '.join(sections())}\n"
         "--help=WORD         flags with WORD in their name\n"
-        "--help=all          also the names of other engines that are understood, and what becomes of them\n"
+        "--help=all          also vLLM's other flags and old names, and how each is handled\n"
     )
     parts = [head, *(_section(section, list(options().values())) for section in sections())]
     return "\n".join([*parts, _old(list(OLD))] if old else parts)
@@ -103,8 +103,12 @@ def _wrapped(words: str, indent: str = " " * 8) -> list[str]:
 
 
 def _old(names: list[str]) -> str:
-    says = {"A": "accepted", "W": "accepted, with a warning", "E": "refused; its default passes"}
-    lines = ["Names of other engines and older releases"]
+    says = {
+        "A": "accepted",
+        "W": "accepted, with a warning",
+        "E": "refused, except for the default value",
+    }
+    lines = ["Other flags of vLLM, and old names"]
     for treatment, title in says.items():
         groups: dict[str, list[str]] = {}
         for name in names:

@@ -13,10 +13,10 @@ class LoadConfig:
     load_format: str = "auto"
     """auto, safetensors, pt, npcache or dummy."""
     download_dir: str | None = None
-    """Where hub files are kept; unset: the hub's own cache."""
+    """Directory for files downloaded from the hub; unset: the hub's cache."""
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
-    """Options of one load format."""
+    """Options of the load format."""
     ignore_patterns: list[str] = field(default_factory=lambda: ["original/**/*"])
-    """Files of a hub repository that are not fetched."""
+    """Patterns of files in a hub repository not to download."""
     use_tqdm_on_load: bool = True
-    """Show progress while reading weights."""
+    """Show a progress bar while loading weights."""

@@ -12,54 +12,54 @@ class ModelConfig:
     """The model and its tokenizer."""
 
     model: str = "quire-tiny"
-    """A local directory, a hub id, or `quire-tiny`, the model that is embedded in the package."""
+    """A local directory, a hub id, or `quire-tiny`, the model embedded in the package."""
     runner: str = "auto"
-    """auto or generate; pooling comes with its own feature."""
+    """auto or generate; pooling is not supported yet."""
     model_impl: str = "auto"
-    """auto, quire (also: vllm, native) or transformers: whose modelling code runs."""
+    """Model code to run: auto, quire (also: vllm, native) or transformers."""
     dtype: str = "auto"
     """auto, float16 (half), bfloat16 or float32 (float)."""
     max_model_len: int | str | None = None
-    """Prompt plus output, in tokens; `auto` or -1: the most that fits in memory; unset: the model's own."""
+    """Maximum tokens of prompt plus output; `auto` or -1: the most that fits in memory; unset: the model's context length."""
     tokenizer: str | None = None
-    """Where the tokenizer is; unset: with the model."""
+    """Directory or hub id of the tokenizer; unset: the model's."""
     tokenizer_mode: str = "auto"
-    """auto, hf or slow (transformers' Python tokenizer)."""
+    """auto, hf or slow (the Python tokenizer of Transformers)."""
     skip_tokenizer_init: bool = False
-    """Token ids in, token ids out: no tokenizer is loaded."""
+    """Load no tokenizer: prompts and outputs are token ids."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a checkpoint."""
+    """Allow Python code from the checkpoint to run."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     code_revision: str | None = None
-    """Revision of the checkpoint's own code."""
+    """Revision of the checkpoint's Python code on the hub."""
     tokenizer_revision: str | None = None
-    """Revision of the tokenizer."""
+    """Branch, tag or commit of the tokenizer on the hub."""
     config_format: str = "auto"
     """auto or hf."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
-    """Values put over the checkpoint's config.json (nested dicts merge), or a function of it."""
+    """Values that override the checkpoint's config.json (nested dicts are merged), or a function that returns the new config."""
     hf_token: str | bool | None = None
-    """Token for the hub; True: the one stored by `hf auth login`."""
+    """Access token for the hub; True: the token stored by `hf auth login`."""
     quantization: str | None = None
-    """int8, int4 or fp8: made so while loading; or the method of a quantized checkpoint; unset: as it says."""
+    """int8, int4 or fp8: quantize the weights while loading; or the method of a quantized checkpoint; unset: as the checkpoint says."""
     seed: int = 0
-    """Seed of requests that bring none: request i of an engine gets a seed derived from both."""
+    """Seed for requests without one: request i gets a seed derived from this value and i."""
     served_model_name: list[str] | str | None = None
-    """Names under which the server answers; the first is the one in responses and metrics."""
+    """Model names that requests may use; responses and metrics show the first."""
     chat_template: str | None = None
-    """A path, or the template itself; unset: the tokenizer's."""
+    """Path of a Jinja chat template, or the template itself; unset: the tokenizer's template."""
     chat_template_content_format: str = "auto"
-    """auto, string or openai: how message content reaches the template."""
+    """How message content is passed to the template: auto, string or openai."""
     generation_config: str = "auto"
-    """auto: defaults from the model's generation_config.json; vllm (or quire): none; or a directory."""
+    """Source of default sampling parameters: auto (the model's generation_config.json), vllm or quire (none), or a directory."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """Values put over the generation config, such as {"temperature": 0.5}."""
+    """Values that override the generation config, such as {"temperature": 0.5}."""
     max_logprobs: int = 20
-    """The most log-probabilities a position may be asked for; -1: no limit."""
+    """Maximum log-probabilities per position that a request may ask for; -1: no limit."""
     logprobs_mode: str = "raw_logprobs"
-    """raw_logprobs, processed_logprobs, raw_logits or processed_logits."""
+    """Values to return as log-probabilities: raw_logprobs, processed_logprobs, raw_logits or processed_logits."""
     logits_processors: list[Any] = field(default_factory=list)
-    """Classes, or `module:Class`, added to the logits processors of every row."""
+    """Logits processors to run for every request, as classes or `module:Class`."""
     enable_prompt_embeds: bool = False
-    """Accept prompts given as embeddings (comes with a later feature)."""
+    """Accept prompts as embeddings (not supported yet)."""

@@ -151,11 +151,11 @@ def human_int(text: str) -> int:
     """
     match = _HUMAN.fullmatch(text.strip().replace("_", ""))
     if not match:
-        raise ValueError(f"{text!r} is not a whole number (or one such as 4k, 25.6k, 1K)")
+        raise ValueError(f"{text!r} is not a whole number (4k, 25.6k and 1K are allowed)")
     number, letter = match.groups()
     if letter in _BINARY and "." in number:
         raise ValueError(
-            f"{text!r}: capitals count in 1024s and take whole numbers; 25.6k is 25600"
+            f"{text!r}: K, M, G and T are powers of 1024 and need a whole number; k, m, g and t are powers of 1000 (25.6k is 25600)"
         )
     factor = _DECIMAL.get(letter) or _BINARY.get(letter) or 1
     whole, _, fraction = number.partition(".")
@@ -185,7 +185,7 @@ def coerce(option: Option, value: Any) -> Any:
 def _coerce(option: Option, value: Any) -> Any:
     if callable(value) and not isinstance(value, type):
         if "Callable" not in option.type:
-            raise TypeError("a function is not a value here")
+            raise TypeError("must not be a function")
         return value
     match option.kind:
         case "flag":
@@ -194,7 +194,7 @@ def _coerce(option: Option, value: Any) -> Any:
             if isinstance(value, str):
                 return value if value in WORDS.get(option.name, ()) else human_int(value)
             if isinstance(value, bool) or value != int(value):
-                raise TypeError("this is a whole number")
+                raise TypeError("must be a whole number")
             return int(value)
         case "float":
             return float(value)
@@ -216,7 +216,7 @@ def _flag(value: Any) -> bool:
         return words[value.lower()]
     if value in (0, 1):
         return bool(value)
-    raise TypeError("this is true or false")
+    raise TypeError("must be true or false")
 
 
 def json_object(value: Any) -> dict[str, Any]:
@@ -225,9 +225,9 @@ def json_object(value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as why:
-            raise ValueError(f"this is a JSON object such as '{{\"key\": 1}}' ({why})") from None
+            raise ValueError(f"must be a JSON object such as '{{\"key\": 1}}' ({why})") from None
     if not isinstance(value, dict):
-        raise TypeError("this is a JSON object (a dict)")
+        raise TypeError("must be a JSON object (a dict)")
     return value
 
 

@@ -10,18 +10,18 @@ class ParallelConfig:
     """Devices and processes."""
 
     tensor_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Number of devices that split each layer."""
     pipeline_parallel_size: int = 1
-    """Devices that share the stack of layers."""
+    """Number of devices that each run a range of layers."""
     data_parallel_size: int = 1
-    """Engines that share the load."""
+    """Number of engines that share the requests."""
     enable_expert_parallel: bool = False
-    """Whole experts on each device instead of slices of all."""
+    """Place whole experts on each device instead of a slice of every expert."""
     distributed_executor_backend: str | None = None
-    """uni: the worker in the engine's process; mp: the worker in its own; unset: uni."""
+    """uni: the worker runs in the engine's process; mp: in a process of its own; unset: uni."""
     attention_backend: str | None = None
-    """TORCH_SDPA, or a name that this platform has; unset: the platform's first that fits."""
+    """TORCH_SDPA, or another attention backend of this platform; unset: the platform's first that supports the model."""
     enforce_eager: bool = False
-    """No graphs."""
+    """Do not record steps as CUDA graphs."""
     cudagraph_capture_sizes: list[int] = field(default_factory=list)
-    """Numbers of requests whose steps are recorded as graphs, on devices that can; unset: 1, 2, 4, 8, 16 ... max_num_seqs."""
+    """Batch sizes whose steps are recorded as CUDA graphs, on devices that support them; unset: 1, 2, 4, 8, 16 ... max_num_seqs."""

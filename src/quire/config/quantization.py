@@ -13,20 +13,20 @@ from typing import Any
 from quire.errors import ConfigError, Unsupported
 
 ONLINE = {
-    "int8": "8 bits, a scale a row; activations 8 bits, a scale a token",
-    "int4": "4 bits, a scale and a zero point a group of 128; activations 8 bits, a scale a group; the head as int8",
-    "int4_g64": "as int4 with groups of 64: nearer to the weights, slower for many tokens",
+    "int8": "8 bits, one scale per output channel; activations 8 bits, one scale per token",
+    "int4": "4 bits, one scale and zero point per group of 128; activations 8 bits, one scale per group; the head is int8",
+    "int4_g64": "as int4 with groups of 64: more exact, slower for many tokens",
     "int4_g32": "as int4 with groups of 32",
-    "fp8": "as int8: a CPU multiplies bytes, not 8-bit floats",
+    "fp8": "int8, because CPUs have no 8-bit float arithmetic",
 }
 """Methods applied while loading, to weights of 16 or 32 bits (or to an fp8 checkpoint). This table: on a CPU."""
 
 APART = {
-    "int8": "8 bits, a scale a row; activations 8 bits, a scale a token; the head as it is",
-    "int4": "4 bits, a scale and a zero point a group of 128; activations and the head as they are",
+    "int8": "8 bits, one scale per output channel; activations 8 bits, one scale per token; the head is not quantized",
+    "int4": "4 bits, one scale and zero point per group of 128; activations and the head are not quantized",
     "int4_g64": "as int4 with groups of 64",
     "int4_g32": "as int4 with groups of 32",
-    "fp8": "8-bit floats, a scale a row; activations 8-bit floats, a scale a token; the head as it is",
+    "fp8": "8-bit floats, one scale per output channel; activations 8-bit floats, one scale per token; the head is not quantized",
 }
 """The same methods on an accelerator."""
 
@@ -68,7 +68,7 @@ LATER = (
 """Known methods that are not supported."""
 
 INSTEAD = (
-    "serve its bfloat16 or float16 form, with --quantization int8 or int4 if it should be small"
+    "serve its bfloat16 or float16 checkpoint, with --quantization int8 or int4 to save memory"
 )
 
 
@@ -98,23 +98,23 @@ class WeightLayout:
 
     def says(self, apart: bool = False, online: str | None = None) -> str:
         """Describe it. apart: on an accelerator. online: the `--quantization` method applied to 8-bit floats."""
-        one = "row" if self.strategy == "group" else self.strategy
-        per = f"groups of {self.group}" if self.group > 0 else f"a scale a {one}"
+        one = "output channel" if self.strategy in ("group", "channel") else self.strategy
+        per = f"groups of {self.group}" if self.group > 0 else f"one scale per {one}"
         if self.kind == "float" and online not in (None, "fp8"):
-            return f"8-bit floats with {per}, made {online}"
+            return f"8-bit floats with {per}, quantized to {online}"
         if self.kind == "float" and apart:
-            return f"8-bit floats with {per}; activations by token in 8-bit floats"
+            return f"8-bit floats with {per}; activations 8-bit floats, one scale per token"
         if self.kind == "ct-int" and apart:
-            return "int8 with a scale a row; activations by token in int8"
+            return "int8 with one scale per output channel; activations int8, one scale per token"
         if apart:
-            return f"{self.bits} bits with {per}; activations as they are"
+            return f"{self.bits} bits with {per}; activations are not quantized"
         if self.kind == "float":
-            return "8-bit floats, made int8 with a scale a row: a CPU multiplies bytes"
+            return "8-bit floats, converted to int8 with one scale per output channel (CPUs have no 8-bit float arithmetic)"
         if self.kind == "ct-int":
-            return "int8 with a scale a row"
+            return "int8 with one scale per output channel"
         if self.bits == 8:
-            return f"8 bits with {per}, made int8 with a scale a row"
-        return f"{self.bits} bits with {per}; activations by token in 8 bits"
+            return f"8 bits with {per}, converted to int8 with one scale per output channel"
+        return f"{self.bits} bits with {per}; activations 8 bits, one scale per token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +190,10 @@ def scheme_asked(asked: str | None) -> str | None:
     name = SAME.get(str(asked), str(asked))
     if name in ONLINE or name in METHODS:
         return name
-    served = f"{', '.join(ONLINE)} make weights small while loading; checkpoints may be {', '.join(METHODS)}"
+    served = f"{', '.join(ONLINE)} quantize while loading; checkpoints may be {', '.join(METHODS)}"
     if name in LATER:
         raise Unsupported(f"quantization={asked}", served)
-    raise ConfigError(f"quantization={asked!r} is no method that is known here: {served}")
+    raise ConfigError(f"quantization={asked!r} is unknown: {served}")
 
 
 def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | None:
@@ -210,12 +210,12 @@ def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | N
         if stored is None or eight:
             return name
         raise ConfigError(
-            f"quantization={asked}: the checkpoint is quantized already ({stored.method}); leave the flag out"
+            f"quantization={asked}: the checkpoint is already quantized ({stored.method}); leave the flag out"
         )
     if stored is None:
         raise ConfigError(
             f"quantization={asked}: the checkpoint is not quantized (its config.json has no quantization_config);"
-            f" {', '.join(ONLINE)} make weights small while loading"
+            f" {', '.join(ONLINE)} quantize while loading"
         )
     raise ConfigError(
         f"quantization={asked}: the checkpoint's config.json says {stored.method}; leave the flag out"
@@ -236,12 +236,15 @@ def stored_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | N
     if not says:
         return None
     if not isinstance(says, Mapping):
-        raise ConfigError(f"config.json: quantization_config is a {type(says).__name__}")
+        raise ConfigError(
+            f"config.json: quantization_config is a {type(says).__name__}; it must be an object"
+        )
     method = str(says.get("quant_method", "unknown"))
     method = SAME.get(method, method)
     if method not in READERS:
         raise Unsupported(
-            f"a checkpoint quantized with {method}", f"{', '.join(METHODS)} are; or {INSTEAD}"
+            f"a checkpoint quantized with {method}",
+            f"{', '.join(METHODS)} are supported; or {INSTEAD}",
         )
     try:
         return READERS[method](says)
@@ -298,7 +301,7 @@ def _awq(says: Mapping[str, Any]) -> CheckpointQuantization:
     version = str(says.get("version", "gemm")).lower()
     bits = int(says.get("bits") or says.get("w_bit") or 4)
     if version != "gemm":
-        raise _refuse("AWQ", f"version={version} (only gemm is served)")
+        raise _refuse("AWQ", f"version={version} (only gemm is supported)")
     if bits != 4:
         raise _refuse("AWQ", f"bits={bits}")
     layout = WeightLayout(
@@ -353,7 +356,9 @@ def _compressed(says: Mapping[str, Any]) -> CheckpointQuantization:
             targets = tuple(str(target) for target in group["targets"])
             groups.append((targets, _compressed_layout(form, weights)))
     if not groups:
-        raise ConfigError("config.json: quantization_config of compressed-tensors has no groups")
+        raise ConfigError(
+            "config.json: quantization_config of compressed-tensors has no config_groups"
+        )
     return CheckpointQuantization(
         "compressed-tensors", tuple(groups), ignored=_names(says, "ignore"), head=True
     )

@@ -104,11 +104,13 @@ def _name(thing: Any) -> str:
 def from_recording(data: bytes) -> RecordedConfig:
     """Raises ConfigError: not a file of `for_recording`; the message says what is wrong."""
     if len(data) > MOST_BYTES:
-        raise ConfigError(f"the recorded configuration has {len(data)} bytes, at most {MOST_BYTES}")
+        raise ConfigError(
+            f"the recorded configuration has {len(data)} bytes; the limit is {MOST_BYTES}"
+        )
     try:
         return msgspec.json.decode(data, type=RecordedConfig)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as why:
-        raise ConfigError(f"this is no recorded configuration: {why}") from None
+        raise ConfigError(f"not a recorded configuration: {why}") from None
 
 
 def asked_of(recorded: RecordedConfig, model: str) -> EngineConfig:
@@ -132,8 +134,8 @@ def as_recorded(resolved: Resolved, recorded: RecordedConfig) -> Resolved:
     """
     if resolved.architecture != recorded.architecture:
         raise ConfigError(
-            f"--model is a {resolved.architecture}, and the recorded engine had a {recorded.architecture}"
-            f" (from {recorded.path})"
+            f"--model is a {resolved.architecture}, but the recorded engine had a {recorded.architecture}"
+            f" (from {recorded.path}); name that model"
         )
     settled = recorded.settled
     return replace(resolved, **{name: getattr(settled, name) for name in Settled.__struct_fields__})

@@ -117,7 +117,7 @@ def overridden(config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
         made = base if made is None else made
         if not isinstance(made, dict):
             raise ConfigError(
-                f"hf_overrides returned a {type(made).__name__}; it gets config.json as a dict and returns one"
+                f"hf_overrides returned a {type(made).__name__}; the function must return a dict"
             )
         return made
     for key, value in overrides.items():
@@ -130,7 +130,7 @@ def _architecture(config: Mapping[str, Any], path: str) -> str:
     names = config.get("architectures") or []
     if not names:
         raise ConfigError(
-            f"{path}/config.json has no `architectures`; say which with"
+            f"{path}/config.json has no `architectures`; name one with"
             ' --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\''
         )
     return str(names[0])
@@ -154,14 +154,14 @@ def _dtype(
             dtype = "bfloat16"
         if dtype != stored:
             logger.info(
-                "dtype: %s, from %s in the checkpoint; --dtype %s keeps it", dtype, stored, stored
+                "dtype: %s (the checkpoint stores %s; --dtype %s keeps that)", dtype, stored, stored
             )
     elif dtype == "float16" and fragile:
         raise ConfigError(
-            f"dtype=float16: {config['model_type']} models overflow in it; use --dtype bfloat16 or float32"
+            f"dtype=float16: {config['model_type']} models overflow in float16; use --dtype bfloat16 or float32"
         )
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype={wanted!r}: choose auto, bfloat16, float16 or float32")
+        raise ConfigError(f"dtype={wanted!r}: choose from auto, bfloat16, float16, float32")
     return dtype
 
 
@@ -172,16 +172,18 @@ def _length(asked: EngineConfig, config: Mapping[str, Any]) -> tuple[int, bool]:
     if wanted is None or wanted in ("auto", -1):
         if where == "":
             logger.warning(
-                "config.json says no maximum length: taking %d; --max-model-len sets it", own
+                "config.json has no maximum length: using %d; set it with --max-model-len", own
             )
         return own, wanted is not None
     try:
         length = int(wanted)
     except ValueError:
-        raise ConfigError(f"max_model_len={wanted!r}: a number of tokens, or auto") from None
+        raise ConfigError(
+            f"max_model_len={wanted!r}: must be a number of tokens, or auto"
+        ) from None
     if length < 1:
         raise ConfigError(
-            f"max_model_len={length}: at least 1; auto (or -1) means the most that fits"
+            f"max_model_len={length}: must be at least 1; auto (or -1) selects the most that fits in memory"
         )
     if where and length > own:
         _allow_long(length, own, where, config)
@@ -192,14 +194,16 @@ def _allow_long(length: int, own: int, where: str, config: Mapping[str, Any]) ->
     says = f"max_model_len={length} is more than the {own} tokens that the model's config.json allows ({where})"
     if learned_positions(config):
         raise ConfigError(
-            f"{says}, and it has no position beyond them. Use --max-model-len {own} or less."
+            f"{says}, and the model has no positions beyond that. Use --max-model-len {own} or less."
         )
     if not env.get("ALLOW_LONG_MAX_MODEL_LEN"):
         raise ConfigError(
             f"{says}. Use --max-model-len {own} or less, extend its rotary positions with --hf-overrides,"
-            " or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 to go on: text beyond may be nonsense."
+            " or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 to allow it: output beyond may be nonsense."
         )
-    logger.warning("%s: text beyond may be nonsense (QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", says)
+    logger.warning(
+        "%s: output beyond may be nonsense (allowed by QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", says
+    )
 
 
 def _step(
@@ -210,14 +214,14 @@ def _step(
     rows = facts.max_num_seqs if wish.max_num_seqs is None else wish.max_num_seqs
     tokens = wish.max_num_batched_tokens
     if rows < 1:
-        raise ConfigError(f"max_num_seqs={rows}: at least 1")
+        raise ConfigError(f"max_num_seqs={rows}: must be at least 1")
     if tokens is None:
         tokens = max(facts.num_batched_tokens, rows)
         if not chunked:
             tokens = max(tokens, length)
     else:
         if tokens < 1:
-            raise ConfigError(f"max_num_batched_tokens={tokens}: at least 1")
+            raise ConfigError(f"max_num_batched_tokens={tokens}: must be at least 1")
         if not chunked and tokens < length:
             raise ConfigError(
                 f"max_num_batched_tokens={tokens} is less than max_model_len={length}, and enable_chunked_prefill is"
@@ -227,8 +231,8 @@ def _step(
         if tokens < rows:
             if wish.max_num_seqs is not None:
                 raise ConfigError(
-                    f"max_num_batched_tokens={tokens} is less than max_num_seqs={rows}: a step gives each running"
-                    f" request a token. Use --max-num-seqs {tokens} or --max-num-batched-tokens {rows}."
+                    f"max_num_batched_tokens={tokens} is less than max_num_seqs={rows}, but a step computes a"
+                    f" token of each running request. Use --max-num-seqs {tokens} or --max-num-batched-tokens {rows}."
                 )
             rows = tokens
     return rows, min(tokens, rows * length)
@@ -239,7 +243,7 @@ def _block_size(asked: EngineConfig, facts: PlatformDefaults) -> int:
     if size is None:
         return facts.block_size
     if size < 1:
-        raise ConfigError(f"block_size={size}: at least 1")
+        raise ConfigError(f"block_size={size}: must be at least 1")
     return size
 
 
@@ -248,7 +252,7 @@ def _prefix_caching(asked: EngineConfig, per_request_cache: bool) -> bool:
     if per_request_cache:
         if wanted:
             logger.warning(
-                "prefix caching stays off: this model keeps a cache of its own for each request"
+                "prefix caching stays off: this model keeps a separate cache for each request"
             )
         return False
     return True if wanted is None else wanted
@@ -272,9 +276,9 @@ def _executor(asked: EngineConfig) -> str:
     if wanted in ("ray", "external_launcher"):
         raise Unsupported(
             f"distributed_executor_backend={wanted}",
-            "use uni (same process) or mp (its own process)",
+            "use uni (worker in the engine's process) or mp (worker in its own process)",
         )
-    raise ConfigError(f"distributed_executor_backend={wanted!r}: choose uni or mp")
+    raise ConfigError(f"distributed_executor_backend={wanted!r}: choose from uni, mp")
 
 
 def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
@@ -282,7 +286,7 @@ def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
     wanted = asked.parallel.attention_backend
     name = None if wanted is None else wanted.upper()
     if name == "XFORMERS":
-        logger.warning("attention_backend=%s is an old name: using the device's own", wanted)
+        logger.warning("attention_backend=%s is an old name: using the platform's backend", wanted)
         return None
     if (
         name not in (None, "AUTO", "TORCH_SDPA")
@@ -291,7 +295,7 @@ def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
     ):
         # A variable is often set for many servers, so it is ignored here; a flag is for this server and refused later.
         logger.warning(
-            "VLLM_ATTENTION_BACKEND=%s is not for %s: using its own; --attention-backend insists",
+            "VLLM_ATTENTION_BACKEND=%s does not support %s: using the platform's backend; --attention-backend forces one",
             wanted,
             facts.name,
         )

@@ -26,7 +26,9 @@ NAME = 1
 """The code of the msgpack extension type for names, `module:Name`."""
 NAMED = {"model": ("hf_overrides", "logits_processors")}
 """Section -> the fields that may contain functions and classes; only the user's own flags or keywords set them."""
-WHERE = "the working directory is not searched: put the folder of the module into PYTHONPATH"
+WHERE = (
+    "the working directory is not on the import path: add the folder of the module to PYTHONPATH"
+)
 
 
 def resolved_to_bytes(resolved: Resolved) -> bytes:
@@ -82,7 +84,7 @@ def _encode(plain: Any) -> bytes:
         return msgspec.msgpack.encode(plain)
     except (TypeError, OverflowError) as why:
         raise ConfigError(
-            f"the configuration holds a value that cannot go to another process: {why}"
+            f"the configuration contains a value that cannot be sent to another process: {why}"
         ) from None
 
 
@@ -126,7 +128,7 @@ def name_of(thing: Any) -> str:
         except ConfigError:
             pass
     raise ConfigError(
-        f"{module}.{name} cannot be found by another process: define it at the top of a module that can be imported,"
+        f"{module}.{name} cannot be imported by another process: define it at the top level of an importable module,"
         " or keep the engine in this process (distributed_executor_backend=uni)"
     )
 

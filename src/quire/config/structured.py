@@ -10,8 +10,8 @@ from quire.errors import ConfigError, Unsupported
 
 BACKENDS = ("auto", "guidance", "xgrammar")
 ELSEWHERE = {
-    "outlines": "it compiles a schema for seconds and takes few keywords",
-    "lm-format-enforcer": "it walks the vocabulary in Python",
+    "outlines": "it takes seconds to compile a schema and supports few keywords",
+    "lm-format-enforcer": "it checks the whole vocabulary in Python for each token",
 }
 
 
@@ -20,8 +20,8 @@ class StructuredConfig:
     """Constrained output."""
 
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
-    """Any of backend (auto, guidance or xgrammar), disable_any_whitespace, disable_additional_properties,
-    enable_in_reasoning, jumps (tokens that a grammar forces are not drawn one by one; true)."""
+    """A JSON object with any of backend (auto, guidance or xgrammar), disable_any_whitespace,
+    disable_additional_properties, enable_in_reasoning, jumps (append forced tokens without sampling them; default true)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,16 +48,16 @@ def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
         if name in ("reasoning_parser", "reasoning_parser_plugin"):
             if value:
                 raise ConfigError(
-                    f"structured_outputs_config.{name}: say it as --{name.replace('_', '-')}"
+                    f"structured_outputs_config.{name}: use the flag --{name.replace('_', '-')} instead"
                 )
         elif name not in known:
             raise ConfigError(
-                f"structured_outputs_config has no {name!r}; it may have {', '.join(known)}"
+                f"structured_outputs_config: unknown key {name!r}; the keys are {', '.join(known)}"
             )
         elif name == "backend":
             made[name] = backend(value)
         elif not isinstance(value, bool):
-            raise ConfigError(f"structured_outputs_config.{name}={value!r}: this is true or false")
+            raise ConfigError(f"structured_outputs_config.{name}={value!r}: must be true or false")
         else:
             made[name] = value
     return StructuredOutputsOptions(**made)

@@ -61,7 +61,7 @@ def _structured(asked: EngineConfig) -> None:
     name = structured_options(asked.structured.structured_outputs_config).backend
     if name == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError(
-            "structured_outputs_config.backend=xgrammar: it is not installed; pip install quire[xgrammar]"
+            "structured_outputs_config.backend=xgrammar: xgrammar is not installed; pip install quire[xgrammar]"
         )
 
 
@@ -74,13 +74,15 @@ def _choices(asked: EngineConfig) -> None:
 def _ranges(asked: EngineConfig) -> None:
     share = asked.cache.gpu_memory_utilization
     if not 0 < share <= 1:
-        raise ConfigError(f"gpu_memory_utilization={share}: a share, above 0 and at most 1")
+        raise ConfigError(f"gpu_memory_utilization={share}: must be above 0 and at most 1")
     watched = asked.observe.kv_cache_metrics_sample
     if not 0 < watched <= 1:
-        raise ConfigError(f"kv_cache_metrics_sample={watched}: a share, above 0 and at most 1")
+        raise ConfigError(f"kv_cache_metrics_sample={watched}: must be above 0 and at most 1")
     for size in asked.parallel.cudagraph_capture_sizes:
         if not str(size).isdigit() or int(size) < 1:
-            raise ConfigError(f"cudagraph_capture_sizes has {size!r}: these are numbers from 1 on")
+            raise ConfigError(
+                f"cudagraph_capture_sizes has {size!r}: must be whole numbers of at least 1"
+            )
     at_least: dict[str, tuple[int | float | None, float]] = {
         "kv_cache_memory_bytes": (asked.cache.kv_cache_memory_bytes, 1),
         "num_gpu_blocks_override": (asked.cache.num_gpu_blocks_override, 1),
@@ -103,9 +105,9 @@ def _ranges(asked: EngineConfig) -> None:
     }
     for name, (value, least) in at_least.items():
         if value is not None and value < least:
-            raise ConfigError(f"{name}={value}: at least {least:g}")
+            raise ConfigError(f"{name}={value}: must be at least {least:g}")
     if not 0 <= asked.server.port <= 65535:
-        raise ConfigError(f"port={asked.server.port}: from 0 (any free one) to 65535")
+        raise ConfigError(f"port={asked.server.port}: must be from 0 (any free port) to 65535")
 
 
 def _features(asked: EngineConfig) -> None:
@@ -113,25 +115,28 @@ def _features(asked: EngineConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         size = getattr(parallel, name)
         if size < 1:
-            raise ConfigError(f"{name}={size}: at least 1")
+            raise ConfigError(f"{name}={size}: must be at least 1")
         if size > 1:
             raise Unsupported(
-                f"{name}={size}", "one device serves this model now; start one server a device"
+                f"{name}={size}", "a server uses one device; start one server for each device"
             )
     later = {
-        "enable_expert_parallel": (parallel.enable_expert_parallel, "it needs several devices"),
+        "enable_expert_parallel": (
+            parallel.enable_expert_parallel,
+            "a server uses one device; leave the flag out",
+        ),
         "runner=pooling": (
             model.runner == "pooling",
-            "embedding, classifying and scoring come with pooling",
+            "serve a model that generates text",
         ),
         "enable_prompt_embeds": (model.enable_prompt_embeds, "send token ids instead"),
         "tokenizer_mode=mistral": (
             model.tokenizer_mode == "mistral",
-            "use auto with the tokenizer.json form",
+            "use auto and a checkpoint with tokenizer.json",
         ),
         "config_format=mistral": (
             model.config_format == "mistral",
-            "use the form with config.json",
+            "use auto and a checkpoint with config.json",
         ),
     }
     for feature, (wanted, remedy) in later.items():
@@ -156,11 +161,11 @@ def _ignored(asked: EngineConfig) -> None:
     says = {
         f"swap_space={cache.swap_space:g}": (
             cache.swap_space not in (0, 4),
-            "a preempted request is recomputed",
+            "preempted requests are recomputed",
         ),
         "preemption_mode=swap": (
             asked.scheduler.preemption_mode == "swap",
-            "a preempted request is recomputed",
+            "preempted requests are recomputed",
         ),
         "model_loader_extra_config": (
             bool(asked.load.model_loader_extra_config),
@@ -169,4 +174,4 @@ def _ignored(asked: EngineConfig) -> None:
     }
     for name, (given, why) in says.items():
         if given:
-            logger.warning("%s does nothing: %s", name, why)
+            logger.warning("%s has no effect: %s", name, why)
