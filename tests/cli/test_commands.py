@@ -37,7 +37,7 @@ def test_a_word_that_is_none(capsys):
 def test_a_command_of_a_later_version(capsys, monkeypatch):
     monkeypatch.setitem(COMMANDS, "later", ("quire.cli.later", ""))
     assert main(["later"]) == 2
-    assert "`quire later` is not in this version" in capsys.readouterr().err
+    assert "`quire later` is not part of this version" in capsys.readouterr().err
 
 
 def test_control_c_is_no_traceback(monkeypatch):

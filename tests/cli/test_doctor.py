@@ -104,10 +104,10 @@ Model
   directory       PATH
   architecture    LlamaForCausalLM
   weights         2.30 GiB, 1 safetensors file
-  code            native (LlamaForCausalLM is native)
-  number format   bfloat16
+  model code      native (LlamaForCausalLM is native)
+  dtype           bfloat16
   context         8192 tokens
-  step            2048 tokens of 256 requests
+  step            2048 tokens, 256 requests
   prefix caching  on
 
 Memory
@@ -126,9 +126,9 @@ What fits
   8192 tokens  25 requests at once
 
 Notes
-  - 25 requests of full length fit, of max_num_seqs=256: with long texts some are preempted and computed again
+  - 25 of max_num_seqs=256 requests fit at full length: with long contexts some are preempted and recomputed
 
-It would start.
+This configuration would start.
 """
 
 
@@ -163,7 +163,7 @@ def test_a_context_that_does_not_fit(ask):
     assert status == 1
     assert "Not enough memory: one request of max_model_len=131072 needs 4.00 GiB" in text
     best = int(text.partition("Set max_model_len=")[2].split()[0])
-    assert f"what follows from --max-model-len {best} is shown above" in text
+    assert f"the tables above are for --max-model-len {best}" in text
     assert f"{best} tokens" in text
     status, text = ask("--gpu-memory-utilization", "0.5", "--max-model-len", str(best))
     assert status == 0
@@ -185,16 +185,16 @@ ERRORS = [
     ({"files": {"model.safetensors": None}}, (), "has no weights"),
     ({"files": {"config.json": None}}, (), "has no config.json: it is no checkpoint"),
     ({"files": {"config.json": "{"}}, (), "config.json cannot be read"),
-    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer: name one with --tokenizer"),
-    ({"layers": 15}, (), "config.json says num_hidden_layers=16, and the files have weights of 15"),
+    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer; name one with --tokenizer"),
+    ({"layers": 15}, (), "num_hidden_layers=16, but the files have weights of 15 layers"),
     ({"config": {"quantization_config": {"quant_method": "quark"}}}, (), "a checkpoint quantized with quark"),
-    ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "knows model_type='brand_new': upgrade"),
+    ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "supports model_type='brand_new'; upgrade"),
     ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, ("--model-impl", "quire"), "model_impl=quire: GPT2LMHeadModel has no native"),
     ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),
     ({}, ("-tp", "2"), "tensor_parallel_size=2 is not supported yet"),
     ({}, ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "enable_chunked_prefill is off"),
-    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja: neither a file"),
-    ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: there is no such file"),
+    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja is neither a file"),
+    ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: the file does not exist"),
 ]  # fmt: skip
 
 
@@ -203,24 +203,24 @@ def test_an_error_before_the_start(ask, changes, flags, says):
     status, text = ask(*flags, **changes)
     errors = text.partition("\nErrors\n")[2].partition("\n\n")[0]
     assert says in errors, text
-    assert text.endswith("It would not start.\n")
+    assert text.endswith("This configuration would not start.\n")
     assert status == 1
 
 
 WARNINGS = [
-    ({"files": {"tokenizer_config.json": "{}"}}, (), "Warnings", "no chat template: /v1/chat/completions refuses"),
+    ({"files": {"tokenizer_config.json": "{}"}}, (), "Warnings", "no chat template, so /v1/chat/completions"),
     ({"config": {"eos_token_id": None}}, (), "Warnings", "has an eos_token_id"),
     ({}, ("--dtype", "float16"), "Warnings", "no instructions for float16, so it is slow; --dtype bfloat16"),
     ({}, ("--swap-space", "9"), "Warnings", "swap_space=9 has no effect"),
     ({}, ("--max-loras", "4"), "Warnings", "--max-loras has no effect"),
     ({"config": {"architectures": ["XForCausalLM"], "auto_map": {"AutoModel": "x"}}}, (), "Warnings", "--trust-remote-code"),
-    ({}, ("--dtype", "float32", "--max-model-len", "9"), "Notes", "a copy of 4.60 GiB is made"),
-    ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, (), "Notes", "the code of Transformers runs"),
+    ({}, ("--dtype", "float32", "--max-model-len", "9"), "Notes", "a copy of 4.60 GiB"),
+    ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, (), "Notes", "runs through Transformers"),
     ({}, ("--load-format", "dummy"), "Notes", "the weights are random"),
-    ({}, ("--skip-tokenizer-init",), "Notes", "prompts are token ids"),
-    ({"files": {"tokenizer.json": None, "tokenizer.model": "x"}}, (), "Notes", "without tokenizer.json"),
+    ({}, ("--skip-tokenizer-init",), "Notes", "prompts and outputs are token ids"),
+    ({"files": {"tokenizer.json": None, "tokenizer.model": "x"}}, (), "Notes", "no tokenizer.json"),
     ({"files": {"generation_config.json": '{"temperature": 0.6}'}}, (), "Notes", "temperature=0.6; --generation-config vllm"),
-    ({"files": {"generation_config.json": '{"max_new_tokens": 99}'}}, (), "Warnings", "caps every answer at 99 tokens"),
+    ({"files": {"generation_config.json": '{"max_new_tokens": 99}'}}, (), "Warnings", "limits every output to 99 tokens"),
 ]  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def test_a_port_that_is_taken(ask):
         taken.listen()
         port = str(taken.getsockname()[1])
         status, text = ask("--max-model-len", "8K", "--port", port)
-    assert f"port {port} of 127.0.0.1 cannot be had now" in text
+    assert f"port {port} of 127.0.0.1 cannot be bound" in text
     assert status == 0  # it may be free by then
 
 
@@ -256,7 +256,7 @@ def test_what_a_model_with_a_cache_of_its_own_goes_without(ask, config):
     flags = ("--max-model-len", "8K")
     status, text = ask(*flags, config=config)
     assert status == 0
-    assert "one cache for each request" in text
+    assert "one cache per request" in text
     assert "prefix caching  off" in text
     status, text = ask(*flags, "--kv-cache-dtype", "int8", config=config)
     assert status == 1
@@ -322,14 +322,14 @@ def test_weights_are_not_fetched_to_look_at_them(ask, hub, monkeypatch):
     monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: usage)
     status, text = ask("--max-model-len", "8K", model="some/model")
     assert status == 0
-    assert "weights         1.86 GiB, on the hub, not here yet" in text
-    assert "the weights are fetched at start: 1.86 GiB" in text
+    assert "weights         1.86 GiB, not downloaded yet" in text
+    assert "starting downloads the weights: 1.86 GiB" in text
     assert hub[0][0] == "some/model"
     assert {"*.safetensors", "*.bin", "*.pt", "*.pth"} <= set(hub[0][1])
     usage.free = GIB
     status, text = ask("--max-model-len", "8K", model="some/model")
     assert status == 1
-    assert "has 1.00 GiB free: make room, or choose another with --download-dir" in text
+    assert "has 1.00 GiB free; free some space, or choose another disk with --download-dir" in text
 
 
 # The command

@@ -49,7 +49,7 @@ def test_none_of_them_is_a_stranger(warnings):
 def test_a_value_of_another_kind_is_said_at_start(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "perhaps")
     bare = name.partition("_")[2]
-    with pytest.raises(ValueError, match=f"QUIRE_{bare} .* is 'perhaps': it takes "):
+    with pytest.raises(ValueError, match=f"QUIRE_{bare} .* is 'perhaps': it must be "):
         engine_config({})
     with pytest.raises(SystemExit) as ended:
         parse([])
@@ -126,10 +126,10 @@ def test_a_wrong_log_level_ends_the_command(name, value, argv, monkeypatch, caps
 UNREAD = {
     "HOST_IP": "comes with several nodes",
     "WORKER_MULTIPROC_METHOD": "workers are programs of their own, whatever it says",
-    "ALLOW_RUNTIME_LORA_UPDATING": "comes with LoRA",
-    "MEDIA_LOADING_THREAD_COUNT": "comes with media",
-    "MEDIA_URL_ALLOW_REDIRECTS": "comes with media",
-    "PP_LAYER_PARTITION": "comes with pipelines",
+    "ALLOW_RUNTIME_LORA_UPDATING": "LoRA is not supported yet",
+    "MEDIA_LOADING_THREAD_COUNT": "media input is not supported yet",
+    "MEDIA_URL_ALLOW_REDIRECTS": "media input is not supported yet",
+    "PP_LAYER_PARTITION": "pipeline parallelism is not supported yet",
 }
 
 

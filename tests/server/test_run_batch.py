@@ -56,7 +56,7 @@ def test_each_route_answers_in_its_shape():
     ("line", "words"),
     [(b"nonsense", "malformed"), (b"[]", "custom_id"), (b"{}", "custom_id"), (b"[" * 10_000, ""),
      (request(1, "/v1/embeddings", input="x"), "/v1/chat/completions"), (request(1, prompt="x", stream=True), "stream"),
-     (request(1, prompt="x", n=0), "`n`"), ({**request(1, prompt="x"), "method": "GET"}, "only POST")],
+     (request(1, prompt="x", n=0), "`n`"), ({**request(1, prompt="x"), "method": "GET"}, "must be POST")],
 )  # fmt: skip
 def test_a_bad_line_fails_alone(line: Any, words: str):
     bad, good = answered(lines_of(line, request(2, prompt="x")))
@@ -89,7 +89,7 @@ def test_flags(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         run_batch.read(["-i", "a"])
     assert end.value.code == 2
-    assert "--output-file is needed" in capsys.readouterr().err
+    assert "--output-file is required" in capsys.readouterr().err
 
 
 def test_metrics_can_be_read_meanwhile():

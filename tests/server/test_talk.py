@@ -90,7 +90,7 @@ def test_one_message_and_nothing_else_on_stdout(capsys):
     conversation(wish(quick="hi there", stats=True), Parrot())
     out, err = capsys.readouterr()
     assert out == "hi there \n"
-    assert "2 pieces" in err
+    assert "2 chunks" in err
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_a_server_is_asked_and_its_first_model_taken(capsys):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [([], "answers 401: Unauthorized"), (["--api-key", "k", "--model-name", "other"], "answers 404: The model `other`")],
+    [([], "answered 401: Unauthorized"), (["--api-key", "k", "--model-name", "other"], "answered 404: The model `other`")],
 )  # fmt: skip
 def test_a_servers_refusal_is_said_in_its_words(flags: list[str], words: str, capsys):
     with serving(make_state(ScriptedEngine(), api_key="k")) as url:

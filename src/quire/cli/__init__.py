@@ -1,1 +1,1 @@
-"""Commands: serve, chat, complete, run-batch, bench, doctor, replay, collect-env."""
+"""The subcommands of `quire` except `bench`, one module each; `main.py` runs them."""

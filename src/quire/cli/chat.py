@@ -44,7 +44,7 @@ def conversation(wish: ClientOptions, there: CompletionClient) -> int:
         shown(there.chat([*start, {"role": "user", "content": wish.quick}]), wish.stats)
         return 0
     say(
-        f"Talking with {there.name}. /reset forgets the conversation; Ctrl-C stops an answer, Ctrl-D ends."
+        f"Chatting with {there.name}. /reset clears the conversation; Ctrl-C stops an answer, Ctrl-D exits."
     )
     messages = list(start)
     for line in lines():

@@ -92,7 +92,7 @@ def machine() -> list[tuple[str, str]]:
     rows = [
         ("system", platform.platform()),
         ("device", f"{here.device}: {here.name}"),
-        ("number formats", ", ".join(here.dtypes)),
+        ("dtypes", ", ".join(here.dtypes)),
         ("cores", f"{cores} for this process, of {os.cpu_count()}"),
         ("instructions", " ".join(kept)),
         (
@@ -125,4 +125,4 @@ def environment() -> list[tuple[str, str]]:
     rows += [(name, value) for name in OUTER if (value := env.outer(name)) is not None]
     if env.outer("HF_TOKEN"):
         rows.append(("HF_TOKEN", "***"))
-    return rows or [("", "nothing set")]
+    return rows or [("", "no variables set")]

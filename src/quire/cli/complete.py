@@ -22,7 +22,7 @@ def texts(wish: ClientOptions, there: CompletionClient) -> int:
     if wish.quick is not None:
         shown(there.complete(wish.quick), wish.stats)
         return 0
-    say(f"{there.name} goes on with your texts. Ctrl-C stops one, Ctrl-D ends.")
+    say(f"{there.name} completes your texts. Ctrl-C stops a completion, Ctrl-D exits.")
     for line in lines():
         try:
             shown(there.complete(line), wish.stats)

@@ -43,18 +43,18 @@ class ClientOptions:
 SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 HELP = """usage: quire {command} [MODEL] [flags]
 
-Loads MODEL (quire-tiny, the embedded one, if nothing else is said) and {what}; with --url it asks a
-running server instead and loads nothing.
+Loads MODEL (default: quire-tiny, the embedded model) and {what}.
+With --url it uses a running server instead and loads no model.
 
---url URL             a server, such as http://localhost:8000/v1
---api-key KEY         its key; unset: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY
---model-name NAME     which of the server's models; unset: its first
-{system}-q, --quick TEXT      one {thing}, then end
---max-tokens N        the longest answer
---temperature X       0: always the likeliest token
---top-p X             draw from the likeliest tokens that sum to X
---stats               after each answer: tokens, time to the first one, tokens a second
-Every flag of the engine works too: see quire serve --help.
+--url URL             address of a server, such as http://localhost:8000/v1
+--api-key KEY         API key of the server; unset: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY
+--model-name NAME     name of a model of the server; unset: its first model
+{system}-q, --quick TEXT      send one {thing}, print the answer and exit
+--max-tokens N        maximum tokens of an answer
+--temperature X       sampling temperature; 0: greedy
+--top-p X             sample from the most likely tokens whose probabilities sum to X
+--stats               print chunks, time to the first chunk and chunks per second after each answer
+All engine flags are accepted too: see quire serve --help.
 """
 
 
@@ -66,9 +66,9 @@ def read(command: str, argv: Sequence[str]) -> ClientOptions:
         print(
             HELP.format(
                 command=command,
-                what="talks with you" if chat else "goes on with your texts",
+                what="chats with you" if chat else "completes your texts",
                 thing="message" if chat else "text",
-                system="--system-prompt TEXT  what the model is told first\n" if chat else "",
+                system="--system-prompt TEXT  system message of the conversation\n" if chat else "",
             ),
             end="",
         )
@@ -120,7 +120,7 @@ class RemoteClient:
         url = wish.url if "://" in (wish.url or "") else f"http://{wish.url}"
         self.parts = urlsplit(url or "")
         if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
-            raise ConfigError(f"--url {wish.url}: an http or https address is needed")
+            raise ConfigError(f"--url {wish.url}: must be an http or https address")
         self.base = self.parts.path.rstrip("/")
         self.base = self.base if self.base.endswith("/v1") else f"{self.base}/v1"
         self.headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -145,7 +145,7 @@ class RemoteClient:
             answer = self._ask(connection, "GET", "/models", None)
             models = json.loads(answer.read()).get("data") or []
         if not models:
-            raise QuireError(f"{self.parts.geturl()} serves no model")
+            raise QuireError(f"{self.parts.geturl()} has no model; check --url")
         return str(models[0]["id"])
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -167,7 +167,7 @@ class RemoteClient:
             raise QuireError(f"{self.parts.geturl()} does not answer: {why}") from why
         if answer.status != 200:
             raise QuireError(
-                f"{self.parts.geturl()} answers {answer.status}: {error_message(answer)}"
+                f"{self.parts.geturl()} answered {answer.status}: {error_message(answer)}"
             )
         return answer
 
@@ -259,8 +259,8 @@ class TimingLine:
 
     def __str__(self) -> str:
         if not self.first:
-            return "[nothing came]"
-        line = f"[{self.count} pieces, the first after {1000 * (self.first - self.began):.0f} ms"
+            return "[no output]"
+        line = f"[{self.count} chunks, the first after {1000 * (self.first - self.began):.0f} ms"
         if self.count > 1 and self.last > self.first:
-            line += f", {(self.count - 1) / (self.last - self.first):.1f} a second"
+            line += f", {(self.count - 1) / (self.last - self.first):.1f} per second"
         return f"{line}]"

@@ -153,7 +153,11 @@ def text_of(report: DoctorReport) -> str:
         said = list(dict.fromkeys(f.text for f in report.findings if f.level == level))
         if said:
             parts.append("\n".join([title, *(f"  - {one}" for one in said)]))
-    parts.append("It would start." if report.would_start else "It would not start.")
+    parts.append(
+        "This configuration would start."
+        if report.would_start
+        else "This configuration would not start."
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -173,17 +177,17 @@ def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
     rows = [
         ("directory", resolved.path),
         ("architecture", resolved.architecture),
-        ("code", f"{impl} ({why})"),
+        ("model code", f"{impl} ({why})"),
         (
-            "number format",
+            "dtype",
             resolved.dtype + (f", stored as {stored_tensors}" * (stored_tensors != resolved.dtype)),
         ),
         ("context", f"{resolved.max_model_len} tokens"),
-        ("step", f"{resolved.max_num_batched_tokens} tokens of {resolved.max_num_seqs} requests"),
+        ("step", f"{resolved.max_num_batched_tokens} tokens, {resolved.max_num_seqs} requests"),
         ("prefix caching", "on" if prefixes else "off"),
     ]
     if report.weights:
-        where = "on the hub, not here yet" if report.remote else _files(report, resolved)
+        where = "not downloaded yet" if report.remote else _files(report, resolved)
         rows.insert(2, ("weights", f"{size(report.weights)}, {where}"))
     return rows
 

@@ -77,22 +77,20 @@ def _code(patient: DoctorContext) -> Iterator[DoctorFinding]:
     impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
     if impl == "native":
         return
-    yield DoctorFinding(
-        "note", f"{why}, so the code of Transformers runs: right, and slower than ours"
-    )
+    yield DoctorFinding("note", f"{why}, so the model runs through Transformers, which is slower")
     if config.get("auto_map"):
         if not asked.trust_remote_code:
             yield DoctorFinding(
                 "warning",
-                "this checkpoint brings Python code of its own (auto_map in config.json); if it does not load,"
-                " read that code and pass --trust-remote-code",
+                "this checkpoint contains Python code (auto_map in config.json); if the model does not load,"
+                " review that code and pass --trust-remote-code",
             )
         return
     kind = str(config.get("model_type", ""))
     if not known_to_transformers(kind):
         yield DoctorFinding(
             "error",
-            f"neither Quire nor the installed Transformers knows model_type={kind!r}: upgrade transformers",
+            f"neither Quire nor the installed Transformers supports model_type={kind!r}; upgrade transformers",
         )
 
 
@@ -106,7 +104,7 @@ def _generic(patient: DoctorContext) -> Iterator[DoctorFinding]:
     if reason := own_cache(resolved):
         yield DoctorFinding(
             "note",
-            f"it runs with one cache for each request, because {reason}: prefix caching, paging and batched decoding"
+            f"the model runs with one cache per request, because {reason}; prefix caching, paging and batched decoding"
             " are off",
         )
         check_own_cache(resolved.dtype, resolved.kv_dtype, name)
@@ -147,8 +145,8 @@ def _formats(patient: DoctorContext) -> Iterator[DoctorFinding]:
         made = patient.weights * ITEMSIZE[resolved.dtype] // ITEMSIZE.get(stored, 2)
         yield DoctorFinding(
             "note",
-            f"weights are stored as {stored} and computed with as {resolved.dtype}: a copy of {size(made)} is made"
-            " at start, instead of mapping the files",
+            f"the weights are stored as {stored} and used as {resolved.dtype}: loading converts them to a copy of {size(made)}"
+            " instead of mapping the files",
         )
 
 
@@ -156,7 +154,9 @@ def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = patient.resolved
     load = resolved.asked.load
     if load.load_format == "dummy":
-        yield DoctorFinding("note", "load_format=dummy: the weights are random, and so is the text")
+        yield DoctorFinding(
+            "note", "load_format=dummy: the weights are random, so the output is meaningless"
+        )
         return
     try:
         kind, files = weight_files(resolved.path, load.load_format)
@@ -166,7 +166,7 @@ def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
         return
     if kind == "pt":
         yield DoctorFinding(
-            "note", "weights are pickles (*.bin, *.pt): safetensors files load faster"
+            "note", "the weights are pickle files (*.bin, *.pt); safetensors files load faster"
         )
         return
     wanted = resolved.hf_config.get("num_hidden_layers")
@@ -176,8 +176,8 @@ def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
         if layers and max(layers) + 1 < wanted:
             yield DoctorFinding(
                 "error",
-                f"config.json says num_hidden_layers={wanted}, and the files have weights of {max(layers) + 1}:"
-                " fetch the checkpoint again",
+                f"config.json has num_hidden_layers={wanted}, but the files have weights of {max(layers) + 1} layers;"
+                " download the checkpoint again",
             )
 
 
@@ -197,19 +197,17 @@ def _room_to_fetch(patient: DoctorContext) -> Iterator[DoctorFinding]:
     if free < patient.weights:
         yield DoctorFinding(
             "error",
-            f"the weights are {size(patient.weights)} and the disk of {patient.path} has {size(free)} free:"
-            " make room, or choose another with --download-dir",
+            f"the weights take {size(patient.weights)}, but the disk of {patient.path} has {size(free)} free;"
+            " free some space, or choose another disk with --download-dir",
         )
     else:
-        yield DoctorFinding("note", f"the weights are fetched at start: {size(patient.weights)}")
+        yield DoctorFinding("note", f"starting downloads the weights: {size(patient.weights)}")
 
 
 def _tokenizer(patient: DoctorContext) -> Iterator[DoctorFinding]:
     asked = patient.resolved.asked.model
     if asked.skip_tokenizer_init:
-        yield DoctorFinding(
-            "note", "skip_tokenizer_init: prompts are token ids, and so is what comes back"
-        )
+        yield DoctorFinding("note", "skip_tokenizer_init: prompts and outputs are token ids")
         return
     folder = patient.path
     if asked.tokenizer is not None:
@@ -218,26 +216,26 @@ def _tokenizer(patient: DoctorContext) -> Iterator[DoctorFinding]:
         folder = Path(asked.tokenizer)
     files = {
         "tokenizer.json": "",
-        "tokenizer.model": "made fast at start, which takes seconds",
-        "vocab.json": "read by Transformers at start, which takes seconds",
-        "vocab.txt": "read by Transformers at start, which takes seconds",
-        "tokenizer_config.json": "read by Transformers at start, which takes seconds",
+        "tokenizer.model": "converted to a fast tokenizer at start, which takes seconds",
+        "vocab.json": "loaded through Transformers at start, which takes seconds",
+        "vocab.txt": "loaded through Transformers at start, which takes seconds",
+        "tokenizer_config.json": "loaded through Transformers at start, which takes seconds",
     }
     kind = next((name for name in files if (folder / name).is_file()), None)
     if kind is None:
         yield DoctorFinding(
             "error",
-            f"{folder} has no tokenizer: name one with --tokenizer, or pass --skip-tokenizer-init",
+            f"{folder} has no tokenizer; name one with --tokenizer, or pass --skip-tokenizer-init",
         )
         return
     if files[kind]:
         yield DoctorFinding(
-            "note", f"the tokenizer is {kind}, without tokenizer.json: {files[kind]}"
+            "note", f"the checkpoint has {kind} but no tokenizer.json: {files[kind]}"
         )
     if asked.chat_template is None and not _has_template(folder):
         yield DoctorFinding(
             "warning",
-            "the tokenizer has no chat template: /v1/chat/completions refuses until --chat-template names one",
+            "the tokenizer has no chat template, so /v1/chat/completions refuses requests; set one with --chat-template",
         )
 
 
@@ -252,7 +250,7 @@ def _template(patient: DoctorContext) -> Iterator[DoctorFinding]:
     given = patient.resolved.asked.model.chat_template
     if given and "{" not in given and not Path(given).is_file():
         yield DoctorFinding(
-            "error", f"chat_template={given}: neither a file that is here nor a template"
+            "error", f"chat_template={given} is neither an existing file nor a Jinja template"
         )
 
 
@@ -264,8 +262,8 @@ def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
     ):
         yield DoctorFinding(
             "warning",
-            "neither config.json nor generation_config.json has an eos_token_id: unless the tokenizer names one,"
-            " texts end at max_tokens only",
+            "neither config.json nor generation_config.json has an eos_token_id: unless the tokenizer has one,"
+            " outputs end only at max_tokens",
         )
     changed = {
         name: generation[name]
@@ -277,14 +275,14 @@ def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
     if (cap := generation.get("max_new_tokens")) is not None:
         yield DoctorFinding(
             "warning",
-            f"generation_config.json caps every answer at {cap} tokens (max_new_tokens), whatever max_tokens a request"
-            " sets; --generation-config vllm removes the cap",
+            f"generation_config.json limits every output to {cap} tokens (max_new_tokens), even if a request sets a larger"
+            " max_tokens; --generation-config vllm removes the limit",
         )
     if changed:
         shown = ", ".join(f"{name}={value}" for name, value in changed.items())
         yield DoctorFinding(
             "note",
-            f"generation_config.json sets defaults of requests: {shown}; --generation-config vllm ignores it",
+            f"generation_config.json sets default sampling parameters: {shown}; --generation-config vllm ignores them",
         )
 
 
@@ -294,24 +292,25 @@ def _room(patient: DoctorContext) -> Iterator[DoctorFinding]:
         return
     if plan.max_model_len < patient.resolved.max_model_len:
         yield DoctorFinding(
-            "note", f"what follows from --max-model-len {plan.max_model_len} is shown above"
+            "note",
+            f"the tables above are for --max-model-len {plan.max_model_len}, which would fit",
         )
     if plan.most_requests < min(plan.max_num_seqs, 4):
         yield DoctorFinding(
             "warning",
             f"only {plan.most_requests} request{'s' * (plan.most_requests != 1)} of max_model_len={plan.max_model_len}"
-            " fit at once; others wait or are preempted. Lower --max-model-len, or raise --gpu-memory-utilization",
+            " fit at once; others wait or are preempted; lower --max-model-len, or raise --gpu-memory-utilization",
         )
     elif plan.most_requests < plan.max_num_seqs:
         yield DoctorFinding(
             "note",
-            f"{plan.most_requests} requests of full length fit, of max_num_seqs={plan.max_num_seqs}: with long texts"
-            " some are preempted and computed again",
+            f"{plan.most_requests} of max_num_seqs={plan.max_num_seqs} requests fit at full length: with long contexts"
+            " some are preempted and recomputed",
         )
     if plan.available < plan.total // 2:
         yield DoctorFinding(
             "note",
-            f"more than half of the memory is in use by others now: {size(plan.available)} of {size(plan.total)} is free",
+            f"other processes use more than half of the memory: {size(plan.available)} of {size(plan.total)} is available",
         )
 
 
@@ -321,10 +320,10 @@ def _address(patient: DoctorContext) -> Iterator[DoctorFinding]:
         file = getattr(server, name)
         if file and not Path(file).is_file():
             yield DoctorFinding(
-                "error", f"--{name.replace('_', '-')} {file}: there is no such file"
+                "error", f"--{name.replace('_', '-')} {file}: the file does not exist"
             )
     if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
-        yield DoctorFinding("error", "TLS takes both --ssl-keyfile and --ssl-certfile")
+        yield DoctorFinding("error", "TLS needs both --ssl-keyfile and --ssl-certfile")
     if server.uds or not server.port:
         return
     family = socket.AF_INET6 if ":" in (server.host or "") else socket.AF_INET
@@ -335,7 +334,7 @@ def _address(patient: DoctorContext) -> Iterator[DoctorFinding]:
         except OSError as why:
             yield DoctorFinding(
                 "warning",
-                f"port {server.port} of {server.host or '127.0.0.1'} cannot be had now ({why.strerror}); --port takes another",
+                f"port {server.port} of {server.host or '127.0.0.1'} cannot be bound ({why.strerror}); choose another with --port",
             )
 
 

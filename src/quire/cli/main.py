@@ -7,17 +7,23 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "serve": ("quire.cli.serve", "an HTTP server that speaks OpenAI's protocol"),
-    "chat": ("quire.cli.chat", "talk to a model, or to a running server"),
-    "complete": ("quire.cli.complete", "complete text, here or on a running server"),
+    "serve": ("quire.cli.serve", "start an HTTP server with the OpenAI API"),
+    "chat": ("quire.cli.chat", "chat with a model, or with a running server"),
+    "complete": ("quire.cli.complete", "complete text with a model, or with a running server"),
     "bench": (
         "quire.bench.__main__",
-        "load a server, or measure the engine (the commands of vllm bench)",
+        "benchmark a server or the engine (the commands of vllm bench)",
     ),
-    "run-batch": ("quire.cli.run_batch", "answer a file of requests"),
-    "doctor": ("quire.cli.doctor", "would this model start here, and how much would fit?"),
-    "collect-env": ("quire.cli.collect_env", "what to paste into a bug report"),
-    "replay": ("quire.cli.replay", "run the last steps of a dead engine again"),
+    "run-batch": ("quire.cli.run_batch", "run an OpenAI batch file of requests"),
+    "doctor": (
+        "quire.cli.doctor",
+        "check whether a model would start on this machine, and how many requests fit",
+    ),
+    "collect-env": (
+        "quire.cli.collect_env",
+        "describe this machine and installation for a bug report",
+    ),
+    "replay": ("quire.cli.replay", "run the last steps of a crashed engine again"),
     "version": ("", "print the version"),
 }
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""
@@ -48,7 +54,7 @@ def _run(command: str, words: list[str]) -> int:
     except ModuleNotFoundError as why:
         if why.name != module:
             raise
-        print(f"quire: error: `quire {command}` is not in this version", file=sys.stderr)
+        print(f"quire: error: `quire {command}` is not part of this version", file=sys.stderr)
         return 2
     try:
         return int(found.main(words) or 0)
@@ -59,7 +65,10 @@ def _run(command: str, words: list[str]) -> int:
 def usage() -> str:
     lines = ["usage: quire COMMAND ...", ""]
     lines += [f"  {name:<12} {words}" for name, (_, words) in COMMANDS.items()]
-    lines += ["", "`quire serve` starts the embedded model; `quire COMMAND --help` says more."]
+    lines += [
+        "",
+        "`quire serve` starts the embedded model; `quire COMMAND --help` lists its options.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -25,22 +25,24 @@ log = get_logger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="quire replay", description=__doc__)
-    parser.add_argument("folder", type=Path, help="what the engine's last words named")
+    parser.add_argument(
+        "folder", type=Path, help="the recording's folder, which the log names when an engine dies"
+    )
     parser.add_argument(
         "--model",
         required=True,
-        help="the model that the recorded engine had: a directory or a hub id",
+        help="the model of the recorded engine: a directory or a hub id",
     )
     asked = parser.parse_args(argv)
     configure("replay")
     try:
         recording = flight_recorder.read_recording(asked.folder)
         if recording is None:
-            return refused(f"nothing is recorded in {asked.folder}")
+            return refused(f"no recording in {asked.folder}")
         recorded = from_recording((asked.folder / CONFIG).read_bytes())
         for name in recorded.left_out:
             log.warning(
-                "the recorded engine had %s, which is not imported: results may differ", name
+                "the recorded engine used %s, which is not imported: results may differ", name
             )
         from quire.engine.build import build_compiler, build_executor, resolve_config
 
@@ -67,17 +69,17 @@ def show(steps: Iterable[Replayed]) -> int:
         tokens = sum(item.num_tokens for item in step.plan.work)
         head = f"step {step.plan.step}: {len(step.plan.work)} rows, {tokens} tokens"
         if step.error is not None:
-            print(f"{head}: fails")
+            print(f"{head}: failed")
             traceback.print_exception(step.error)
             wrong += 1
         elif step.recorded is None:
-            print(f"{head}: runs here; the engine had no result of it")
+            print(f"{head}: succeeds; the recording has no result to compare")
         elif step.differs:
             print(
-                f"{head}: gave {step.recorded.tokens}, gives {step.result.tokens if step.result else None}"
+                f"{head}: recorded {step.recorded.tokens}, now {step.result.tokens if step.result else None}"
             )
             wrong += 1
         else:
-            print(f"{head}: the same")
-    print(f"{count} steps, {wrong} of them failed or came out otherwise")
+            print(f"{head}: same")
+    print(f"{count} steps, {wrong} failed or different")
     return 1 if wrong else 0

@@ -38,13 +38,13 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messa
 AHEAD = 512  # requests in flight at once: enough to fill any batch
 HELP = """usage: quire run-batch -i IN -o OUT [--model] MODEL [flags]
 
-Answers every line of IN, an OpenAI batch file, and writes the answers to OUT in the same order.
+Runs every request of IN, an OpenAI batch file, and writes the responses to OUT in the same order.
 
 -i, --input-file IN     a file, or an http(s) address
--o, --output-file OUT   a file, or an http(s) address that takes PUT
---output-tmp-dir DIR    where answers are collected when OUT is an address
---enable-metrics        /metrics over HTTP meanwhile, at --host and --port
-Every flag of the engine works too: see quire serve --help.
+-o, --output-file OUT   a file, or an http(s) address that accepts PUT
+--output-tmp-dir DIR    where responses are collected if OUT is an address
+--enable-metrics        serve /metrics at --host and --port meanwhile
+All engine flags are accepted too: see quire serve --help.
 """
 
 
@@ -75,11 +75,11 @@ def read(argv: Sequence[str]) -> BatchJob:
         own = {name: given.pop(name, None) for name in ("input_file", "output_file", "output_tmp_dir")}  # fmt: skip
         metrics = bool(given.pop("enable_metrics", False))
         if (url := given.pop("url", None)) is not None:
-            log.warning("--url is an old name: use host")
+            log.warning("--url is an old name: use --host")
             given.setdefault("host", url)
         for name in ("input_file", "output_file"):
             if not own[name]:
-                raise ConfigError(f"--{name.replace('_', '-')} is needed")
+                raise ConfigError(f"--{name.replace('_', '-')} is required")
         config = from_keywords.engine_config({"disable_log_stats": True, **given}, "flag")
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     except (QuireError, OSError) as why:
         print(f"quire run-batch: error: {why}", file=sys.stderr)
         return 1
-    print(f"{count} requests answered, {refused} of them with an error", file=sys.stderr)
+    print(f"{count} requests, {refused} with an error", file=sys.stderr)
     return 0
 
 
@@ -204,12 +204,12 @@ async def answer(app: Any, line: bytes) -> dict[str, Any]:
     try:
         asked = msgspec.json.decode(line)
         if not isinstance(asked, dict) or not isinstance(asked.get("body"), dict):
-            raise ValueError("a line must be an object with custom_id, method, url and body")
+            raise ValueError("each line must be a JSON object with custom_id, method, url and body")
         custom_id = asked.get("custom_id")
         if asked.get("method", "POST") != "POST" or asked.get("url") not in ROUTES:
-            raise ValueError(f"only POST to {', '.join(ROUTES)} can be asked for")
+            raise ValueError(f"method and url must be POST and one of {', '.join(ROUTES)}")
         if asked["body"].get("stream"):
-            raise ValueError("`stream` makes no sense in a file of requests; leave it out")
+            raise ValueError("`stream` is not supported in a batch file; leave it out")
         status, body = await ask(app, asked["url"], msgspec.json.encode(asked["body"]))
         answered = msgspec.json.decode(body)
     except (ValueError, RecursionError) as why:
