@@ -21,6 +21,7 @@ TRIALS = 4000
 
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
+HELD = "scheduler/held_blocks.py"
 QUEUES, FAIR = "scheduler/waiting_queue.py", "scheduler/fair_queue.py"
 
 # name -> (file, function or method, pattern in its syntax tree, replacement). Both are Python, so that formatting does
@@ -64,6 +65,15 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a gate is not asked": (SCHEDULER, "Scheduler._waiting_and_ready", "not gate.ready(ANY)", "False"),
     "a gate is not told who left": (SCHEDULER, "Scheduler._leave", "gate.leave(ANY)", "pass"),
     "a gate is not told who gave up": (SCHEDULER, "Scheduler._end", "gate.gave_up(ANY)", "pass"),
+    "a gate is told a wrong place": (SCHEDULER, "Scheduler._wanted", "gate.allow(ANY, ANY, ANY)", "gate.allow(request, request.computed, n)"),
+    "a gate cannot hold blocks back": (HELD, "HeldBlocks.release", "not gate.release(ANY)", "gate.release(request) is None"),
+    "blocks are held back for ever": (SCHEDULER, "Scheduler.plan", "self.held_blocks.retry()", "pass"),
+    "re-admitted while its blocks are held back": (
+        SCHEDULER, "Scheduler._waiting_and_ready", "request in self.held_blocks", "False",
+    ),
+    "preempts others while blocks are held back": (SCHEDULER, "Scheduler.plan", "self.held_blocks.of_preempted()", "False"),
+    "sleep leaves blocks held back": (SCHEDULER, "Scheduler.set_back_all", "self.held_blocks.revoke()", "pass"),
+    "a gate is not told that its blocks are gone": (HELD, "HeldBlocks.revoke", "gate.revoke(ANY)", "pass"),
     "rows are not given back": (SCHEDULER, "Scheduler._leave", "self.free_rows.append(ANY)", "pass"),
     "workers are not told which rows are free": (SCHEDULER, "Scheduler._leave", "self.left.append(ANY)", "pass"),
     "stops before min_tokens": (SCHEDULER, "Scheduler._extend", "ANY > request.min_length", "True"),

@@ -37,7 +37,7 @@ class OneAdapterGate(Gate):
     def __init__(self):
         self.active: dict[str, int] = {}
 
-    def allow(self, request, num_tokens):
+    def allow(self, request, start, num_tokens):
         fits = request.adapter is None or request.adapter in self.active or not self.active
         return num_tokens if fits else 0
 
@@ -60,8 +60,76 @@ class FirstBiteGate(Gate):
     def __init__(self, limit: int):
         self.limit = limit
 
-    def allow(self, request, num_tokens):
+    def allow(self, request, start, num_tokens):
         return min(num_tokens, self.limit)
+
+
+class PieceGate(Gate):
+    """No step computes tokens of two pieces of a prompt, as for a resource that covers one piece."""
+
+    name = "piece"
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def allow(self, request, start, num_tokens):
+        assert start < request.length
+        if request.row != NO_ROW:
+            assert start == request.computed
+        if start + num_tokens <= request.num_prompt:
+            return min(num_tokens, self.size - start % self.size)
+        return num_tokens
+
+    def extra(self, plan):
+        rows = {request.row: request for request in self.scheduler.running}
+        for item in plan.work:
+            end = rows[item.row].computed
+            if end <= rows[item.row].num_prompt:
+                assert (end - item.num_tokens) // self.size == (end - 1) // self.size
+        return None
+
+
+class HoldingGate(Gate):
+    """Holds the blocks of some requests back for a while; meanwhile no request may write to them."""
+
+    name = "holding"
+
+    def __init__(self, rng: random.Random, share: float):
+        self.rng, self.share = rng, share
+        self.left: dict = {}  # how often it still answers False, by request
+        self.blocks: dict = {}
+        self.count = self.revoked = 0
+
+    def release(self, request):
+        assert request.row == NO_ROW
+        if request not in self.left:
+            if self.rng.random() >= self.share:
+                return True
+            self.count += 1
+            self.left[request] = self.rng.randint(1, 5)
+            self.blocks[request] = [list(column) for column in request.blocks]
+        assert request.blocks == self.blocks[request]
+        self.left[request] -= 1
+        if self.left[request]:
+            return False
+        del self.left[request], self.blocks[request]
+        return True
+
+    def revoke(self, request):
+        del self.left[request], self.blocks[request]
+        self.revoked += 1
+
+    def enter(self, request):
+        assert request not in self.left, f"{request.id} enters while its blocks are held back"
+
+    def extra(self, plan):
+        held = {b for columns in self.blocks.values() for column in columns for b in column}
+        taken = [b for item in plan.work for column in item.new_blocks for b in column]
+        size = self.scheduler.kv.block_size
+        for new in plan.entered:  # it may share the first blocks
+            taken += [b for column in new.blocks for b in column[new.computed // size :]]
+        assert not held.intersection(taken) - {NULL_BLOCK}, "blocks that are held back are taken"
+        return None
 
 
 class LateGate(Gate):
@@ -98,13 +166,15 @@ class WitnessGate(Gate):
         self.late = late
         self.preempted_at = -1  # the turn of the last preemption
         self.restarts = 0
+        self.awake = True
 
     def enter(self, request):
         if not isinstance(self.scheduler.waiting, FairQueue):  # a FairQueue may preempt and admit
             assert self.preempted_at != self.late.now, "a plan that preempts admits nobody"
         for other in self._beside(request, self.scheduler.waiting):
             if other.order < request.order and other.row == NO_ROW:
-                assert not self.late.ready(other), f"{request.id} overtakes {other.id}"
+                held = other in self.scheduler.held_blocks
+                assert held or not self.late.ready(other), f"{request.id} overtakes {other.id}"
 
     def leave(self, request):
         if any((request, CANCELLED) in items for items in self.scheduler.in_flight.values()):
@@ -114,6 +184,9 @@ class WitnessGate(Gate):
             beside = self._beside(request, self.scheduler.running)
             least = max([request, *beside], key=lambda r: r.order)
             assert least is request, f"{request.id} is preempted before {least.id}"
+            if not isinstance(self.scheduler.waiting, FairQueue) and self.awake:
+                held = self.scheduler.held_blocks
+                assert not held.of_preempted(), "preempts, though blocks will be free soon"
 
     def _beside(self, request, others):
         """The requests that this one's order is compared with: all, or those of its tenant."""
@@ -160,6 +233,8 @@ class Setting:
     pool: BlockPool
     gate: OneAdapterGate
     late: LateGate
+    witness: WitnessGate
+    holding: HoldingGate
     faulty: bool
     arrivals: list[EngineRequest] = field(default_factory=list)
 
@@ -207,9 +282,11 @@ def draw_setting(seed: int) -> Setting:
     pool = BlockPool(num_blocks, len(groups))
     gate, late = OneAdapterGate(), LateGate()
     witness = WitnessGate(late)
-    gates = [gate, late, witness]
+    own = random.Random(~seed ^ 2)  # as for `fair` below
+    piece, holding = PieceGate(own.choice([3, 7, 99])), HoldingGate(own, own.choice([0, 0, 0.5, 1]))
+    gates = [gate, late, witness, holding]
     if limits.chunked:
-        gates.append(FirstBiteGate(rng.choice([2, 5, 99])))
+        gates += [FirstBiteGate(rng.choice([2, 5, 99])), piece]
     kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=RememberingHasher(size))
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
     faulty = rng.random() < 0.15
@@ -221,8 +298,8 @@ def draw_setting(seed: int) -> Setting:
     device.foretells = device.fate.choice([0.0, 0.0, 0.2, 0.7])
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
-    witness.scheduler = core.scheduler
-    return Setting(rng, core, device, pool, gate, late, faulty)
+    witness.scheduler = piece.scheduler = holding.scheduler = scheduler
+    return Setting(rng, core, device, pool, gate, late, witness, holding, faulty)
 
 
 def draw_requests(s: Setting) -> None:
@@ -317,8 +394,11 @@ def moves(s: Setting, check: Check) -> None:
     core, scheduler = s.core, s.scheduler
     planned, busy = scheduler.steps, bool(core.in_flight)
     check.take(core.receive(block=False))
+    held = dict(s.holding.left)
     check.take(core.step())
-    stuck = not (busy or scheduler.steps > planned)
+    for request, left in held.items():
+        assert s.holding.left.get(request, 0) < left, "a gate that holds blocks back is not asked"
+    stuck = not (busy or scheduler.steps > planned or scheduler.held_blocks)
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
     for request in scheduler.running:
@@ -344,7 +424,9 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
 
 def nap(s: Setting, rest: SleepController, check: Check) -> None:
     """Sleep and wake up: no step is in flight, and the blocks lose their content."""
+    s.witness.awake = False
     rest.sleep(1)
+    s.witness.awake = True
     check.take(s.core.said)
     s.core.said.clear()
     s.device.memory = [None] * len(s.device.memory)
@@ -363,7 +445,7 @@ def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
     check, rng = Check(s), s.rng
     rest, naps = SleepController(s.core), random.Random(seed)
     to_come, spins = list(s.arrivals), 0
-    while to_come or s.scheduler.has_requests or s.core.in_flight:
+    while to_come or s.scheduler.has_work or s.core.in_flight:
         while to_come and rng.random() < 0.4:
             s.core.inbox.put(to_come.pop(0))
         if rng.random() < 0.01:
@@ -386,10 +468,10 @@ def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
     assert len(s.scheduler.free_rows) == s.scheduler.limits.max_rows, "rows leaked"
     if isinstance(s.scheduler.waiting, FairQueue):
         assert not s.scheduler.waiting.here, "the queue was not told that everybody left"
+    assert not s.holding.left, "blocks are held back for ever"
     assert not s.late.prepared, "a gate was not told who gave up"
     assert not s.late.entered_early, "a gate said not ready, and it entered"
-    (witness,) = (gate for gate in s.scheduler.gates if isinstance(gate, WitnessGate))
-    return s, witness
+    return s, s.witness
 
 
 def main(trials: int, first: int = 0) -> None:

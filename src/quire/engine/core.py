@@ -63,12 +63,12 @@ class EngineCore:
     def receive(self, block: bool) -> Outbox:
         """Handle every message that is there; with `block`, wait until there is one.
 
-        With requests in the scheduler, the wait has a limit. A gate that blocks requests should wake the loop later. If
-        one forgets that, the requests are delayed for a moment, not for ever.
+        With work in the scheduler, the wait has a limit. A gate that blocks requests or holds blocks back should wake the
+        loop later. If one forgets that, the requests are delayed for a moment, not for ever.
         """
         outputs: Outbox = []
         try:
-            end = LOOK_AGAIN_S if self.scheduler.has_requests else None
+            end = LOOK_AGAIN_S if self.scheduler.has_work else None
             message = self.inbox.get(block=block, timeout=end)
             self.idle = False  # another thread may run the step
             while True:

@@ -43,7 +43,7 @@ class PauseGate(Gate):
     def ready(self, request: Request) -> bool:
         return request.order[1] <= self.until
 
-    def allow(self, request: Request, num_tokens: int) -> int:
+    def allow(self, request: Request, start: int, num_tokens: int) -> int:
         return num_tokens if self.ready(request) else 0
 
 

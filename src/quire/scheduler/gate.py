@@ -3,6 +3,9 @@
 A gate can block in two ways. `ready(request) == False`: the scheduler skips this request and considers later ones.
 `allow(...) == 0` for a waiting request: the scheduler admits no later request in this step either, so that later
 requests cannot keep taking a resource that several requests wait for.
+
+A gate can also hold the blocks of a request back after the request has lost its row, for example until they are saved
+(`release`). The blocks stay in use meanwhile, and a preempted request is not admitted again.
 """
 
 from __future__ import annotations
@@ -30,8 +33,12 @@ class Gate:
         """
         return not self.ready(request)
 
-    def allow(self, request: Request, num_tokens: int) -> int:
-        """How many of these tokens may run in this step. 0: none; later waiting requests are not admitted either."""
+    def allow(self, request: Request, start: int, num_tokens: int) -> int:
+        """How many of the tokens [start, start + num_tokens) of the request may run in this step, from `start` on.
+
+        Tokens before `start` are computed, or in the prefix cache. 0: none; later waiting requests are not admitted
+        either.
+        """
         return num_tokens
 
     def enter(self, request: Request) -> None:
@@ -40,11 +47,25 @@ class Gate:
     def leave(self, request: Request) -> None:
         """The request lost its row: finished, aborted or preempted."""
 
+    def release(self, request: Request) -> bool:
+        """May the scheduler free the blocks of this request, which has lost its row?
+
+        False: hold `request.blocks` back. The scheduler asks again before each plan, and at least every 0.2 s
+        (`LOOK_AGAIN_S`), until every gate has answered True once.
+        """
+        return True
+
+    def revoke(self, request: Request) -> None:
+        """The blocks that this gate holds back are freed now, because all are: it must not use them any more."""
+
     def gave_up(self, request: Request) -> None:
         """The request ended while it waited."""
 
     def extra(self, plan: StepPlan) -> bytes | None:
-        """Data for the worker's hook of the same name, as plan.extras[name]."""
+        """Data for the worker's hook of the same name, as plan.extras[name].
+
+        While blocks are held back, a plan without work is sent too if a gate has data for it.
+        """
         return None
 
     def learn(self, extra: bytes) -> None:

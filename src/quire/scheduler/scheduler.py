@@ -32,6 +32,7 @@ from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReaso
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
+from quire.scheduler.held_blocks import HeldBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, cancel_redundant_draws
 from quire.scheduler.request import NO_ROW, Request
@@ -70,6 +71,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.free_rows = list(range(limits.max_rows - 1, -1, -1))
         self.left: list[int] = []  # rows freed since the last plan
+        self.held_blocks = HeldBlocks(kv)
         self.in_flight: dict[int, list[Counted]] = {}  # by step
         self.steps = 0
         self.arrivals = 0
@@ -109,6 +111,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Give every running request its next tokens, then admit waiting ones, within the budget."""
         building = PlanBuilder(self.limits.max_step_tokens)
+        self.held_blocks.retry()
         self._make_way()
         for request in self._decoding_first():
             if request.row == NO_ROW or not (
@@ -116,6 +119,8 @@ class Scheduler:
             ):
                 continue
             while (added := self.kv.grow(request, n)) is None:
+                if self.held_blocks.of_preempted():
+                    break  # a preempted request's blocks will be free soon: wait for them
                 victim = max(self.running, key=lambda r: r.order)
                 self._preempt(victim, building)
                 if victim is request:
@@ -127,15 +132,16 @@ class Scheduler:
             self.kv.publish(request)
         if not building.preempted:
             self._admit(building)
-        if not building.work:
+        if not (building.work or self.held_blocks):
             return None
-        self.steps += 1
-        self.in_flight[self.steps] = building.counted
-        left, self.left = self.left, []
-        plan = building.finish(self.steps, left)
+        plan = building.finish(self.steps + 1, self.left)
         for gate in self.gates:
             if (extra := gate.extra(plan)) is not None:
                 plan.extras[gate.name] = extra
+        if not (plan.work or plan.extras):
+            return None
+        self.steps, self.left = plan.step, []
+        self.in_flight[plan.step] = building.counted
         return plan
 
     def _decoding_first(self) -> list[Request]:
@@ -162,17 +168,21 @@ class Scheduler:
             n = self.limits.max_chunk
         n = budget if n > budget else n
         for gate in self.gates:
-            n = gate.allow(request, n) if n else 0
+            n = gate.allow(request, computed, n) if n else 0
         return n
 
     @property
     def deferred(self) -> int:
         """How many of the first FIRST_IN_LINE waiting requests a gate blocks. Changes nothing."""
         first = itertools.islice(self.waiting, FIRST_IN_LINE)
-        return sum(any(gate.holds(one) for gate in self.gates) for one in first)
+        return sum(
+            one in self.held_blocks or any(gate.holds(one) for gate in self.gates) for one in first
+        )
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:
+            if self.held_blocks and request in self.held_blocks:
+                continue
             for gate in (
                 self.gates
             ):  # all() would take twice as long, for each waiting request, in every step
@@ -234,6 +244,7 @@ class Scheduler:
         """Take the row and the blocks of every request. No step may be in flight."""
         for request in sorted(self.running, key=lambda r: r.order, reverse=True):
             self._set_back(request)
+        self.held_blocks.revoke()
 
     def _set_back(self, request: Request) -> None:
         """Take a request's row and blocks and queue it again; its tokens are computed again later."""
@@ -259,12 +270,12 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        self.kv.release(request)
         self.free_rows.append(request.row)
         self.left.append(request.row)
         request.row = NO_ROW
         for gate in self.gates:
             gate.leave(request)
+        self.held_blocks.release(request, self.gates)
 
     def _end(self, request: Request, finish: FinishReason) -> None:
         request.finish = finish
@@ -383,8 +394,13 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is left, or blocks that a gate holds back."""
+        return bool(self.requests or self.held_blocks)
+
     def check(self) -> None:
-        """When no request is left, every row and block must be free.
+        """When no request is left, every row must be free, and every block that no gate holds back.
 
         Raises:
             RuntimeError: a row or block leaked.
@@ -394,5 +410,6 @@ class Scheduler:
             return
         if len(self.free_rows) != self.limits.max_rows or self.running or len(self.waiting):
             raise RuntimeError(f"{self.limits.max_rows - len(self.free_rows)} rows leaked")
-        if len(self.kv.pool.free) != self.kv.pool.usable:
-            raise RuntimeError(f"{self.kv.pool.usable - len(self.kv.pool.free)} blocks leaked")
+        used = self.kv.pool.usable - len(self.kv.pool.free)
+        if leaked := used - self.held_blocks.num_blocks:
+            raise RuntimeError(f"{leaked} blocks leaked")
