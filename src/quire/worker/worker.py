@@ -129,18 +129,21 @@ class Worker:
         """
         if plan.left or plan.entered:
             self._seat(plan)
-        if not plan.work:
-            return self._told(FinishedStep(StepResult(plan.step, [])), [])
         self._before(plan)
-        pending = None if self.at_once is None else self._at_once(plan, self.at_once)
-        step = self._by_parts(plan) if pending is None else self._told(pending, [])
+        step = self._compute(plan)
         self._after(plan)
         return step
+
+    def _compute(self, plan: StepPlan) -> QueuedStep:
+        if not plan.work:
+            return self._told(FinishedStep(StepResult(plan.step, [])), [])
+        pending = None if self.at_once is None else self._at_once(plan, self.at_once)
+        return self._by_parts(plan) if pending is None else self._told(pending, [])
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
-        pending = self._compute(plan, batch)
+        pending = self._forward(plan, batch)
         rows = batch.rows_S.tolist()
         told = [self.rows.told[row] for row in rows]
         drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
@@ -154,7 +157,7 @@ class Worker:
         return at_once.run(plan)
 
     @_recoverable
-    def _compute(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
+    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
         with forward_context(batch):
             hidden_TD = self.model_input.forward(batch)
         return self.model_output.finish(plan, batch, hidden_TD)
