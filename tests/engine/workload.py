@@ -86,7 +86,7 @@ class PieceGate(Gate):
             end = rows[item.row].computed
             if end <= rows[item.row].num_prompt:
                 assert (end - item.num_tokens) // self.size == (end - 1) // self.size
-        return None
+        return
 
 
 class HoldingGate(Gate):
@@ -129,7 +129,7 @@ class HoldingGate(Gate):
         for new in plan.entered:  # it may share the first blocks
             taken += [b for column in new.blocks for b in column[new.computed // size :]]
         assert not held.intersection(taken) - {NULL_BLOCK}, "blocks that are held back are taken"
-        return None
+        return
 
 
 class LateGate(Gate):
