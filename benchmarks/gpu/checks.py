@@ -106,10 +106,10 @@ def _attended(
     for backend in (TritonAttention(), ReferenceAttention()):
         torch.manual_seed(5)
         layer = Attention(8, 2, 64, **options).to(run.device)
-        layer.backend = backend
         blocks = sum(-(-n // 16) for n in lengths) + 1
-        parts = backend.cache_parts(layer.cache_spec(kept), blocks, 16)
-        layer.cache = tuple(torch.zeros(p.shape, dtype=p.dtype, device=run.device) for p in parts)
+        parts = backend.cache_parts(layer.spec.cache_spec(kept), blocks, 16)
+        cache = tuple(torch.zeros(p.shape, dtype=p.dtype, device=run.device) for p in parts)
+        layer.bind(backend, cache)
         done, out = [0] * len(lengths), torch.empty(0)
         while any(a < n for a, n in zip(done, lengths, strict=True)):
             counts = [max(0, min(chunk, n - 1 - a)) for a, n in zip(done, lengths, strict=True)]

@@ -119,7 +119,7 @@ def test_the_cache_takes_its_share_of_what_the_card_has_left(folder: str, monkey
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], size))
         with client_of(folder, **options) as client:
             layer = client.core.executor.worker.model.attention_layers()[0]
-            assert 0.6 * room < sum(part.nbytes for part in layer.cache) <= 0.8 * room
+            assert 0.6 * room < sum(part.nbytes for part in layer.spec.cache) <= 0.8 * room
         allocate = kv_cache.allocate_cache
 
         def meanwhile(*args: Any) -> Any:

@@ -77,7 +77,7 @@ def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
             )
             one.client.call("sleep", level)
             assert cache() is None
-            assert all(layer.cache is None for layer in model.attention_layers())
+            assert all(layer.spec.cache is None for layer in model.attention_layers())
             del model
             for part in parts or [None]:
                 one.client.call("wake_up", part and [part])
@@ -90,7 +90,7 @@ def test_memory_goes_back(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, **shape)
     with engine(path, kv_cache_memory_bytes=CACHE, max_model_len=512, max_num_seqs=400) as one:
         before = one.tokens(prompts(2), greedy(5))
-        parts = [part for layer in model_of(one).attention_layers() for part in layer.cache]
+        parts = [part for layer in model_of(one).attention_layers() for part in layer.spec.cache]
         held = sum(part.numel() * part.itemsize for part in parts)
         assert held > 0.7 * CACHE
         for part in parts:

@@ -85,10 +85,9 @@ class Runner:
         self.shared: dict[int, int] = {}  # leading blocks that are another row's
         backend = backend or ReferenceAttention()
         for layer in model.attention_layers():
-            layer.backend, layer.group = backend, 0
-            spec = layer.cache_spec(str(dtype).removeprefix("torch."))
+            spec = layer.spec.cache_spec(str(dtype).removeprefix("torch."))
             parts = backend.cache_parts(spec, self.num_blocks, block_size)
-            layer.cache = tuple(spoiled(part) for part in parts)
+            layer.bind(backend, tuple(spoiled(part) for part in parts))
 
     def add(self, row: int, tokens: Iterable[int]) -> None:
         self.tables[row], self.tokens[row], self.computed[row] = [], list(tokens), 0

@@ -338,8 +338,8 @@ def test_a_head_that_we_do_not_run_is_mentioned(original, copy: Path, caplog) ->
 def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
     theirs = write(Case("", "mistral", {"sliding_window": 20}), tmp_path)
     narrow, wide = build(tmp_path, max_model_len=21), build(tmp_path, max_model_len=20)
-    assert [layer.window for layer in narrow.attention_layers()] == [20, 20]
-    assert [layer.window for layer in wide.attention_layers()] == [None, None]
+    assert [layer.spec.window for layer in narrow.attention_layers()] == [20, 20]
+    assert [layer.spec.window for layer in wide.attention_layers()] == [None, None]
     text = texts()[0][:20]
     want = plain(theirs, text)
     for model in (narrow, wide):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,15 +22,19 @@ def formula(layer: Attention, q_HD, k_NKD, v_NKE):
     """The last of N tokens, in double precision."""
     out = []
     last = len(k_NKD) - 1
-    for head in range(layer.num_heads):
-        kv = head * layer.num_kv_heads // layer.num_heads
-        keys = [p for p in range(last + 1) if layer.window is None or p > last - layer.window]
-        scores = [float(q_HD[head].double() @ k_NKD[p, kv].double()) * layer.scale for p in keys]
-        if layer.softcap:
-            scores = [layer.softcap * math.tanh(s / layer.softcap) for s in scores]
+    for head in range(layer.spec.num_heads):
+        kv = head * layer.spec.num_kv_heads // layer.spec.num_heads
+        keys = [
+            p for p in range(last + 1) if layer.spec.window is None or p > last - layer.spec.window
+        ]
+        scores = [
+            float(q_HD[head].double() @ k_NKD[p, kv].double()) * layer.spec.scale for p in keys
+        ]
+        if layer.spec.softcap:
+            scores = [layer.spec.softcap * math.tanh(s / layer.spec.softcap) for s in scores]
         total = sum(math.exp(s) for s in scores)
-        if layer.sinks is not None:
-            total += math.exp(float(layer.sinks[head]))
+        if layer.spec.sinks is not None:
+            total += math.exp(float(layer.spec.sinks[head]))
         out.append(
             sum(
                 math.exp(s) / total * v_NKE[p, kv].double()
@@ -72,19 +77,25 @@ class Rows:
     def __init__(self, layer, lengths, block_size, tile, seed=0, dtype=torch.float32, kept=None):
         torch.manual_seed(11)
         self.layer, self.block_size = layer, block_size
-        self.q = [torch.randn(n, layer.num_heads, layer.head_dim, dtype=dtype) for n in lengths]
-        self.k = [torch.randn(n, layer.num_kv_heads, layer.head_dim, dtype=dtype) for n in lengths]
+        self.q = [
+            torch.randn(n, layer.spec.num_heads, layer.spec.head_dim, dtype=dtype) for n in lengths
+        ]
+        self.k = [
+            torch.randn(n, layer.spec.num_kv_heads, layer.spec.head_dim, dtype=dtype)
+            for n in lengths
+        ]
         self.v = [
-            torch.randn(n, layer.num_kv_heads, layer.v_head_dim, dtype=dtype) for n in lengths
+            torch.randn(n, layer.spec.num_kv_heads, layer.spec.v_head_dim, dtype=dtype)
+            for n in lengths
         ]
         need = [-(-n // block_size) for n in lengths]
         blocks = list(range(1, sum(need) + 3))
         random.Random(seed).shuffle(blocks)
         self.tables = [[blocks.pop() for _ in range(n)] for n in need]
-        layer.backend = ReferenceAttention(tile=tile)
-        spec = layer.cache_spec(kept or str(dtype).removeprefix("torch."))
-        parts = layer.backend.cache_parts(spec, sum(need) + 3, block_size)
-        layer.cache = tuple(spoiled(part) for part in parts)
+        backend = ReferenceAttention(tile=tile)
+        spec = layer.spec.cache_spec(kept or str(dtype).removeprefix("torch."))
+        parts = backend.cache_parts(spec, sum(need) + 3, block_size)
+        layer.bind(backend, tuple(spoiled(part) for part in parts))
         self.done = [0] * len(lengths)
 
     def step(self, work: list[tuple[int, int]]) -> list[torch.Tensor]:
@@ -105,11 +116,11 @@ class Rows:
 
     def forget_behind_window(self, row: int) -> None:
         """Blocks that the next token cannot see any more go back: the table has 0 there."""
-        low = self.done[row] - self.layer.window + 1
+        low = self.done[row] - self.layer.spec.window + 1
         for index in range(max(0, low // self.block_size)):
             block, self.tables[row][index] = self.tables[row][index], 0
             if block:
-                for cache in self.layer.cache:
+                for cache in self.layer.spec.cache:
                     cache[block] = torch.nan
 
 
@@ -209,7 +220,7 @@ def test_in_16_bits_plain_layers_equal_the_formula(kind, dtype, block_size):
                 want = formula(layer, rows.q[row][at], rows.k[row][: at + 1], rows.v[row][: at + 1])
                 torch.testing.assert_close(out[i].double(), want, atol=0.012, rtol=0.012)
                 sums.append(float((out[i].double() - want).abs().mean()))
-            if layer.window:
+            if layer.spec.window:
                 rows.forget_behind_window(row)
     assert sum(sums) / len(sums) < 0.003, "closer than the bound on the whole"
 
@@ -240,10 +251,8 @@ def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks", "one for all"])
 def test_in_16_bits_other_layers_go_in_tiles(kind):
-    layer = layer_of(kind)
-    layer.cache = (torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16),) * 2
-    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
-    layer = layer_of("plain")
-    layer.cache = (torch.zeros(1, 1, 1, 16),) * 2
-    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
-    assert not torch_sdpa.serves(layer, torch.zeros(1, 4, 16))
+    spec = replace(layer_of(kind).spec, cache=(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16),) * 2)
+    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    spec = replace(layer_of("plain").spec, cache=(torch.zeros(1, 1, 1, 16),) * 2)
+    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16))

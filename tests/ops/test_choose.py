@@ -45,9 +45,9 @@ def test_needs_are_those_of_all_layers() -> None:
         Attention(4, 2, 16, softcap=2.0, sinks=sinks),
     ]
     about = {"device": "cpu", "dtype": "float32", "kv_dtype": "auto", "block_size": 16}
-    plain = Needs.of(layers[:1], **about)
+    plain = Needs.of([layers[0].spec], **about)
     assert plain == Needs(device="cpu", dtype="float32", head_dims=frozenset({16}), block_size=16)
-    assert Needs.of(layers, **about) == replace(
+    assert Needs.of([layer.spec for layer in layers], **about) == replace(
         plain,
         head_dims=frozenset({16, 32}),
         **dict.fromkeys(("differing_values", "windows", "softcap", "sinks"), True),

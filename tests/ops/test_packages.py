@@ -130,14 +130,14 @@ def test_they_are_asked_for_what_the_reference_gives(package, kind, monkeypatch)
     torch.set_num_threads(1)
     for backend in (load(name), ReferenceAttention()):
         made = torch.Generator().manual_seed(2)
-        parts = backend.cache_parts(layer.cache_spec("float32"), 7, size)
-        layer.cache = tuple(torch.zeros(p.shape, dtype=p.dtype) for p in parts)
-        layer.backend, outs = backend, []
+        parts = backend.cache_parts(layer.spec.cache_spec("float32"), 7, size)
+        layer.bind(backend, tuple(torch.zeros(p.shape, dtype=p.dtype) for p in parts))
+        outs = []
         for chunks in step:
             batch = make_batch(chunks, [tables[row] for row, _, _ in chunks], size)
             q, k, v = (
                 torch.randn(batch.num_tokens, heads, 64, generator=made)
-                for heads in (layer.num_heads, 2, 2)
+                for heads in (layer.spec.num_heads, 2, 2)
             )
             with forward_context(batch), np.errstate(all="ignore"):
                 outs.append(layer(q, k, v))

@@ -13,6 +13,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.errors import Unsupported
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.layers.attention import Attention
 from quire.worker.kv_cache import allocate_cache
 
 BLOCKS, SIZE = 8, 4
@@ -21,7 +22,7 @@ LARGE, UNLIKE = CacheSpec(1, 32, 32, "float32"), CacheSpec(2, 8, 6, "float32")
 
 
 def allocated(specs, backend=None):
-    layers = [SimpleNamespace() for _ in specs]
+    layers = [Attention(2, 1, 8) for _ in specs]
     model = SimpleNamespace(attention_layers=lambda: layers)
     cut = layout(specs, SIZE, 100)
     storages = allocate_cache(model, cut.groups, BLOCKS, SIZE, backend or ReferenceAttention())
@@ -47,18 +48,18 @@ def test_layers_of_a_group_share_nothing_and_the_bytes_are_as_planned(specs):
     backend = ReferenceAttention()
     for spec, layer in zip(specs, layers, strict=True):
         wanted = backend.cache_parts(spec, BLOCKS, SIZE)
-        assert tuple((tuple(part.shape), part.dtype) for part in layer.cache) == wanted
+        assert tuple((tuple(part.shape), part.dtype) for part in layer.spec.cache) == wanted
         assert isinstance(layer.backend, ReferenceAttention)
     # Give every group blocks of its own and let each layer write there: all must be read again.
     blocks = {number: number % BLOCKS for number in range(len(cut.groups))}
     assert len(cut.groups) <= BLOCKS
     for number, layer in enumerate(layers):
-        for part in layer.cache:
-            as_bytes(part)[blocks[layer.group]] = number + 1
+        for part in layer.spec.cache:
+            as_bytes(part)[blocks[layer.kv_group]] = number + 1
     for number, layer in enumerate(layers):
-        assert number in cut.groups[layer.group].layers
-        for part in layer.cache:
-            assert (as_bytes(part)[blocks[layer.group]] == number + 1).all()
+        assert number in cut.groups[layer.kv_group].layers
+        for part in layer.spec.cache:
+            assert (as_bytes(part)[blocks[layer.kv_group]] == number + 1).all()
 
 
 def test_a_backend_that_cannot_share_blocks_is_refused():

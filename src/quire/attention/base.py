@@ -10,18 +10,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from quire.attention.kv_quantization import Part
 from quire.errors import ConfigError
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec
+from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
 
 log = get_logger(__name__)
 
@@ -33,6 +30,45 @@ BACKENDS: dict[str, str] = {
     "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
 }
 """Name -> "module:Class". A new backend adds one file and one line here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """What a backend computes for one layer: causal attention of this step's tokens over the contexts of their rows.
+
+    Args:
+        head_dim: size of a query and a key; v_head_dim: of a value.
+        scale: factor of q·k before the softmax.
+        window: a token attends to itself and the window - 1 tokens before it; None: to all before it.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: [H], one score per head that enters the softmax without a value.
+        cache: the tensors that the backend's `cache_parts` describes; None until they are allocated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    cache: Any = None
+
+    def cache_spec(self, dtype: str) -> CacheSpec:
+        """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
+        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
+        return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
+
+
+class QKNormRope(NamedTuple):
+    """The norm and rotation that a backend applies to queries and keys."""
+
+    interleaved: bool  # rotates pairs of adjacent features
+    q_weight_D: Tensor | None = None  # weights of the RMS norms; None: no norms
+    k_weight_D: Tensor | None = None
+    eps: float = 0.0
+    plus_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +87,18 @@ class Needs:
 
     @staticmethod
     def of(
-        layers: Iterable[Attention], *, device: str, dtype: str, kv_dtype: str, block_size: int
+        specs: Iterable[AttentionSpec], *, device: str, dtype: str, kv_dtype: str, block_size: int
     ) -> Needs:
-        found = list(layers)
+        found = list(specs)
         return Needs(
             device=device,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            head_dims=frozenset(layer.head_dim for layer in found),
-            differing_values=any(layer.v_head_dim != layer.head_dim for layer in found),
-            windows=any(layer.window is not None for layer in found),
-            softcap=any(layer.softcap is not None for layer in found),
-            sinks=any(layer.sinks is not None for layer in found),
+            head_dims=frozenset(spec.head_dim for spec in found),
+            differing_values=any(spec.v_head_dim != spec.head_dim for spec in found),
+            windows=any(spec.window is not None for spec in found),
+            softcap=any(spec.softcap is not None for spec in found),
+            sinks=any(spec.sinks is not None for spec in found),
             block_size=block_size,
         )
 
@@ -117,14 +153,14 @@ class AttentionBackend(Protocol):
         """The tensors of a layer's cache: keys, values, then their scales if the cache is quantized."""
         ...
 
-    def plan(self, batch: ForwardBatch, group: int) -> Any:
+    def plan(self, batch: ForwardBatch, kv_group: int) -> Any:
         """Make the metadata that all layers of a KV group share; called once per step and group."""
         ...
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Any
+        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Any
     ) -> Tensor:
-        """Write k and v to their slots in `layer.cache`; return o_THE for this step's tokens."""
+        """Write k and v to their slots in `spec.cache`; return o_THE for this step's tokens."""
         ...
 
 

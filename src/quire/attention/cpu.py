@@ -9,19 +9,16 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import Capabilities
+from quire.attention.base import AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.cpu.bindings import best
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
 
 STEP = 32  # head sizes are multiples of it
 TOKENS = 16  # block sizes are multiples of it
@@ -66,29 +63,34 @@ class CpuAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: ForwardBatch, group: int) -> CpuStepMetadata:
+    def plan(self, batch: ForwardBatch, kv_group: int) -> CpuStepMetadata:
         return CpuStepMetadata(
-            _as(torch.int32, batch.block_tables[group]),
+            _as(torch.int32, batch.block_tables[kv_group]),
             _as(torch.int32, batch.query_start_B1),
             _as(torch.int32, batch.lengths_B),
-            _as(torch.int64, batch.slots[group]),
+            _as(torch.int64, batch.slots[kv_group]),
             batch.num_rows,
         )
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: CpuStepMetadata
+        self,
+        spec: AttentionSpec,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        meta: CpuStepMetadata,
     ) -> Tensor:
-        told, block_size = cache_addresses(layer.cache), layer.cache[0].shape[2]
+        told, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
         keys, values, key_scales, value_scales, kind = told
         self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
         self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
         q_THD = _side_by_side(q_THD)
-        sinks_H = None if layer.sinks is None else layer.sinks.float().contiguous()
-        o_THE = torch.empty((len(q_THD), layer.num_heads, layer.v_head_dim), dtype=torch.bfloat16)
+        sinks_H = None if spec.sinks is None else spec.sinks.float().contiguous()
+        o_THE = torch.empty((len(q_THD), spec.num_heads, spec.v_head_dim), dtype=torch.bfloat16)
         self.kernels.attention(
             q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), *told, meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
-            None if sinks_H is None else sinks_H.data_ptr(), meta.rows, layer.num_heads, layer.num_kv_heads,
-            layer.head_dim, layer.v_head_dim, block_size, layer.window or 0, layer.scale, layer.softcap or 0.0,
+            None if sinks_H is None else sinks_H.data_ptr(), meta.rows, spec.num_heads, spec.num_kv_heads,
+            spec.head_dim, spec.v_head_dim, block_size, spec.window or 0, spec.scale, spec.softcap or 0.0,
         )  # fmt: skip
         return o_THE
 

@@ -9,18 +9,15 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import Capabilities
+from quire.attention.base import AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
 
 BLOCK = 256
 """Version 2 needs block sizes that are multiples of this."""
@@ -55,10 +52,10 @@ class FlashAttention:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         return (kv_quantization.Part(shape, kv_quantization.DTYPES[spec.dtype]),) * 2
 
-    def plan(self, batch: ForwardBatch, group: int) -> dict[str, Any]:
+    def plan(self, batch: ForwardBatch, kv_group: int) -> dict[str, Any]:
         """The arguments that all layers of the KV group share."""
         lengths_B, starts_B1 = batch.lengths_B.int(), batch.query_start_B1.int()
-        table_BN = batch.block_tables[group].int().contiguous()
+        table_BN = batch.block_tables[kv_group].int().contiguous()
         if self.version == 3:
             given = {
                 "cache_seqlens": lengths_B, "page_table": table_BN, "cu_seqlens_q": starts_B1,
@@ -70,18 +67,18 @@ class FlashAttention:
                 "cu_seqlens_q": starts_B1, "cu_seqlens_k": ends_B1, "max_seqlen_q": batch.max_query,
                 "max_seqlen_k": batch.max_length, "block_table": table_BN,
             }  # fmt: skip
-        return {"slots_T": batch.slots[group], "given": given}
+        return {"slots_T": batch.slots[kv_group], "given": given}
 
     def attend(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: dict[str, Any]
+        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: dict[str, Any]
     ) -> Tensor:
-        keys, values = layer.cache
+        keys, values = spec.cache
         for cache, new in ((keys, k_TKD), (values, v_TKD)):
             cache.view(-1, *cache.shape[2:])[meta["slots_T"]] = new.to(cache.dtype)
         run = "flash_attn_with_kvcache" if self.version == 3 else "flash_attn_varlen_func"
         o_THD: Tensor = getattr(self.module, run)(
-            q_THD, keys, values, **meta["given"], softmax_scale=layer.scale, causal=True,
-            window_size=(-1, -1) if layer.window is None else (layer.window - 1, 0),
-            softcap=layer.softcap or 0.0,
+            q_THD, keys, values, **meta["given"], softmax_scale=spec.scale, causal=True,
+            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            softcap=spec.softcap or 0.0,
         )  # fmt: skip
         return o_THD

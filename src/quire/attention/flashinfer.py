@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import Capabilities
+from quire.attention.base import AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.kv_write import write
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
 
 WORKSPACE = 256 << 20  # bytes, for partial results
 
@@ -68,33 +65,33 @@ class FlashInfer:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: ForwardBatch, group: int) -> FlashInferStepMetadata:
+    def plan(self, batch: ForwardBatch, kv_group: int) -> FlashInferStepMetadata:
         lengths = batch.lengths or batch.lengths_B.tolist()
-        tables = batch.block_tables[group]
+        tables = batch.block_tables[kv_group]
         return FlashInferStepMetadata(
-            batch.slots[group], batch.query_start_B1.int(), tables, lengths
+            batch.slots[kv_group], batch.query_start_B1.int(), tables, lengths
         )
 
     def attend(
         self,
-        layer: Attention,
+        spec: AttentionSpec,
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
         meta: FlashInferStepMetadata,
     ) -> Tensor:
-        keys, values = layer.cache
-        write(layer.cache, k_TKD, v_TKD, meta.slots_T)
-        wrapper = self._wrapper(layer, q_THD, keys, meta)
+        keys, values = spec.cache
+        write(spec.cache, k_TKD, v_TKD, meta.slots_T)
+        wrapper = self._wrapper(spec, q_THD, keys, meta)
         o_THD: Tensor = wrapper.run(q_THD.contiguous(), (keys, values))
         return o_THD
 
     def _wrapper(
-        self, layer: Attention, q_THD: Tensor, keys: Tensor, meta: FlashInferStepMetadata
+        self, spec: AttentionSpec, q_THD: Tensor, keys: Tensor, meta: FlashInferStepMetadata
     ) -> Any:
         """The wrapper for layers of this kind, planned for this step."""
-        window = -1 if layer.window is None else layer.window - 1
-        kind = (layer.num_heads, layer.num_kv_heads, layer.head_dim, window, layer.softcap or 0.0, layer.scale)  # fmt: skip
+        window = -1 if spec.window is None else spec.window - 1
+        kind = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.softcap or 0.0, spec.scale)  # fmt: skip
         if kind not in self.wrappers:
             if self.workspace is None:
                 self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=keys.device)
@@ -111,9 +108,9 @@ class FlashInfer:
             first_B1 = torch.tensor([0, *used]).cumsum(0).int()
             last_B = torch.tensor([(n - 1) % size + 1 for n in meta.lengths], dtype=torch.int32)
             wrapper.plan(
-                meta.starts_B1, first_B1.to(device), indices, last_B.to(device), layer.num_heads,
-                layer.num_kv_heads, layer.head_dim, size, causal=True, sm_scale=layer.scale,
-                window_left=window, logits_soft_cap=layer.softcap or 0.0, q_data_type=q_THD.dtype,
+                meta.starts_B1, first_B1.to(device), indices, last_B.to(device), spec.num_heads,
+                spec.num_kv_heads, spec.head_dim, size, causal=True, sm_scale=spec.scale,
+                window_left=window, logits_soft_cap=spec.softcap or 0.0, q_data_type=q_THD.dtype,
                 kv_data_type=keys.dtype,
             )  # fmt: skip
             meta.ready.add(kind)

@@ -20,19 +20,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quire.attention import kv_quantization, torch_sdpa
-from quire.attention.base import Capabilities
+from quire.attention.base import AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
 
 TILE = 128  # keys, when blocks divide it
 MIN_ROWS = 16
@@ -95,9 +91,9 @@ class ReferenceAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: ForwardBatch, group: int) -> ReferenceStepMetadata:
+    def plan(self, batch: ForwardBatch, kv_group: int) -> ReferenceStepMetadata:
         """Split the step into units."""
-        table_BM, slots_T = batch.block_tables[group], batch.slots[group]
+        table_BM, slots_T = batch.block_tables[kv_group], batch.slots[kv_group]
         starts = batch.query_start_B1.tolist()
         queries = batch.query_lens or [b - a for a, b in itertools.pairwise(starts)]
         lengths = batch.lengths or batch.lengths_B.tolist()
@@ -118,44 +114,44 @@ class ReferenceAttention:
 
     def attend(
         self,
-        layer: Attention,
+        spec: AttentionSpec,
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKE: Tensor,
         meta: ReferenceStepMetadata,
     ) -> Tensor:
         """Write k and v to the batch's slots; return o_THE in q's dtype, zeros for padding tokens."""
-        o_THE = q_THD.new_zeros(q_THD.shape[0], layer.num_heads, layer.v_head_dim)
-        attend = self._attend_fused if torch_sdpa.serves(layer, q_THD) else self._attend_tiles
-        if kv_quantization.is_quantized(layer.cache):
-            kv_quantization.write(layer.cache, k_TKD, v_TKE, meta.slots_T)
-            q_THD = kv_quantization.query(q_THD, layer.cache[0].dtype)
+        o_THE = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.v_head_dim)
+        attend = self._attend_fused if torch_sdpa.serves(spec, q_THD) else self._attend_tiles
+        if kv_quantization.is_quantized(spec.cache):
+            kv_quantization.write(spec.cache, k_TKD, v_TKE, meta.slots_T)
+            q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype)
         else:
-            _write(layer.cache[0], k_TKD, meta.slots_T)
-            _write(layer.cache[1], v_TKE, meta.slots_T)
+            _write(spec.cache[0], k_TKD, meta.slots_T)
+            _write(spec.cache[1], v_TKE, meta.slots_T)
         for unit in meta.units:
-            o_THE[unit.tokens] = attend(layer, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
+            o_THE[unit.tokens] = attend(spec, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
         return o_THE
 
     def _attend_tiles(
-        self, layer: Attention, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
+        self, spec: AttentionSpec, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
     ) -> Tensor:
-        spans = unit.spans.get(layer.window)
+        spans = unit.spans.get(spec.window)
         if spans is None:
-            num_kv_heads, block_size = layer.cache[0].shape[1:3]
-            spans = list(_spans(unit, layer.window, num_kv_heads, block_size, self.tile))
-            unit.spans[layer.window] = spans
-        return _attend_unit(layer, unit, spans, q)
+            num_kv_heads, block_size = spec.cache[0].shape[1:3]
+            spans = list(_spans(unit, spec.window, num_kv_heads, block_size, self.tile))
+            unit.spans[spec.window] = spans
+        return _attend_unit(spec, unit, spans, q)
 
     def _attend_fused(
-        self, layer: Attention, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
+        self, spec: AttentionSpec, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
     ) -> Tensor:
-        found = unit.pieces.get(layer.window)
+        found = unit.pieces.get(spec.window)
         if found is None:
             long = unit.num_queries > ALONE
-            found = torch_sdpa.pieces(unit.table_BN, unit.lengths, unit.num_queries, layer, long)
-            unit.pieces[layer.window] = found
-        return torch_sdpa.attend(layer, found, unit.num_queries, q, meta.scratch)
+            found = torch_sdpa.pieces(unit.table_BN, unit.lengths, unit.num_queries, spec, long)
+            unit.pieces[spec.window] = found
+        return torch_sdpa.attend(spec, found, unit.num_queries, q, meta.scratch)
 
 
 def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
@@ -209,29 +205,29 @@ def _low(first_B1: Tensor, window: int | None) -> Tensor:
     return first_B1 * 0 if window is None else first_B1 - window + 1
 
 
-def _attend_unit(layer: Attention, unit: Unit, spans: list[Span], q: Tensor) -> Tensor:
+def _attend_unit(spec: AttentionSpec, unit: Unit, spans: list[Span], q: Tensor) -> Tensor:
     """q [B * Q, H, D] of the unit's tokens -> their outputs [B * Q, H, E], in float32."""
-    B, Q, K, E = len(unit.lengths), unit.num_queries, layer.num_kv_heads, layer.v_head_dim
-    G = layer.num_heads // K
-    q_BKQGD = q.view(B, Q, K, G, -1).permute(0, 2, 1, 3, 4).float() * layer.scale
+    B, Q, K, E = len(unit.lengths), unit.num_queries, spec.num_kv_heads, spec.v_head_dim
+    G = spec.num_heads // K
+    q_BKQGD = q.view(B, Q, K, G, -1).permute(0, 2, 1, 3, 4).float() * spec.scale
     last = (Q - 1) // QUERY_BLOCK * QUERY_BLOCK
     rows = max(Q, last - (-MIN_ROWS // G))  # so that the last block also has MIN_ROWS rows
     q_BKQGD = F.pad(q_BKQGD, (0, 0, 0, 0, 0, rows - Q))
     top = q_BKQGD.new_full((B, K, rows, G, 1), LOWEST)
     total = q_BKQGD.new_zeros(B, K, rows, G, 1)
-    if layer.sinks is not None:  # a sink is a score without a value
-        top = layer.sinks.float().view(1, K, 1, G, 1).expand(B, K, rows, G, 1).clone()
+    if spec.sinks is not None:  # a sink is a score without a value
+        top = spec.sinks.float().view(1, K, 1, G, 1).expand(B, K, rows, G, 1).clone()
         total += 1
     out = q_BKQGD.new_zeros(B, K, rows, G, E)
     for span in spans:
-        k_BKSD, v_BKSE = (_gather(layer.cache[i::2], span) for i in (0, 1))
+        k_BKSD, v_BKSE = (_gather(spec.cache[i::2], span) for i in (0, 1))
         if span.unseen_BS is not None:  # 0 times unwritten memory may be NaN
             v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
         for queries, hidden_BQS in span.tiles:
             stop = rows if queries.stop == Q else queries.stop
             at = (span.rows, slice(None), slice(queries.start, stop))
-            _tile(layer, q_BKQGD[at], k_BKSD, v_BKSE, hidden_BQS, top[at], total[at], out[at])
-    return (out / total)[:, :, :Q].permute(0, 2, 1, 3, 4).reshape(B * Q, layer.num_heads, E)
+            _tile(spec, q_BKQGD[at], k_BKSD, v_BKSE, hidden_BQS, top[at], total[at], out[at])
+    return (out / total)[:, :, :Q].permute(0, 2, 1, 3, 4).reshape(B * Q, spec.num_heads, E)
 
 
 def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
@@ -253,7 +249,7 @@ def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
 
 
 def _tile(
-    layer: Attention,
+    spec: AttentionSpec,
     q_BKQGD: Tensor,
     k_BKSD: Tensor,
     v_BKSE: Tensor,
@@ -267,8 +263,8 @@ def _tile(
     scores = torch.bmm(
         q_BKQGD.reshape(B * K, Q * G, -1), k_BKSD.flatten(0, 1).transpose(1, 2)
     ).view(B, K, Q, G, -1)
-    if layer.softcap is not None:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if hidden_BQS is not None:
         seen = scores[:, :, : hidden_BQS.shape[1]]  # without the padding
         seen.masked_fill_(hidden_BQS[:, None, :, None], -torch.inf)

@@ -18,14 +18,12 @@ piece, N blocks of a row, Q new tokens of a row, S keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention
+from quire.attention.base import AttentionSpec
 
 PIECE = 8192  # keys that are gathered at once, padding included
 QUERY_BLOCK = 512  # queries of a long row that share one range of keys
@@ -51,24 +49,24 @@ Scratch = list[Tensor]
 """Buffers for gathered keys and values, which all layers reuse: new memory costs page faults."""
 
 
-def serves(layer: Attention, q_THD: Tensor) -> bool:
+def serves(spec: AttentionSpec, q_THD: Tensor) -> bool:
     """Whether this file can compute the layer."""
-    keys, values = layer.cache[:2]
+    keys, values = spec.cache[:2]
     return (
         q_THD.device.type == "cpu"
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.dtype == keys.dtype == values.dtype
-        and layer.softcap is None
-        and layer.sinks is None
-        and layer.v_head_dim == layer.head_dim
+        and spec.softcap is None
+        and spec.sinks is None
+        and spec.v_head_dim == spec.head_dim
     )
 
 
 def pieces(
-    table_BN: Tensor, lengths: list[int], num_queries: int, layer: Attention, long: bool
+    table_BN: Tensor, lengths: list[int], num_queries: int, spec: AttentionSpec, long: bool
 ) -> list[Piece]:
     """Split a unit, longest rows first, into pieces; called once per step and window."""
-    block_size, window = layer.cache[0].shape[2], layer.window
+    block_size, window = spec.cache[0].shape[2], spec.window
     firsts = [n - num_queries for n in lengths]
     bases = [0 if window is None else max(0, first - window + 1) // block_size for first in firsts]
     wide = [-(-n // block_size) - base for n, base in zip(lengths, bases, strict=True)]
@@ -83,7 +81,7 @@ def pieces(
         rows = slice(a, b)
         make = _long if long else _short
         found.append(
-            make(rows, table_BN[rows], lengths[rows], bases[rows], wide[rows], num_queries, layer)
+            make(rows, table_BN[rows], lengths[rows], bases[rows], wide[rows], num_queries, spec)
         )
         a = b
     return found
@@ -108,17 +106,17 @@ def _short(
     bases: list[int],
     wide: list[int],
     num_queries: int,
-    layer: Attention,
+    spec: AttentionSpec,
 ) -> Piece:
-    keys = layer.cache[0]
-    block_size, heads_each = keys.shape[2], layer.num_heads // layer.num_kv_heads
+    keys = spec.cache[0]
+    block_size, heads_each = keys.shape[2], spec.num_heads // spec.num_kv_heads
     held = [n - base * block_size for n, base in zip(lengths, bases, strict=True)]
     S = max(held)
     last_BQ = torch.tensor(held)[:, None] - num_queries + torch.arange(num_queries)
     key_S = torch.arange(S)
     hidden_BQS = key_S > last_BQ[..., None]
-    if layer.window is not None:
-        hidden_BQS |= key_S <= last_BQ[..., None] - layer.window
+    if spec.window is not None:
+        hidden_BQS |= key_S <= last_BQ[..., None] - spec.window
     mask = None
     if hidden_BQS.any():
         if num_queries > 1:
@@ -130,7 +128,7 @@ def _short(
         inside_B = torch.tensor(held) - last_B * block_size
         at = torch.arange(block_size)
         stale = last_B, (at >= inside_B[:, None])[:, None, :, None]
-    lines = _lines(table_BN, bases, wide, layer.num_kv_heads)
+    lines = _lines(table_BN, bases, wide, spec.num_kv_heads)
     return Piece(rows, lines, S, stale, mask, [])
 
 
@@ -141,25 +139,25 @@ def _long(
     bases: list[int],
     wide: list[int],
     num_queries: int,
-    layer: Attention,
+    spec: AttentionSpec,
 ) -> Piece:
-    keys = layer.cache[0]
+    keys = spec.cache[0]
     start = bases[0] * keys.shape[2]
     S, first = lengths[0] - start, lengths[0] - num_queries - start
     blocks = []
     for x in range(0, num_queries, QUERY_BLOCK):
         y = min(x + QUERY_BLOCK, num_queries)
-        a = 0 if layer.window is None else max(0, first + x - layer.window + 1)
+        a = 0 if spec.window is None else max(0, first + x - spec.window + 1)
         b = first + y
         # The mask of query i and key j depends only on j - i: with the queries in reverse order, it is one vector
         # that each query reads one element further on.
         ahead = torch.arange(a - (first + y - 1), b - (first + x))
         hidden = ahead > 0
-        if layer.window is not None:
-            hidden |= ahead <= -layer.window
+        if spec.window is not None:
+            hidden |= ahead <= -spec.window
         mask = _added(hidden, keys.dtype).as_strided((y - x, b - a), (1, 1))
         blocks.append((slice(x, y), slice(a, b), mask))
-    return Piece(rows, _lines(table_BN, bases, wide, layer.num_kv_heads), S, None, None, blocks)
+    return Piece(rows, _lines(table_BN, bases, wide, spec.num_kv_heads), S, None, None, blocks)
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,29 +165,29 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    layer: Attention, found: list[Piece], num_queries: int, q_XHD: Tensor, scratch: Scratch
+    spec: AttentionSpec, found: list[Piece], num_queries: int, q_XHD: Tensor, scratch: Scratch
 ) -> Tensor:
     """q [B * Q, H, D] of a unit's tokens, row by row -> their outputs [B * Q, H, D]."""
-    K, G = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-    q = q_XHD.view(-1, num_queries, K, G, layer.head_dim)
+    K, G = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    q = q_XHD.view(-1, num_queries, K, G, spec.head_dim)
     outs = []
     for piece in found:
-        k_BKSD, v_BKSD = (_gather(cache, piece, scratch, i) for i, cache in enumerate(layer.cache))
+        k_BKSD, v_BKSD = (_gather(cache, piece, scratch, i) for i, cache in enumerate(spec.cache))
         q_BQKGD = q[piece.rows]
         if piece.blocks:
-            outs.append(_attend_long(layer, piece, q_BQKGD[0], k_BKSD[0], v_BKSD[0]))
+            outs.append(_attend_long(spec, piece, q_BQKGD[0], k_BKSD[0], v_BKSD[0]))
             continue
         q_BKXD = q_BQKGD.transpose(1, 2).flatten(2, 3)
         o_BKXD = F.scaled_dot_product_attention(
-            q_BKXD, k_BKSD, v_BKSD, piece.mask, scale=layer.scale
+            q_BKXD, k_BKSD, v_BKSD, piece.mask, scale=spec.scale
         )
         o_BKQGD = o_BKXD.unflatten(2, (num_queries, G))
-        outs.append(o_BKQGD.transpose(1, 2).reshape(-1, K * G, layer.head_dim))
+        outs.append(o_BKQGD.transpose(1, 2).reshape(-1, K * G, spec.head_dim))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _attend_long(
-    layer: Attention, piece: Piece, q_QKGD: Tensor, k_KSD: Tensor, v_KSD: Tensor
+    spec: AttentionSpec, piece: Piece, q_QKGD: Tensor, k_KSD: Tensor, v_KSD: Tensor
 ) -> Tensor:
     q_KGQD = q_QKGD.permute(1, 2, 0, 3)
     G = q_KGQD.shape[1]
@@ -197,7 +195,7 @@ def _attend_long(
     for queries, keys, mask in piece.blocks:
         k, v = (x[:, None, keys].expand(-1, G, -1, -1) for x in (k_KSD, v_KSD))
         backwards = q_KGQD[:, :, queries].flip(2)
-        o = F.scaled_dot_product_attention(backwards, k, v, mask, scale=layer.scale)
+        o = F.scaled_dot_product_attention(backwards, k, v, mask, scale=spec.scale)
         o_QKGD[queries] = o.flip(2).permute(2, 0, 1, 3)
     return o_QKGD.flatten(1, 2)
 

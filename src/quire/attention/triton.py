@@ -8,22 +8,19 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import Capabilities
+from quire.attention.base import AttentionSpec, Capabilities, QKNormRope
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.attention import PagedAttentionStep, Scores, Sizes, attend, sizes_for
 from quire.ops.triton.kv_write import write
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
-
-if TYPE_CHECKING:
-    from quire.layers.attention import Attention, QKNormRope
 
 
 class TritonAttention:
@@ -54,62 +51,62 @@ class TritonAttention:
     ) -> tuple[kv_quantization.Part, ...]:
         return kv_quantization.parts(spec, num_blocks, block_size)
 
-    def plan(self, batch: ForwardBatch, group: int) -> TritonStepMetadata:
-        return TritonStepMetadata(batch, group)
+    def plan(self, batch: ForwardBatch, kv_group: int) -> TritonStepMetadata:
+        return TritonStepMetadata(batch, kv_group)
 
     def attend(
         self,
-        layer: Attention,
+        spec: AttentionSpec,
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKE: Tensor,
         meta: TritonStepMetadata,
     ) -> Tensor:
         """Write k and v to the batch's slots; return o_THE in q's dtype."""
-        dtype = layer.cache[0].dtype
+        dtype = spec.cache[0].dtype
         top, less = kv_quantization.MAX_CODE.get(dtype, 0.0), 1.0
         if dtype == torch.int8:
             k_TKD, less = (
                 kv_quantization.hadamard(k_TKD),
-                1 / kv_quantization.hadamard_size(layer.head_dim),
+                1 / kv_quantization.hadamard_size(spec.head_dim),
             )
-        write(layer.cache, k_TKD, v_TKE, meta.slots_T, top, less)
-        return self.read(layer, q_THD, meta)
+        write(spec.cache, k_TKD, v_TKE, meta.slots_T, top, less)
+        return self.read(spec, q_THD, meta)
 
     def attend_fused_rope(
-        self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: QKNormRope,
+        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, how: QKNormRope,
         angles: tuple[Tensor, Tensor], meta: TritonStepMetadata,
     ) -> Tensor | None:  # fmt: skip
         """Norm, rotation and cache write in one pass; None: the cache is quantized, which this pass cannot write."""
-        if kv_quantization.is_quantized(layer.cache):
+        if kv_quantization.is_quantized(spec.cache):
             return None
         norms = None
         if how.q_weight_D is not None and how.k_weight_D is not None:
             norms = Norms(how.q_weight_D, how.k_weight_D, how.eps, how.plus_one)
         given = (q_THD, k_TKD, v_TKE, angles, how.interleaved, norms)
-        return self.read(layer, prepare(*given, layer.cache, meta.slots_T), meta)
+        return self.read(spec, prepare(*given, spec.cache, meta.slots_T), meta)
 
     def read(
         self,
-        layer: Attention,
+        spec: AttentionSpec,
         q_THD: Tensor,
         meta: TritonStepMetadata,
         lse_TH: Tensor | None = None,
     ) -> Tensor:
         """o_THE from the cache, which has this step's tokens already."""
-        heads_each = layer.num_heads // layer.num_kv_heads
-        sizes = self.sizes or sizes_for(heads_each, layer.head_dim, q_THD.element_size())
-        scores = Scores(layer.scale, layer.window or 0, layer.softcap or 0.0, layer.sinks)
-        q_THD = kv_quantization.query(q_THD, layer.cache[0].dtype).to(q_THD.dtype)
-        return attend(q_THD, layer.cache, meta.step(heads_each, sizes), scores, sizes, lse_TH)
+        heads_each = spec.num_heads // spec.num_kv_heads
+        sizes = self.sizes or sizes_for(heads_each, spec.head_dim, q_THD.element_size())
+        scores = Scores(spec.scale, spec.window or 0, spec.softcap or 0.0, spec.sinks)
+        q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype).to(q_THD.dtype)
+        return attend(q_THD, spec.cache, meta.step(heads_each, sizes), scores, sizes, lse_TH)
 
 
 class TritonStepMetadata:
     """Step metadata that the layers of a KV group share; the work items depend on the heads per program."""
 
-    def __init__(self, batch: ForwardBatch, group: int):
-        self.slots_T = batch.slots[group]
-        self.table_BN = batch.block_tables[group]
+    def __init__(self, batch: ForwardBatch, kv_group: int):
+        self.slots_T = batch.slots[kv_group]
+        self.table_BN = batch.block_tables[kv_group]
         self.starts_B1, self.lengths_B = batch.query_start_B1, batch.lengths_B
         self.rows, self.longest = batch.num_rows, batch.max_length
         self.alike = batch.max_query if batch.max_query * batch.num_rows == batch.num_tokens else 0

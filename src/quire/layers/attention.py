@@ -1,30 +1,20 @@
-"""One attention layer as a model describes it, and what the layer keeps in the KV cache.
+"""The attention layer of a model: its `AttentionSpec`, and the backend that computes it.
 
-Knows heads, sizes, window, softcap and sinks. Does not know the layout of the KV cache or how attention is
-computed: its backend does (`attention/`). The worker sets `backend`, `cache` and `group`.
+Does not know the layout of the KV cache or how attention is computed: the backend does (`attention/`). The worker
+calls `bind` when it has allocated the cache.
 
 Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head size (of values: E).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, AttentionSpec, QKNormRope
 from quire.forward_context import current_batch
-from quire.kvcache.specs import CacheSpec, WindowSpec
-
-
-class QKNormRope(NamedTuple):
-    """The norm and rotation that the backend applies to queries and keys."""
-
-    interleaved: bool  # rotates pairs of adjacent features
-    q_weight_D: Tensor | None = None  # weights of the RMS norms; None: no norms
-    k_weight_D: Tensor | None = None
-    eps: float = 0.0
-    plus_one: bool = False
 
 
 class Attention(nn.Module):
@@ -33,15 +23,12 @@ class Attention(nn.Module):
     Args:
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         v_head_dim: size of a value; None: head_dim.
-        window: a token attends to itself and the window - 1 tokens before it; None: to all before it.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: [H], one score per head that enters the softmax without a value.
+        window, softcap, sinks: see `AttentionSpec`.
         layer_index: index of the layer in its model, for messages.
     """
 
     backend: AttentionBackend | None = None
-    cache: Any = None  # the tensors that the backend's `cache_parts` describes
-    group: int = 0  # KV group: index of this layer's block table in the batch
+    kv_group: int = 0  # index of this layer's block table in the batch
 
     def __init__(
         self,
@@ -59,16 +46,20 @@ class Attention(nn.Module):
         super().__init__()
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.v_head_dim = v_head_dim or head_dim
-        self.window, self.softcap, self.sinks = window, softcap, sinks
+        scale = head_dim**-0.5 if scale is None else scale
+        sizes = (num_heads, num_kv_heads, head_dim, v_head_dim or head_dim)
+        self.spec = AttentionSpec(*sizes, scale, window, softcap, sinks)
+        self.sinks = sinks  # a weight of this module; loading may replace it until `bind`
         self.layer_index = layer_index
 
-    def cache_spec(self, dtype: str) -> CacheSpec:
-        """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
-        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
-        return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
+    def bind(self, backend: AttentionBackend, cache: Any, kv_group: int = 0) -> None:
+        """Compute with this backend and cache from now on."""
+        self.spec = replace(self.spec, cache=cache, sinks=self.sinks)
+        self.backend, self.kv_group = backend, kv_group
+
+    def drop_cache(self) -> None:
+        """Forget the cache, so that its memory can be freed; `bind` gives the layer another one."""
+        self.spec = replace(self.spec, cache=None)
 
     def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> Tensor:
         """Write k and v to the cache, then attend; returns o_THE.
@@ -77,7 +68,7 @@ class Attention(nn.Module):
             RuntimeError: no forward pass is running, or the worker gave this layer no backend.
         """
         meta = self._meta()
-        return self.backend.attend(self, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
+        return self.backend.attend(self.spec, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
 
     def fused_rope(
         self,
@@ -94,7 +85,7 @@ class Attention(nn.Module):
         attend = getattr(self.backend, "attend_fused_rope", None)
         if attend is None:
             return None
-        o_THE: Tensor | None = attend(self, q_THD, k_TKD, v_TKE, how, angles, self._meta())
+        o_THE: Tensor | None = attend(self.spec, q_THD, k_TKD, v_TKE, how, angles, self._meta())
         return o_THE
 
     def _meta(self) -> Any:
@@ -102,10 +93,11 @@ class Attention(nn.Module):
         if self.backend is None:
             raise RuntimeError(f"attention layer {self.layer_index} has no backend yet")
         batch = current_batch()
-        meta = batch.meta.get(self.group)
+        meta = batch.meta.get(self.kv_group)
         if meta is None:
-            meta = batch.meta[self.group] = self.backend.plan(batch, self.group)
+            meta = batch.meta[self.kv_group] = self.backend.plan(batch, self.kv_group)
         return meta
 
     def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"
+        spec = self.spec
+        return f"heads={spec.num_heads}, kv_heads={spec.num_kv_heads}, head_dim={spec.head_dim}, window={spec.window}"

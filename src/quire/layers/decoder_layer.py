@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from quire.attention.base import QKNormRope
 from quire.errors import ConfigError
-from quire.layers.attention import Attention, QKNormRope
+from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,8 +216,8 @@ def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
     """Remove windows that no request can exceed: the layer then needs no blocks freed behind its window."""
     for layer in model.attention_layers():
-        if layer.window is not None and layer.window >= max_model_len:
-            layer.window = None
+        if layer.spec.window is not None and layer.spec.window >= max_model_len:
+            layer.spec = replace(layer.spec, window=None)
 
 
 def _model_class(target: str) -> Any:

@@ -98,7 +98,7 @@ def can_fuse(layer: PreNormLayer) -> bool:
     attend = attention.attend
     return (
         all(_weight(linear) is not None for linear in linears)
-        and attend.v_head_dim == attend.head_dim
+        and attend.spec.v_head_dim == attend.spec.head_dim
     )
 
 
@@ -136,7 +136,7 @@ class FusedLayer:
         if self.told is None:
             attention: Any = self.layer.self_attn
             attend = attention.attend
-            if not isinstance(attend.backend, CpuAttention) or attend.cache is None:
+            if not isinstance(attend.backend, CpuAttention) or attend.spec.cache is None:
                 return False
             self._tell()
         return True
@@ -156,9 +156,10 @@ class FusedLayer:
         attention: Any = self.layer.self_attn  # of the types that `can_fuse` accepts
         mlp: Any = self.layer.mlp
         attend = attention.attend
-        told, block_size = cache_addresses(attend.cache), attend.cache[0].shape[2]
-        if attend.sinks is not None:
-            self.sinks_H = attend.sinks.float().contiguous()
+        spec = attend.spec
+        told, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
+        if spec.sinks is not None:
+            self.sinks_H = spec.sinks.float().contiguous()
         q_norm, k_norm = attention.q_norm, attention.k_norm
         self.told = _Layer(
             _weight(attention.qkv), _weight(attention.o_proj), _weight(mlp.gate_up), _weight(mlp.down_proj),
@@ -169,9 +170,9 @@ class FusedLayer:
             *told[:4],
             None if self.sinks_H is None else self.sinks_H.data_ptr(),
             told[4], attention.qkv.num_in, attention.heads, attention.kv_heads, attention.size,
-            attention.rope, block_size, attend.window or 0,
+            attention.rope, block_size, spec.window or 0,
             self.layer.input_layernorm.eps, 0.0 if q_norm is None else q_norm.eps,
-            attend.scale, attend.softcap or 0.0,
+            spec.scale, spec.softcap or 0.0,
         )  # fmt: skip
         self.address = ctypes.addressof(self.told)
 
@@ -219,9 +220,9 @@ class FusedDecoder:
     def _tell(self) -> None:
         count = len(self.layers)
         attends: list[Any] = [layer.layer.self_attn.attend for layer in self.layers]
-        groups = sorted({attend.group for attend in attends})
-        self.firsts = [next(a for a in attends if a.group == group) for group in groups]
-        self.groups = (_L * count)(*(groups.index(attend.group) for attend in attends))
+        groups = sorted({attend.kv_group for attend in attends})
+        self.firsts = [next(a for a in attends if a.kv_group == group) for group in groups]
+        self.groups = (_L * count)(*(groups.index(attend.kv_group) for attend in attends))
         self.told = (_P * count)(*(layer.address for layer in self.layers))
 
 
@@ -231,11 +232,11 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
     angles: one per token; with `positions_T`, a table with one per position.
     """
     batch = current_batch()
-    plan: CpuStepMetadata | None = batch.meta.get(attend.group)
+    plan: CpuStepMetadata | None = batch.meta.get(attend.kv_group)
     if plan is None:
         if attend.backend is None:
             raise RuntimeError("attention has no backend yet")
-        plan = batch.meta[attend.group] = attend.backend.plan(batch, attend.group)
+        plan = batch.meta[attend.kv_group] = attend.backend.plan(batch, attend.kv_group)
     if plan.step is None:
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         step = _Step(

@@ -231,7 +231,7 @@ def allocate_kv_cache(resolved: Resolved, platform: Any, model: Any, plan: Memor
     if not layers:
         return []
     needs = Needs.of(
-        layers,
+        (layer.spec for layer in layers),
         device=resolved.device,
         dtype=resolved.dtype,
         kv_dtype=resolved.kv_dtype,

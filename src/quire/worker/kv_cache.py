@@ -38,7 +38,7 @@ def allocate_cache(
     backend: AttentionBackend,
     platform: Platform | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate zeroed storage and give it to the model's attention layers (`cache`, `group`, `backend`).
+    """Allocate zeroed storage and give it to the model's attention layers (`Attention.bind`).
 
     `groups[g].layers` index `model.attention_layers()`. `num_blocks` includes the null block.
     Returns the storages: for each, the flat parts (keys, values ...), of which layers get reshaped views.
@@ -68,10 +68,9 @@ def allocate_cache(
         ]
         for group, parts in zip(alike, wanted, strict=True):
             for storage, index in zip(storages, group.layers, strict=False):
-                layer = layers[index]
-                layer.cache = tuple(
+                cache = tuple(
                     flat.view(part.shape) for flat, part in zip(storage, parts, strict=True)
                 )
-                layer.group, layer.backend = numbers[group.layers], backend
+                layers[index].bind(backend, cache, numbers[group.layers])
         everything += storages
     return everything

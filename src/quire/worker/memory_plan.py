@@ -242,7 +242,7 @@ def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
         Unsupported: such a model is configured with another cache format.
     """
     dtype = resolved.kv_dtype
-    specs = [layer.cache_spec(dtype) for layer in model.attention_layers()]
+    specs = [layer.spec.cache_spec(dtype) for layer in model.attention_layers()]
     if not specs:
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
     return specs or specs_of(resolved.hf_config, dtype)

@@ -106,7 +106,7 @@ class WorkerSleep:
         model = self.worker.model
         if not isinstance(model, UnloadedModel):
             for layer in model.attention_layers():
-                layer.cache = None
+                layer.drop_cache()
             self.worker.place(model)
 
     def _move(self, device: torch.device) -> None:

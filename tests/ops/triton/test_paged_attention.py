@@ -28,7 +28,7 @@ SMALL = Sizes(short=16, long=32, tile=16, segment=32)
 def rows_of(kind: str | Attention, lengths, seed=0, block_size=16, dtype=torch.float32) -> Rows:
     layer = layer_of(kind) if isinstance(kind, str) else kind
     rows = Rows(layer, lengths, block_size, 16, seed=seed, dtype=dtype)
-    layer.backend = TritonAttention(SMALL)
+    layer.bind(TritonAttention(SMALL), layer.spec.cache)
     return rows
 
 
@@ -188,10 +188,11 @@ def test_a_cache_of_codes_is_read_as_the_reference_reads_it(name: str, kind: str
     found = []
     for backend in (TritonAttention(SMALL), ReferenceAttention(tile=16)):
         rows = rows_of(kind, [40, 7])
-        layer, rows.layer.backend = rows.layer, backend
-        layer.cache = tuple(
+        layer = rows.layer
+        cache = tuple(
             torch.zeros(p.shape, dtype=p.dtype, device=DEVICE)
-            for p in kv_quantization.parts(layer.cache_spec(name), 8, 16)
+            for p in kv_quantization.parts(layer.spec.cache_spec(name), 8, 16)
         )
+        layer.bind(backend, cache)
         found.append(torch.cat([*rows.step([(0, 39), (1, 6)]), *rows.step([(0, 1), (1, 1)])]))
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from ops.triton.place import DEVICE, DTYPES
 
+from quire.attention.base import QKNormRope
 from quire.attention.triton import TritonAttention
-from quire.layers.attention import Attention, QKNormRope
+from quire.layers.attention import Attention
 from quire.ops.reference import rms_norm, rotate
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from quire.attention.base import AttentionSpec
 from quire.layers.attention import Attention
 
 CHECK = "quire-check"
@@ -109,27 +110,29 @@ class _Rows:
                 old_k, old_v = self.kept[key]
                 k_NKD, v_NKD = torch.cat([old_k, k_NKD]), torch.cat([old_v, v_NKD])
             self.kept[key] = (k_NKD, v_NKD)
-            outputs.append(_attention(layer, q_THD[at : at + n], k_NKD, v_NKD, start))
+            outputs.append(_attention(layer.spec, q_THD[at : at + n], k_NKD, v_NKD, start))
             at += n
         return torch.cat(outputs)
 
 
-def _attention(layer: Attention, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, start: int) -> Tensor:
-    """The attention of `layer` in float32, for tokens start .. start + T over their row's N keys."""
-    groups = layer.num_heads // layer.num_kv_heads
+def _attention(
+    spec: AttentionSpec, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, start: int
+) -> Tensor:
+    """The attention of a layer in float32, for tokens start .. start + T over their row's N keys."""
+    groups = spec.num_heads // spec.num_kv_heads
     k_NHD = k_NKD.float().repeat_interleave(groups, 1)
     v_NHD = v_NKD.float().repeat_interleave(groups, 1)
-    scores_HTN = torch.einsum("thd,nhd->htn", q_THD.float(), k_NHD) * layer.scale
-    if layer.softcap:
-        scores_HTN = layer.softcap * torch.tanh(scores_HTN / layer.softcap)
+    scores_HTN = torch.einsum("thd,nhd->htn", q_THD.float(), k_NHD) * spec.scale
+    if spec.softcap:
+        scores_HTN = spec.softcap * torch.tanh(scores_HTN / spec.softcap)
     query_T1 = torch.arange(start, start + len(q_THD), device=q_THD.device)[:, None]
     key_1N = torch.arange(len(k_NKD), device=q_THD.device)[None]
     seen_TN = key_1N <= query_T1
-    if layer.window is not None:
-        seen_TN &= key_1N > query_T1 - layer.window
+    if spec.window is not None:
+        seen_TN &= key_1N > query_T1 - spec.window
     scores_HTN = scores_HTN.masked_fill(~seen_TN, float("-inf"))
-    if layer.sinks is not None:
-        sinks_HT1 = layer.sinks.float()[:, None, None].expand(-1, len(q_THD), 1)
+    if spec.sinks is not None:
+        sinks_HT1 = spec.sinks.float()[:, None, None].expand(-1, len(q_THD), 1)
         weights_HTN = torch.cat([scores_HTN, sinks_HT1], -1).softmax(-1)[..., :-1]
     else:
         weights_HTN = scores_HTN.softmax(-1)
@@ -153,7 +156,7 @@ def checking() -> Iterator[_Rows]:
 
 
 def register(handle: str) -> None:
-    """Register CHECK with Transformers; `handle`: the attribute of an attention module that has Quire's layer."""
+    """Register CHECK with Transformers; `handle`: the attribute of an attention module that has Quire's spec."""
 
     def attend(
         module: nn.Module,
