@@ -251,6 +251,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     from quire.ops.triton import sampling as kernel
     from quire.worker.sampling import logprobs, top_k_top_p, triton_ops
     from quire.worker.sampling.gumbel import draw, keys, seed_words
+    from quire.worker.sampling.row_params import ROW_PARAMS
 
     rows, vocab = (6, 3000) if run.small else (64, 151_936)
     made = torch.Generator().manual_seed(1)
@@ -259,7 +260,7 @@ def sampling(run: Run, found: dict[str, Any]) -> None:
     here, keys_2S = x.to(run.device), drawn.to(run.device)
     same = int((kernel.draw(here, keys_2S).cpu() == draw(x, drawn)).sum())
     found["bits"]["tokens drawn as on the CPU"] = f"{same} of {rows}"
-    lots = top_k_top_p.SamplingLimits(np.full(rows, 50), np.full(rows, 0.9), np.full(rows, 0.01))
+    lots = np.array([(1.0, 0, 50, 0.9, np.log(0.01))] * rows, ROW_PARAMS)
     got, want = triton_ops.cutoff(here, lots), top_k_top_p.cutoff(x, lots)
     equal = int(((got.logits_S.cpu() == want.logits_S) & (got.ids_S.cpu() == want.ids_S)).sum())
     found["bits"]["cutoffs as on the CPU"] = f"{equal} of {rows}"

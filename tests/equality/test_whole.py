@@ -22,9 +22,9 @@ PLAIN: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.6, "top_p": 0.7},
     {"temperature": 1.3, "top_k": 7},
+    {"temperature": 0.9, "min_p": 0.1},
 ]
 PARTICULAR: list[dict[str, Any]] = [
-    {"temperature": 0.9, "min_p": 0.1},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "repetition_penalty": 1.5},
     {"temperature": 0.0, "prompt_logprobs": 1},

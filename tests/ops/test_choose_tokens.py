@@ -45,13 +45,13 @@ def same(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> No
 def test_the_best(rows: int, vocab: int, dtype: torch.dtype):
     for seed in range(3):
         logits, words = draw(rows, vocab, dtype, seed)
-        same(native._best(logits), masked_argmax.best.reference(logits))
-        same(native._best(logits, words), masked_argmax.best.reference(logits, words))
+        same(native._argmax(logits), masked_argmax.argmax.reference(logits))
+        same(native._argmax(logits, words), masked_argmax.argmax.reference(logits, words))
         lowest = [row.tolist().index(max(row.tolist())) for row in logits]
         assert (
-            native._best(logits)[0].tolist()
+            native._argmax(logits)[0].tolist()
             == lowest
-            == masked_argmax.best.reference(logits)[0].tolist()
+            == masked_argmax.argmax.reference(logits)[0].tolist()
         )
 
 
@@ -61,18 +61,18 @@ def test_numbers_that_are_none(dtype: torch.dtype, place: int):
     for bad, finite in ((torch.nan, False), (torch.inf, False), (-torch.inf, True)):
         logits, words = draw(2, 41, dtype, 1)
         logits[0, place] = bad
-        _, whole, _ = native._best(logits, words)
+        _, whole, _ = native._argmax(logits, words)
         assert whole.isfinite().tolist() == [finite, True]
-        assert masked_argmax.best.reference(logits)[1].isfinite().tolist() == [finite, True]
+        assert masked_argmax.argmax.reference(logits)[1].isfinite().tolist() == [finite, True]
     none = torch.full((1, 41), -torch.inf, dtype=dtype)
-    assert native._best(none)[1].isneginf().all()
+    assert native._argmax(none)[1].isneginf().all()
 
 
 @pytest.mark.parametrize(("rows", "vocab"), SIZES)
 def test_a_mask_over_logits(rows: int, vocab: int):
     logits, words = draw(rows, vocab, torch.float32, 5)
     beside = logits.clone()
-    mine = native._bar(logits, words)
+    mine = native._mask_logits(logits, words)
     assert mine is logits
-    assert torch.equal(mine, masked_argmax.bar.reference(beside, words))
+    assert torch.equal(mine, masked_argmax.mask_logits.reference(beside, words))
     assert mine[-1].isneginf().all()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from worker.survivors import all_survivors, tied_logits
+from worker.survivors import all_survivors, limits_of, tied_logits
 
 from quire.ops import masked_argmax
 from quire.ops.cpu import bindings, build, isa
 from quire.worker.sampling.cpu_ops import CpuSamplerOps
 from quire.worker.sampling.gumbel import draw, draw_among, keys, seed_words
-from quire.worker.sampling.top_k_top_p import SamplingLimits, cutoff, draw_top_k_top_p
+from quire.worker.sampling.row_params import ROW_PARAMS
+from quire.worker.sampling.top_k_top_p import cutoff, draw_top_k_top_p
 
 SIZES = [1, 7, 16, 33, 700, 5000]
 
@@ -24,7 +28,7 @@ def native(request: pytest.FixtureRequest) -> CpuSamplerOps:
         pytest.skip(str(why))
 
 
-def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, SamplingLimits, torch.Tensor]:
+def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
     """Logits of any spread, with ties and tokens that are out; limits; keys."""
     dice, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     wide_SV = torch.randn(count, vocab + 5, generator=made)
@@ -33,7 +37,7 @@ def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, SamplingLimit
         wide_SV = (wide_SV * 4).round() / 4
     if seed % 2 == 0:
         wide_SV[:, 1::3] = -torch.inf
-    limits = SamplingLimits(
+    limits = limits_of(
         dice.choice([0, 0, 1, 7, 100, 2500], count),
         dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6, 0.0], count),
         dice.choice([0, 0, 0.01, 0.5, 1.0], count),
@@ -41,6 +45,15 @@ def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, SamplingLimit
     seeds = dice.integers(0, 2**62, count).tolist()
     found = keys(seed_words(seeds), dice.integers(0, 99_999, count))
     return wide_SV[:, :vocab], limits, torch.from_numpy(found)
+
+
+def test_the_table_of_rows_is_the_kernels_struct() -> None:
+    """Names, types and order of the fields; the compiler's layout of a C struct is that of `align=True`."""
+    header = Path(build.__file__).with_name("kernels") / "sampling.h"
+    fields = re.findall(r"^  (\w+) (\w+);", header.read_text(), re.MULTILINE)
+    types = {"float": "float32", "double": "float64", "uint32_t": "uint32", "int64_t": "int64"}
+    expected = np.dtype([(name, types[kind]) for kind, name in fields], align=True)
+    assert expected == ROW_PARAMS
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -66,8 +79,8 @@ def test_ties_go_to_the_lower_id(native: CpuSamplerOps, vocab: int):
         assert torch.equal(
             native.draw_top_k_top_p(scaled_SV, limits, keys_2S), draw(kept_SV, keys_2S)
         )
-        ones_S, short_SV = np.ones(6, np.float32), scaled_SV.bfloat16()
-        tokens_S, _ = native.sample(short_SV, ones_S, limits, seeds_S, lengths_S)
+        limits["seed"] = seeds_S
+        tokens_S, _ = native.sample(scaled_SV.bfloat16(), limits, lengths_S)
         assert torch.equal(tokens_S, draw(kept_SV, keys_2S))
 
 
@@ -80,10 +93,13 @@ def test_one_pass_gives_the_same_tokens(native: CpuSamplerOps, vocab: int, dtype
         logits_SV = logits_SV.to(dtype)
         seeds_S, lengths_S = seed_words(list(range(9))), dice.integers(0, 99_999, 9)
         temperature_S = dice.choice([0.0, 0.3, 1.0, 1.7], 9).astype(np.float32)
-        tokens_S, whole_S = native.sample(logits_SV, temperature_S, limits, seeds_S, lengths_S)
-        assert torch.equal(whole_S, logits_SV.amax(dim=-1).float())
+        limits["temperature"], limits["seed"] = temperature_S, seeds_S
+        tokens_S, max_logit_S = native.sample(logits_SV, limits, lengths_S)
+        assert torch.equal(max_logit_S, logits_SV.amax(dim=-1).float())
         greedy_S = torch.from_numpy(temperature_S == 0)
-        assert torch.equal(tokens_S[greedy_S], masked_argmax.best.reference(logits_SV[greedy_S])[0])
+        assert torch.equal(
+            tokens_S[greedy_S], masked_argmax.argmax.reference(logits_SV[greedy_S])[0]
+        )
         warm = np.where(temperature_S == 0, np.float32(1), temperature_S)
         scaled_SV = logits_SV.float() / torch.from_numpy(warm)[:, None]
         keys_2S = torch.from_numpy(keys(seed_words(list(range(9))), lengths_S))
@@ -122,7 +138,6 @@ def test_rows_without_sense_hurt_nobody(native: CpuSamplerOps):
     after = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     assert after[[1, 4]].tolist() == before[[1, 4]].tolist()
     assert ((after >= 0) & (after < 700)).all()
-    ones, seeds_S, lengths_S = np.ones(5, np.float32), np.zeros(5, np.uint32), np.arange(5)
-    tokens_S, whole_S = native.sample(scaled_SV, ones, limits, seeds_S, lengths_S)
-    assert whole_S.isfinite().tolist() == [False, True, False, False, True]
+    tokens_S, max_logit_S = native.sample(scaled_SV, limits, np.arange(5))
+    assert max_logit_S.isfinite().tolist() == [False, True, False, False, True]
     assert ((tokens_S >= 0) & (tokens_S < 700)).all()

@@ -62,7 +62,7 @@ def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set
     left = out.isfinite()
     assert torch.equal(out[left], logits[left])
     words = np.full((len(rows), num_words(width)), -1, np.int32)
-    made.bar(words, picked)
+    made.mask(words, picked)
     assert torch.equal(bits(torch.from_numpy(words), width), left)
     return [set(row.nonzero().flatten().tolist()) for row in left]
 
@@ -292,7 +292,10 @@ def test_statistics_begin_no_compilation(reader: Reader):
         assert not reader.compiler.waiting
         assert not gate.ready(request)
         assert gate.holds(request)
-    reader.compiler.ask(request.params.structured_outputs).result(60)
+    made = reader.compiler.ask(request.params.structured_outputs)
+    called = threading.Event()
+    made.add_done_callback(lambda _: called.set())  # after the gate's own callback
+    assert called.wait(60)
     assert gate.ready(request)
     assert not gate.holds(request)
 

@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 from devices import LENGTH, VOCAB, Driver, TinyModel, enter, generate, make_worker
+from worker.survivors import limits_of
 
 from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.sampling.top_k_top_p import SamplingLimits, draw_top_k_top_p
+from quire.worker.sampling.top_k_top_p import draw_top_k_top_p
 
 COUNT = 7
 WISHES = [
@@ -148,7 +149,7 @@ def test_candidates_do_not_matter():
     scaled_SV[6:] = (scaled_SV[6:] * 8).round() / 8  # with ties
     keys_2S = torch.randint(-(2**31), 2**31, (2, count), generator=made).to(torch.int32)
     for top_k, top_p, min_p in [(0, 0.9, 0), (0, 0.3, 0.01), (50, 0.9, 0), (0, 1.0, 0.2), (2000, 0.99, 0)]:  # fmt: skip
-        limits = SamplingLimits(
+        limits = limits_of(
             *(torch.full((count,), value).numpy() for value in (top_k, top_p, min_p))
         )
         together = draw_top_k_top_p(scaled_SV, limits, keys_2S)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from worker.survivors import all_survivors, tied_logits
+from worker.survivors import all_survivors, limits_of, tied_logits
 
 from quire.worker.sampling import top_k_top_p as module
 from quire.worker.sampling.gumbel import draw, keys, seed_words
-from quire.worker.sampling.top_k_top_p import SamplingLimits, cutoff, draw_top_k_top_p
+from quire.worker.sampling.top_k_top_p import cutoff, draw_top_k_top_p
 
 
-def hold(scaled_SV: torch.Tensor, limits: SamplingLimits, seed: int) -> None:
+def hold(scaled_SV: torch.Tensor, limits: np.ndarray, seed: int) -> None:
     """The cutoff and the draw are those of the definition."""
     survive = all_survivors(scaled_SV, limits)
     kept_SV = scaled_SV.masked_fill(~survive, -torch.inf)
@@ -34,7 +34,7 @@ def test_survivors(seed: int) -> None:
             scaled_SV = (scaled_SV * 4).round() / 4
         if trial % 4 == 0:
             scaled_SV[:, ::3] = -torch.inf
-        limits = SamplingLimits(
+        limits = limits_of(
             dice.choice([0, 0, 1, 7, 100, 2500], count),
             dice.choice([1.0, 0.5, 0.9, 0.999, 1e-6], count),
             dice.choice([0, 0, 0.01, 0.5, 1.0], count),
@@ -51,7 +51,7 @@ def test_survivors_of_tied_logits(vocab: int) -> None:
 def test_ties_go_to_the_lower_id() -> None:
     """Exactly k survive; top-p keeps the smallest prefix; min-p keeps all tokens of one logit."""
     scaled_SV = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0, 1.0, 3.0]]).repeat(7, 1)
-    limits = SamplingLimits(
+    limits = limits_of(
         np.array([1, 3, 5, 0, 0, 0, 3]),
         np.array([1, 1, 1, 1e-6, 0.5, 1, 0.7]),
         np.array([0, 0, 0, 0, 0, 1.0, 0.5]),
@@ -68,7 +68,7 @@ def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
     scaled_SV = torch.full((1, vocab), -torch.inf)
     scaled_SV[0, [2, 0, 1]] = torch.tensor([0.0, -0.6931472, -0.6931472])
     assert scaled_SV[0, 0].exp() == 0.5
-    limits = SamplingLimits(np.array([0]), np.array([0.5]), np.array([0.0]))
+    limits = limits_of(np.array([0]), np.array([0.5]), np.array([0.0]))
     cut = cutoff(scaled_SV, limits)
     assert (float(cut.logits_S), int(cut.ids_S)) == (0.0, 2)
 
@@ -85,9 +85,7 @@ def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
     monkeypatch.setattr(module, "cutoff", None)
     scaled_SV = torch.randn(3, 5_000, generator=torch.Generator().manual_seed(0))
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3]), np.arange(3)))
-    limits = SamplingLimits(
-        np.array([5, 20, 1]), np.array([0.9, 1.0, 0.5]), np.array([0.0, 0.1, 0.0])
-    )
+    limits = limits_of(np.array([5, 20, 1]), np.array([0.9, 1.0, 0.5]), np.array([0.0, 0.1, 0.0]))
     draw_top_k_top_p(scaled_SV, limits, keys_2S)
     assert looked == [20 + module.SPARE]
 
@@ -95,7 +93,7 @@ def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
 def test_rows_that_are_no_numbers_harm_nobody() -> None:
     scaled_SV = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(0)) / 10
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3, 4]), np.arange(4)))
-    limits = SamplingLimits(np.zeros(4, np.int64), np.full(4, 0.9), np.zeros(4))
+    limits = limits_of(np.zeros(4, np.int64), np.full(4, 0.9), np.zeros(4))
     expected = draw_top_k_top_p(scaled_SV, limits, keys_2S)
     for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
         scaled_SV[row, 17] = value

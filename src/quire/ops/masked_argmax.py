@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.ops.dispatch import op
 
-NEVER = -torch.inf
+NEG_INF = -torch.inf
 
 
 def num_words(vocab: int) -> int:
@@ -31,21 +31,21 @@ def bits(words_SW: Tensor, vocab: int) -> Tensor:
 
 
 @op
-def best(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def argmax(logits_SV: Tensor, words_SW: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(best allowed token int64 [S], highest logit of all tokens, highest logit of allowed tokens; both float32 [S]).
 
     Among equal logits the lowest id wins. The highest of all is NaN or inf if any logit is. If no token is allowed, the
     highest of the allowed is -inf and the token is meaningless.
     """
-    whole_S, tokens_S = logits_SV.max(dim=-1)
+    max_logit_S, tokens_S = logits_SV.max(dim=-1)
     if words_SW is None:
-        return tokens_S, whole_S.float(), whole_S.float()
-    kept_SV = logits_SV.masked_fill(~bits(words_SW, logits_SV.shape[1]), NEVER)
-    kept_S, tokens_S = kept_SV.max(dim=-1)
-    return tokens_S, whole_S.float(), kept_S.float()
+        return tokens_S, max_logit_S.float(), max_logit_S.float()
+    allowed_SV = logits_SV.masked_fill(~bits(words_SW, logits_SV.shape[1]), NEG_INF)
+    max_allowed_logit_S, tokens_S = allowed_SV.max(dim=-1)
+    return tokens_S, max_logit_S.float(), max_allowed_logit_S.float()
 
 
 @op
-def bar(logits_SV: Tensor, words_SW: Tensor) -> Tensor:
+def mask_logits(logits_SV: Tensor, words_SW: Tensor) -> Tensor:
     """Set float32 logits of tokens that are not allowed to -inf, in place."""
-    return logits_SV.masked_fill_(~bits(words_SW, logits_SV.shape[1]), NEVER)
+    return logits_SV.masked_fill_(~bits(words_SW, logits_SV.shape[1]), NEG_INF)

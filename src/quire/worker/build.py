@@ -114,7 +114,7 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     parts = WorkerParts(platform, model, rows, processors)
     plug_in(parts)
     sampler = Sampler(
-        model, rows, asked.logprobs_mode, parts.processors, drawing=build_sampler_ops(platform)
+        model, rows, asked.logprobs_mode, parts.processors, ops=build_sampler_ops(platform)
     )
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
@@ -192,15 +192,15 @@ def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> I
 def build_sampler_ops(platform: Platform) -> SamplerOps:
     """The sampler's functions: kernels, if the platform has them."""
     if "triton" in platform.kernels:
-        from quire.worker.sampling.triton_ops import COMPILED
+        from quire.worker.sampling.triton_ops import TRITON_OPS
 
-        return COMPILED
+        return TRITON_OPS
     from quire.ops.cpu.bindings import best
-    from quire.worker.sampling.cpu_ops import native
-    from quire.worker.sampling.sampler_ops import PLAIN
+    from quire.worker.sampling.cpu_ops import cpu_ops
+    from quire.worker.sampling.sampler_ops import TORCH_OPS
 
     kernels = best() if "native" in platform.kernels else None
-    return PLAIN if kernels is None else native(kernels)
+    return TORCH_OPS if kernels is None else cpu_ops(kernels)
 
 
 def build_model_input(

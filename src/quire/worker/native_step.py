@@ -20,7 +20,7 @@ from quire.models.whole import CModel, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.request_rows import RequestRows
-from quire.worker.sampling.sampled_step import NO_NUMBER
+from quire.worker.sampling.sampled_step import NOT_FINITE
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.worker import FinishedStep, PlanMismatch
 
@@ -34,7 +34,7 @@ class _Rows(ctypes.Structure):
         *(
             (name, _P)
             for name in (
-                "tokens", "computed", "length", "blocks", "greedy", "temperature", "top_k", "top_p", "seeds",
+                "tokens", "computed", "length", "blocks", "params",
             )
         ),
         *((name, _L) for name in ("tokens_step", "blocks_step")),
@@ -58,19 +58,18 @@ class NativeStep:
         self.kernels, self.rows, self.sampler = kernels, rows, sampler
         self.model: CModel | None = None
         # The kernels keep these addresses: none of these arrays may move.
-        limits, tokens_RL = sampler.limits, rows.token_ids_RL
+        tokens_RL = rows.token_ids_RL
         self._tables = (_P * len(rows.blocks))(*(blocks.ctypes.data for blocks in rows.blocks))
         self._rows = _Rows(
             tokens_RL.data_ptr(), rows.computed.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
-            sampler.greedy.ctypes.data, sampler.temperature.ctypes.data, limits.top_k.ctypes.data, limits.top_p.ctypes.data,
-            sampler.seeds.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
+            sampler.params_R.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
         # By work item of a step: its token or -1, and its highest logit.
         self._drawn_B = np.zeros(rows.max_rows, np.int64)
-        self._whole_B = np.zeros(rows.max_rows, np.float32)
-        self._drawn, self._whole = self._drawn_B.ctypes.data, self._whole_B.ctypes.data
+        self._max_logit_B = np.zeros(rows.max_rows, np.float32)
+        self._drawn, self._max_logit = self._drawn_B.ctypes.data, self._max_logit_B.ctypes.data
 
     def place(self, model: object) -> None:
         """Run this model from now on."""
@@ -95,15 +94,20 @@ class NativeStep:
         shares += [item.samples for item in work]
         told_3B = array("q", shares)
         wrong = self.kernels.step(
-            self._model, self._address, told_3B.buffer_info()[0], count, self._drawn, self._whole
+            self._model,
+            self._address,
+            told_3B.buffer_info()[0],
+            count,
+            self._drawn,
+            self._max_logit,
         )
         if wrong < 0:
             raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
         tokens = [[token] if token >= 0 else [] for token in self._drawn_B[:count].tolist()]
         result = StepResult(plan.step, tokens)
         if wrong:
-            highest_B = self._whole_B[:count]
+            highest_B = self._max_logit_B[:count]
             result.errors = {
-                at: NO_NUMBER for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
+                at: NOT_FINITE for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
         return FinishedStep(result)

@@ -14,9 +14,9 @@ CHECK(choose) {
       for (int is_bf16 : {0, 1})
         for (bool masked : {false, true}) {
           Guarded<int64_t> tokens(rows);
-          Guarded<float> whole(rows), kept(rows);
+          Guarded<float> max_logit(rows), max_allowed(rows);
           const void* from = is_bf16 ? (const void*)short_x.data : x.data;
-          quire_best(from, step, is_bf16, masked ? mask.data : nullptr, rows, V, tokens, whole, kept);
+          quire_masked_argmax(from, step, is_bf16, masked ? mask.data : nullptr, rows, V, tokens, max_logit, max_allowed);
           for (long r = 0; r < rows; r++) {
             int64_t best = -1;
             float top = -INFINITY, all = -INFINITY;
@@ -27,15 +27,15 @@ CHECK(choose) {
             }
             const std::string name = named("best", {rows, V, is_bf16, masked, r});
             same(name, &tokens[r], &best, 1);
-            same(name, &kept[r], &top, 1);
-            same(name, &whole[r], &all, 1);
+            same(name, &max_allowed[r], &top, 1);
+            same(name, &max_logit[r], &all, 1);
           }
         }
       std::vector<float> want(x.data, x.data + x.count);
       for (long r = 0; r < rows; r++)
         for (long v = 0; v < V; v++)
           if (!(mask[r * words + v / 32] >> v % 32 & 1)) want[r * step + v] = -INFINITY;
-      quire_bar(x, step, mask, rows, V);
+      quire_mask_logits(x, step, mask, rows, V);
       same(named("bar", {rows, V}), x.data, want.data(), want.size());
     }
 }

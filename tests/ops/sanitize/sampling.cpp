@@ -62,11 +62,10 @@ CHECK(cut) {
           for (double m : {0.0, 0.05}) {
             Random random((unsigned)(V + k));
             const auto x = ties ? tied(random, V) : random.floats(V);
-            const int64_t top_k[] = {k};
-            const double top_p[] = {p}, log_min_p[] = {log(m)};
+            const quire::RowParams params{1.f, 0, k, p, log(m)};
             Guarded<float> got(1);
             Guarded<int64_t> last(1);
-            quire_cut(x, V, top_k, top_p, log_min_p, 1, V, got, last);
+            quire_cut(x, V, &params, 1, V, got, last);
             std::vector<long> order(V);
             for (long v = 0; v < V; v++) order[v] = v;
             std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return x[a] > x[b]; });
@@ -93,22 +92,21 @@ CHECK(sample) {
       const long step = V + 3;
       const auto x = tied(random, (rows - 1) * step + V);
       const auto short_x = random.bf16s((rows - 1) * step + V);
-      const float temperatures[] = {0.f, 1.f, 0.7f, 1.5f};
-      const int64_t top_k[] = {0, 0, 7, 400}, positions[] = {0, 5, 1L << 33, 9};
-      const double top_p[] = {1, 1, 0.9, 0.5}, log_min_p[] = {-INFINITY, -INFINITY, log(0.05), -INFINITY};
-      const uint32_t seeds[] = {1, 2, 3, 0xffffffff};
+      const quire::RowParams params[] = {
+          {0.f, 1, 0, 1, -INFINITY}, {1.f, 2, 0, 1, -INFINITY}, {0.7f, 3, 7, 0.9, log(0.05)}, {1.5f, 0xffffffff, 400, 0.5, -INFINITY}};
+      const int64_t positions[] = {0, 5, 1L << 33, 9};
       Guarded<int64_t> got(rows), want(rows), last(1);
       Guarded<float> whole(rows), floor(1), kept(1), logits(V), by_parts(rows);
       const void* from = is_bf16 ? (const void*)short_x.data : x.data;
-      quire_sample(from, step, is_bf16, temperatures, top_k, top_p, log_min_p, seeds, positions, rows, V, got, whole);
+      quire_sample(from, step, is_bf16, params, positions, rows, V, got, whole);
       for (long r = 0; r < rows; r++) {
         for (long v = 0; v < V; v++) logits[v] = is_bf16 ? value_of(short_x[r * step + v]) : x[r * step + v];
-        quire_best(logits, V, 0, nullptr, 1, V, want + r, by_parts + r, kept);
-        if (temperatures[r] == 0) continue;
-        for (long v = 0; v < V; v++) logits[v] /= temperatures[r];
-        const uint32_t word = mixed(seeds[r] ^ (uint32_t)positions[r]);
+        quire_masked_argmax(logits, V, 0, nullptr, 1, V, want + r, by_parts + r, kept);
+        if (params[r].temperature == 0) continue;
+        for (long v = 0; v < V; v++) logits[v] /= params[r].temperature;
+        const uint32_t word = mixed(params[r].seed ^ (uint32_t)positions[r]);
         const int32_t a[] = {(int32_t)word}, b[] = {(int32_t)mixed(mixed(word) + 0x85EBCA6B)};
-        quire_cut(logits, V, top_k + r, top_p + r, log_min_p + r, 1, V, floor, last);
+        quire_cut(logits, V, params + r, 1, V, floor, last);
         quire_draw(logits, V, a, b, floor, last, 1, V, want + r);
       }
       same(named("sample", {V, is_bf16}), got.data, want.data, rows);

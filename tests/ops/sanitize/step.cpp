@@ -23,19 +23,16 @@ CHECK(step) {
     m.count = 2, m.num_groups = 1, m.positions = L, m.pairs = P, m.packed = packed, m.vocab = V, m.eps = 1e-6f;
 
     Guarded<int32_t> tokens(R * L), blocks(R * M);
-    Guarded<int64_t> computed(R), length(R), top_k(R);
-    Guarded<uint8_t> greedy(R);
-    Guarded<float> temperature(R);
-    Guarded<double> top_p(R);
-    Guarded<uint32_t> seeds(R);
+    Guarded<int64_t> computed(R), length(R);
+    Guarded<quire::RowParams> params(R);
     for (long r = 0; r < R; r++) {
       for (long i = 0; i < L; i++) tokens[r * L + i] = (int)random.below(V);
       for (long i = 0; i < M; i++) blocks[r * M + i] = (int)(1 + i * R + r);
-      computed[r] = 0, length[r] = 20 + r, greedy[r] = r == 1, temperature[r] = 0.7f, seeds[r] = (uint32_t)r;
-      top_k[r] = r == 3 ? 5 : 0, top_p[r] = r == 2 ? 0.8 : 1;
+      computed[r] = 0, length[r] = 20 + r;
+      params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, r == 3 ? 5 : 0, r == 2 ? 0.8 : 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, tables, greedy, temperature, top_k, top_p, seeds, L, M};
+    const quire::Rows rows{tokens, computed, length, tables, params, L, M};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
     const int64_t first[3][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}};
@@ -75,7 +72,7 @@ CHECK(step) {
     const int64_t position = 22;
     Guarded<int64_t> token(1);
     Guarded<float> most(1);
-    quire_sample(logits, padded, 1, &temperature[2], &top_k[2], &top_p[2], nullptr, &seeds[2], &position, 1, V, token, most);
+    quire_sample(logits, padded, 1, &params[2], &position, 1, V, token, most);
     same("step's token", drawn.data, token.data, 1);
     same("step's highest", whole.data, most.data, 1);
     const int32_t written = (int32_t)token[0];

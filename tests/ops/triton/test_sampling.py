@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ops.triton.place import DEVICE
-from worker.survivors import all_survivors, tied_logits
+from worker.survivors import all_survivors, limits_of, tied_logits
 
 from quire.ops.triton import sampling
 from quire.protocol.sampling_params import SamplingParams
@@ -75,12 +75,7 @@ LIMITS = {
 def test_cutoffs_are_those_of_the_definition() -> None:
     """All kinds side by side, on logits with many ties and some that are out."""
     found = list(LIMITS.values())
-    made = top_k_top_p.SamplingLimits(
-        *(
-            np.array(c, t)
-            for c, t in zip(zip(*found, strict=True), (np.int64, float, float), strict=True)
-        )
-    )
+    made = limits_of(*zip(*found, strict=True))
     x = (logits(len(found)) * 4).round() / 4
     x[:, ::7] = -torch.inf
     hold(x, made)
@@ -93,7 +88,7 @@ def test_ties_go_to_the_lower_id() -> None:
         hold(scaled_SV.to(DEVICE), made)
 
 
-def hold(x: torch.Tensor, made: top_k_top_p.SamplingLimits) -> None:
+def hold(x: torch.Tensor, made: np.ndarray) -> None:
     kept = x.masked_fill(~all_survivors(x.cpu(), made).to(DEVICE), -torch.inf)
     got = triton_ops.cutoff(x, made).masked_(x.clone())
     for row, (mine, want) in enumerate(zip(got, kept, strict=True)):

@@ -44,8 +44,8 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 from quire.worker.hooks import Hook
 from quire.worker.request_rows import RequestRows
-from quire.worker.sampling.builtin_processors import only
-from quire.worker.sampling.logits_processors import Processor, ProcessorRows, keep_only
+from quire.worker.sampling.builtin_processors import allow_only
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, allow_only_in_mask
 from quire.worker.sampling.sampled_step import RequestFault
 
 MAX_DEATHS = 2
@@ -89,7 +89,7 @@ class RowGrammar:
 class GrammarMasks(Processor):
     """One per worker; register `hook` with the worker's hooks."""
 
-    bars = True
+    mask_only = True
 
     def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
@@ -136,16 +136,16 @@ class GrammarMasks(Processor):
             (len(logits_SV), masked_argmax.num_words(logits_SV.shape[1])), -1, np.int32
         )
         settled = self._lay(words_SW, picked)
-        masked_argmax.bar(
+        masked_argmax.mask_logits(
             logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True)
         )
         for at, tokens in settled:
-            only(logits_SV[at], tokens)
+            allow_only(logits_SV[at], tokens)
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, tokens in self._lay(words_SW, picked):
-            keep_only(words_SW[at], tokens)
+            allow_only_in_mask(words_SW[at], tokens)
 
     def _lay(self, words_SW: np.ndarray, picked: ProcessorRows) -> list[tuple[int, list[int]]]:
         """Wait for the picked rows' masks and AND them into `words_SW`.

@@ -60,11 +60,11 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_rms_norm": (_P, _P, _P, _L, _L, _F, _I),
     "rotate": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L),
     "silu_and_mul": (_P, _P, _L, _L),
-    "best": (_P, _L, _I, _P, _L, _L, _P, _P, _P),
-    "bar": (_P, _L, _P, _L, _L),
+    "masked_argmax": (_P, _L, _I, _P, _L, _L, _P, _P, _P),
+    "mask_logits": (_P, _L, _P, _L, _L),
     "draw": (_P, _L, _P, _P, _P, _P, _L, _L, _P),
-    "cut": (_P, _L, _P, _P, _P, _L, _L, _P, _P),
-    "sample": (_P, _L, _I, _P, _P, _P, _P, _P, _P, _L, _L, _P, _P),
+    "cut": (_P, _L, _P, _L, _L, _P, _P),
+    "sample": (_P, _L, _I, _P, _P, _L, _L, _P, _P),
     "layer": (_P, _P, _P, _P, _I),
     "layers": (_P, _P, _L, _P, _P, _P, _F),
     "step": (_P, _P, _P, _L, _P, _P),
@@ -89,8 +89,8 @@ class Kernels:
     add_rms_norm: Callable[..., None]
     rotate: Callable[..., None]
     silu_and_mul: Callable[..., None]
-    best: Callable[..., None]
-    bar: Callable[..., None]
+    masked_argmax: Callable[..., None]
+    mask_logits: Callable[..., None]
     draw: Callable[..., None]
     cut: Callable[..., None]
     sample: Callable[..., None]

@@ -1,4 +1,4 @@
-"""The logits processors for the fields of SamplingParams. `rules()` gives their order.
+"""The logits processors for the fields of SamplingParams. `builtin_processors()` gives their order.
 
 Knows what each field means. Does not know how a token is drawn.
 
@@ -19,16 +19,16 @@ from torch import Tensor
 from quire.protocol.plan import EnteredRow
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, mask_of
 
-NEVER = -torch.inf
+NEG_INF = -torch.inf
 
 
-def only(logits_V: Tensor, tokens: list[int]) -> None:
+def allow_only(logits_V: Tensor, tokens: list[int]) -> None:
     """Allow these tokens only, even those that min_tokens, allowed tokens or bad words excluded."""
     ids_E = _put(np.array(tokens, np.int64), logits_V)
-    kept_E = logits_V[ids_E]
-    kept_E = kept_E.masked_fill_(kept_E == NEVER, 0.0)
-    logits_V.fill_(NEVER)
-    logits_V[ids_E] = kept_E
+    logits_E = logits_V[ids_E]
+    logits_E = logits_E.masked_fill_(logits_E == NEG_INF, 0.0)
+    logits_V.fill_(NEG_INF)
+    logits_V[ids_E] = logits_E
 
 
 def _put(array: np.ndarray, like: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class TokenTable(Processor):
 class AllowedTokens(TokenTable):
     """`allowed_token_ids`: excludes all other tokens."""
 
-    bars = True
+    mask_only = True
 
     def enter(self, new: EnteredRow) -> bool:
         if (tokens := new.params.allowed_token_ids) is None:
@@ -64,11 +64,11 @@ class AllowedTokens(TokenTable):
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
         kept = logits_SV[at, tokens]
-        logits_SV[_put(picked.at, logits_SV)] = NEVER
+        logits_SV[_put(picked.at, logits_SV)] = NEG_INF
         logits_SV[at, tokens] = kept
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
             words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
 
@@ -102,7 +102,7 @@ class BadWords(Processor):
             return logits_SV
         at_E, row_E, length_E, words = zip(*found, strict=True)
         most = max(len(word) for word in words) - 1
-        penalty_E = torch.full((len(found),), NEVER, device=logits_SV.device)
+        penalty_E = torch.full((len(found),), NEG_INF, device=logits_SV.device)
         if most:
             before_EW = np.array(
                 [[-1] * (most - len(word) + 1) + word[:-1] for word in words], np.int64
@@ -126,7 +126,7 @@ class BadWords(Processor):
 class MinTokens(TokenTable):
     """`min_tokens`: excludes tokens that end the request until the output is that long."""
 
-    bars = True
+    mask_only = True
 
     def enter(self, new: EnteredRow) -> bool:
         params = new.params
@@ -140,10 +140,10 @@ class MinTokens(TokenTable):
         if (still := self._early(picked)) is None:
             return logits_SV
         at, tokens = (_put(array, logits_SV) for array in self.entries(still))
-        logits_SV[at, tokens] = NEVER
+        logits_SV[at, tokens] = NEG_INF
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         if (still := self._early(picked)) is not None:
             for at, row in zip(still.at.tolist(), still.rows.tolist(), strict=True):
                 words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
@@ -225,7 +225,7 @@ class Penalties(Processor):
         return logits_SV
 
 
-def rules(
+def builtin_processors(
     penalties: Callable[[], Processor] = Penalties,
 ) -> tuple[list[Processor], list[Processor]]:
     """The processors that run before users' processors, and those that run after them."""

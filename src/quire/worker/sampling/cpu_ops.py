@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.ops.cpu.bindings import Kernels
 from quire.worker.sampling.sampler_ops import SamplerOps
-from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits
+from quire.worker.sampling.top_k_top_p import Cutoff
 
 
 class CpuSamplerOps:
@@ -33,50 +33,32 @@ class CpuSamplerOps:
         )  # fmt: skip
         return tokens_S
 
-    def draw_top_k_top_p(
-        self, scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor
-    ) -> Tensor:
-        return self.draw(scaled_SV, keys_2S, self.cutoff(scaled_SV, limits))
+    def draw_top_k_top_p(self, scaled_SV: Tensor, params_S: np.ndarray, keys_2S: Tensor) -> Tensor:
+        return self.draw(scaled_SV, keys_2S, self.cutoff(scaled_SV, params_S))
 
-    def cutoff(self, scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
+    def cutoff(self, scaled_SV: Tensor, params_S: np.ndarray) -> Cutoff:
         logits_SV = _rows(scaled_SV)
         count, vocab = logits_SV.shape
-        top_k = np.ascontiguousarray(limits.top_k, np.int64)
-        top_p = np.ascontiguousarray(limits.top_p, np.float64)
-        log_min_p = _log(limits.min_p)
         cut = Cutoff(torch.empty(count), torch.empty(count, dtype=torch.int64))
         self.kernels.cut(
-            logits_SV.data_ptr(), logits_SV.stride(0), top_k.ctypes.data, top_p.ctypes.data, log_min_p.ctypes.data,
-            count, vocab, cut.logits_S.data_ptr(), cut.ids_S.data_ptr(),
+            logits_SV.data_ptr(), logits_SV.stride(0), params_S.ctypes.data, count, vocab,
+            cut.logits_S.data_ptr(), cut.ids_S.data_ptr(),
         )  # fmt: skip
         return cut
 
     def sample(
-        self,
-        logits_SV: Tensor,
-        temperature_S: np.ndarray,
-        limits: SamplingLimits,
-        seeds_S: np.ndarray,
-        lengths_S: np.ndarray,
+        self, logits_SV: Tensor, params_S: np.ndarray, lengths_S: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """See `SamplerOps.sample`."""
         is_bf16 = logits_SV.dtype == torch.bfloat16 and logits_SV.stride(1) == 1
         logits_SV = logits_SV if is_bf16 else _rows(logits_SV)
         count, vocab = logits_SV.shape
-        log_min_p = _log(limits.min_p) if any(limits.min_p.tolist()) else None
-        tokens_S, whole_S = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        tokens_S, max_logit_S = torch.empty(count, dtype=torch.int64), torch.empty(count)
         self.kernels.sample(
-            logits_SV.data_ptr(), logits_SV.stride(0), is_bf16, temperature_S.ctypes.data,
-            limits.top_k.ctypes.data, limits.top_p.ctypes.data, None if log_min_p is None else log_min_p.ctypes.data,
-            seeds_S.ctypes.data, lengths_S.ctypes.data, count, vocab, tokens_S.data_ptr(), whole_S.data_ptr(),
+            logits_SV.data_ptr(), logits_SV.stride(0), is_bf16, params_S.ctypes.data,
+            lengths_S.ctypes.data, count, vocab, tokens_S.data_ptr(), max_logit_S.data_ptr(),
         )  # fmt: skip
-        return tokens_S, whole_S
-
-
-def _log(min_p: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        found: np.ndarray = np.log(min_p)
-    return found
+        return tokens_S, max_logit_S
 
 
 def _rows(logits_SV: Tensor) -> Tensor:
@@ -85,7 +67,7 @@ def _rows(logits_SV: Tensor) -> Tensor:
     return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
 
 
-def native(kernels: Kernels) -> SamplerOps:
+def cpu_ops(kernels: Kernels) -> SamplerOps:
     """The functions of a sampler on a CPU."""
-    how = CpuSamplerOps(kernels)
-    return SamplerOps(how.draw, how.draw_top_k_top_p, how.cutoff, sample=how.sample)
+    ops = CpuSamplerOps(kernels)
+    return SamplerOps(ops.draw, ops.draw_top_k_top_p, ops.cutoff, sample=ops.sample)

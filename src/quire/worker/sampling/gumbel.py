@@ -111,7 +111,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     parts = []
     for start in range(0, count, rows):
         noise = gumbel(keys_2S[:, start : start + rows], ids)
-        parts.append(masked_argmax.best(noise.add_(scaled_SV[start : start + rows]))[0])
+        parts.append(masked_argmax.argmax(noise.add_(scaled_SV[start : start + rows]))[0])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -50,11 +50,11 @@ class Processor:
     changes_argmax = True
     """False: the processor never changes which token is likeliest. Then it gets logits divided by the temperature,
     and runs only in steps where some row is not greedy."""
-    bars = False
-    """True: the processor only excludes tokens, and `bar` says which. Steps of greedy rows then need no float32
+    mask_only = False
+    """True: the processor only excludes tokens, and `mask` says which. Steps of greedy rows then need no float32
     logits: the argmax runs over the tokens that are left."""
-    watches = False
-    """True: `drawn` is called with each step's tokens (which makes the host wait for the device)."""
+    needs_tokens = False
+    """True: `on_tokens` is called with each step's tokens (which makes the host wait for the device)."""
 
     @property
     def name(self) -> str:
@@ -77,15 +77,15 @@ class Processor:
         """
         raise NotImplementedError
 
-    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         """Clear the bits of excluded tokens in the picked rows' masks; token t is bit t % 32 of word t // 32.
 
-        Called instead of `apply` if `bars`, with the same handling of errors.
+        Called instead of `apply` if `mask_only`, with the same handling of errors.
         """
         raise NotImplementedError
 
-    def drawn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Receives the tokens that the step drew, if `watches`."""
+    def on_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Receives the tokens that the step drew, if `needs_tokens`."""
 
 
 class LogitsPipeline:
@@ -95,7 +95,7 @@ class LogitsPipeline:
         self.rows, self.processors = rows, list(processors)
         self.uses = np.zeros((len(self.processors), rows.max_rows), bool)
         self.counts = [0] * len(self.processors)
-        self.watched = any(processor.watches for processor in self.processors)
+        self.needs_tokens = any(processor.needs_tokens for processor in self.processors)
 
     def enter(self, new: EnteredRow) -> str | None:
         """The error with which this request must fail, if a processor rejects it."""
@@ -141,10 +141,10 @@ class LogitsPipeline:
             try:
                 logits_SV = processor.apply(logits_SV, picked)
             except Exception as error:
-                _blame(processor, picked, error)
+                _fail_rows(processor, picked, error)
         return logits_SV
 
-    def allowed(
+    def masks(
         self,
         stage: Sequence[tuple[Processor, np.ndarray]],
         vocab: int,
@@ -159,20 +159,20 @@ class LogitsPipeline:
         for processor, at in stage:
             picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
-                processor.bar(words_SW, picked)
+                processor.mask(words_SW, picked)
             except Exception as error:
-                _blame(processor, picked, error)
+                _fail_rows(processor, picked, error)
         return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
 
-    def drawn(self, rows_S: np.ndarray, tokens: list[int]) -> None:
-        """Pass drawn tokens to the processors with `watches`."""
+    def on_tokens(self, rows_S: np.ndarray, tokens: list[int]) -> None:
+        """Pass drawn tokens to the processors with `needs_tokens`."""
         for index, processor in enumerate(self.processors):
-            if processor.watches and self.counts[index]:
+            if processor.needs_tokens and self.counts[index]:
                 at = self.uses[index, rows_S].nonzero()[0]
-                processor.drawn(rows_S[at].tolist(), [tokens[i] for i in at])
+                processor.on_tokens(rows_S[at].tolist(), [tokens[i] for i in at])
 
 
-def keep_only(words_W: np.ndarray, tokens: Sequence[int]) -> None:
+def allow_only_in_mask(words_W: np.ndarray, tokens: Sequence[int]) -> None:
     """Make the mask allow these tokens only."""
     words_W[:] = mask_of(np.array(tokens, np.int64), len(words_W))
 
@@ -184,7 +184,7 @@ def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
     return words_W.view(np.int32)
 
 
-def _blame(processor: Processor, picked: ProcessorRows, error: Exception) -> None:
+def _fail_rows(processor: Processor, picked: ProcessorRows, error: Exception) -> None:
     """Fail all picked rows."""
     log.exception("logits processor %s failed", processor.name)
     message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"

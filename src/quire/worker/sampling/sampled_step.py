@@ -18,27 +18,27 @@ from quire.protocol.plan import StepResult
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logprobs import ScoredTokens
 
-NO_NUMBER = (
+NOT_FINITE = (
     "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
     " may not fit this input: try dtype=float32 or bfloat16"
 )
-EXCLUDE = (
+EXCLUDING_FIELDS = (
     "structured_outputs", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "thinking_token_budget",
 )  # fmt: skip
 """Fields of SamplingParams that exclude tokens."""
 
 
-def none_left(params: SamplingParams | None) -> str:
+def no_token_left(params: SamplingParams | None) -> str:
     """The error of a request with no token left to choose; names the fields that exclude tokens."""
-    asked = [name for name in EXCLUDE if getattr(params, name, None)]
-    match asked:
+    fields = [name for name in EXCLUDING_FIELDS if getattr(params, name, None)]
+    match fields:
         case []:
-            who = "its logits processors exclude them all"
+            why = "its logits processors exclude them all"
         case [one]:
-            who = f"{one} excludes them all"
+            why = f"{one} excludes them all"
         case [*others, last]:
-            who = f"{', '.join(others)} and {last} together exclude them all"
-    return f"no token is left to choose: {who}"
+            why = f"{', '.join(others)} and {last} together exclude them all"
+    return f"no token is left to choose: {why}"
 
 
 class RequestFault(str):
@@ -54,9 +54,13 @@ class SampledStep:
         self.step, self.num_items = step, num_items
         self.items: list[int] = []
         self.tokens_S: Tensor | None = None
-        self.whole_S: Tensor | None = None  # the highest logit; not finite: the model failed
-        self.kept_S: Tensor | None = None  # the highest logit that is allowed; None: all are
-        self.params: list[SamplingParams | None] = []  # of the rows of S, if `kept_S` is set
+        self.max_logit_S: Tensor | None = None  # the highest logit; not finite: the model failed
+        self.max_allowed_logit_S: Tensor | None = (
+            None  # the highest logit that is allowed; None: all are
+        )
+        self.params: list[
+            SamplingParams | None
+        ] = []  # of the rows of S, if `max_allowed_logit_S` is set
         self.scored: list[
             tuple[ScoredTokens, list[tuple[int, int]]]
         ] = []  # each with its (item, position)
@@ -65,15 +69,15 @@ class SampledStep:
         self.invalid: list[int] = []  # items that failed because the request is invalid
         self.event: torch.Event | None = None
 
-    def leave_device(self) -> None:
+    def copy_to_host(self) -> None:
         """Queue the copies to the host. On the CPU there is nothing to copy."""
         if self.tokens_S is not None and self.tokens_S.device.type != "cpu":
             device = self.tokens_S.device
             self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
-            if self.whole_S is not None:
-                self.whole_S = self.whole_S.to("cpu", non_blocking=True)
-            if self.kept_S is not None:
-                self.kept_S = self.kept_S.to("cpu", non_blocking=True)
+            if self.max_logit_S is not None:
+                self.max_logit_S = self.max_logit_S.to("cpu", non_blocking=True)
+            if self.max_allowed_logit_S is not None:
+                self.max_allowed_logit_S = self.max_allowed_logit_S.to("cpu", non_blocking=True)
             for scored, _ in self.scored:
                 scored.to_host()
             for _, scored in self.prompts.values():
@@ -90,11 +94,11 @@ class SampledStep:
         if self.tokens_S is not None:
             for item, token in zip(self.items, self.tokens_S.tolist(), strict=True):
                 tokens[item] = [token]
-            for at in _not_finite(self.whole_S):
-                errors.setdefault(self.items[at], NO_NUMBER)
-            for at in _not_finite(self.kept_S):
+            for at in _not_finite(self.max_logit_S):
+                errors.setdefault(self.items[at], NOT_FINITE)
+            for at in _not_finite(self.max_allowed_logit_S):
                 if (item := self.items[at]) not in errors:
-                    errors[item] = none_left(self.params[at])
+                    errors[item] = no_token_left(self.params[at])
                     invalid.append(item)
         logprobs: dict[int, Logprobs] = {}
         for scored, places in self.scored:
@@ -102,8 +106,8 @@ class SampledStep:
                 logprobs[item] = scored.report(position, at, at + 1)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
         invalid += [item for item, text in errors.items() if isinstance(text, RequestFault)]
-        told = {item: str(text) for item, text in errors.items()}
-        return StepResult(self.step, tokens, logprobs, prompts, told, invalid)
+        texts = {item: str(text) for item, text in errors.items()}
+        return StepResult(self.step, tokens, logprobs, prompts, texts, invalid)
 
 
 def _not_finite(highest_S: Tensor | None) -> list[int]:

@@ -26,19 +26,18 @@ from quire.forward_context import ForwardBatch
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.worker.request_rows import RequestRows
-from quire.worker.sampling.builtin_processors import rules
-from quire.worker.sampling.gumbel import keys, seed_word
+from quire.worker.sampling.builtin_processors import builtin_processors
+from quire.worker.sampling.gumbel import keys
 from quire.worker.sampling.logits_processors import LogitsPipeline, Processor
 from quire.worker.sampling.logprobs import MODES, ScoredTokens, joined
+from quire.worker.sampling.row_params import ROW_PARAMS, is_greedy, is_limited, row_params
 from quire.worker.sampling.sampled_step import SampledStep
-from quire.worker.sampling.sampler_ops import PLAIN, SamplerOps
-from quire.worker.sampling.top_k_top_p import SamplingLimits
+from quire.worker.sampling.sampler_ops import TORCH_OPS, SamplerOps
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
 
-MOST = (1 << 31) - 1
-PROMPT_PIECE = 128  # prompt positions whose logits are computed at a time
+PROMPT_CHUNK = 128  # prompt positions whose logits are computed at a time
 
 
 class Sampler:
@@ -48,7 +47,7 @@ class Sampler:
         logprobs_mode: one of `logprobs.MODES`.
         processors: users' processors (from `load_processors.py`); they run before the penalties, after other built-ins.
         vocab_size: token ids are checked against it when a request enters; None: model.vocab_size, if any.
-        drawing: the functions that draw and score.
+        ops: the functions that draw and score.
     """
 
     def __init__(
@@ -58,80 +57,68 @@ class Sampler:
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[Processor] = (),
         vocab_size: int | None = None,
-        drawing: SamplerOps = PLAIN,
+        ops: SamplerOps = TORCH_OPS,
     ):
         if logprobs_mode not in MODES:
             raise ValueError(f"logprobs_mode={logprobs_mode!r} is none of {', '.join(MODES)}")
         self.model, self.rows, self.device = model, rows, rows.device
-        self.how = drawing
+        self.ops = ops
         self.raw = logprobs_mode.startswith("raw")
         self.normalise = logprobs_mode.endswith("logprobs")
         self.vocab_size = vocab_size or getattr(model, "vocab_size", None)
-        before, after = rules(drawing.penalties)
+        before, after = builtin_processors(ops.penalties)
         self.pipeline = LogitsPipeline(rows, [*before, *processors, *after])
-        self.greedy = np.ones(rows.max_rows, bool)
-        self.limited = np.zeros(rows.max_rows, bool)
-        self.temperature = np.ones(rows.max_rows, np.float32)
-        self.seeds = np.zeros(rows.max_rows, np.uint32)
-        self.limits = SamplingLimits(
-            np.zeros(rows.max_rows, np.int64), np.ones(rows.max_rows), np.zeros(rows.max_rows)
-        )
-        self.scored: dict[
-            int, tuple[int, Tensor | None]
-        ] = {}  # rows with logprobs: number of the best tokens, or given tokens
-        self.prompts: dict[int, int] = {}  # rows with prompt logprobs: number of the best tokens
-        self.broken: dict[int, str] = {}  # rows with unusable parameters, which fail when they run
-        # Rows that need more than a draw by temperature, top-k and top-p.
-        self.particular: set[int] = set()
+        self.params_R = np.zeros(rows.max_rows, ROW_PARAMS)
+        # Rows with logprobs: the number of best tokens to report, or the tokens to report.
+        self.logprobs: dict[int, tuple[int, Tensor | None]] = {}
+        # Rows with prompt logprobs: the number of best tokens to report.
+        self.prompt_logprobs: dict[int, int] = {}
+        self.invalid: dict[int, str] = {}  # rows with unusable parameters, which fail when they run
+        # Rows that need more than a draw by the numbers of `params_R`.
+        self.slow_path_rows: set[int] = set()
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> None:
         """Read a request's parameters. If they cannot be used, the request fails in its first step."""
         try:
-            self._take_in(new)
+            self._read(new)
         except Exception as error:
-            self.broken[new.row] = f"its parameters cannot be used: {type(error).__name__}: {error}"
-        row, tables = new.row, (self.scored, self.prompts, self.broken)
+            self.invalid[new.row] = (
+                f"its parameters cannot be used: {type(error).__name__}: {error}"
+            )
+        row, tables = new.row, (self.logprobs, self.prompt_logprobs, self.invalid)
         if (
-            new.params.min_p
-            or self.pipeline.watched
+            self.pipeline.needs_tokens
             or any(row in table for table in tables)
             or self.pipeline.uses[:, row].any()
         ):
-            self.particular.add(row)
+            self.slow_path_rows.add(row)
 
     def plain(self, work: Sequence[WorkItem]) -> bool:
-        """Whether all these rows need only a plain draw."""
-        return not self.particular or self.particular.isdisjoint([item.row for item in work])
+        """Whether all these rows need only a draw by the numbers of `params_R`."""
+        slow = self.slow_path_rows
+        return not slow or slow.isdisjoint([item.row for item in work])
 
-    def _take_in(self, new: EnteredRow) -> None:
+    def _read(self, new: EnteredRow) -> None:
         row, params = new.row, new.params
         if (wrong := self._out_of_vocabulary(new)) is not None:
-            self.broken[row] = wrong
+            self.invalid[row] = wrong
             self.rows.put(row, 0, [0] * len(new.tokens))  # its ids would overrun the embedding
             return
-        self.greedy[row] = params.greedy
-        self.temperature[row] = 1.0 if params.greedy else params.temperature
-        limits = self.limits
-        limits.top_k[row] = min(max(params.top_k, 0), MOST)  # exceeds any vocabulary: no limit
-        limits.top_p[row], limits.min_p[row] = params.top_p, params.min_p
-        self.limited[row] = not params.greedy and (
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        )
-        self.seeds[row] = seed_word(params.seed or 0)
+        self.params_R[row] = row_params(params)
         if (ids := params.logprob_token_ids) is not None:
-            self.scored[row] = 0, self.rows.tensor(np.array(ids, np.int64))
+            self.logprobs[row] = 0, self.rows.tensor(np.array(ids, np.int64))
         elif params.logprobs is not None:
-            self.scored[row] = params.logprobs, None
+            self.logprobs[row] = params.logprobs, None
         if params.prompt_logprobs is not None:
-            self.prompts[row] = params.prompt_logprobs
+            self.prompt_logprobs[row] = params.prompt_logprobs
         if (wrong := self.pipeline.enter(new)) is not None:
-            self.broken[row] = wrong
+            self.invalid[row] = wrong
 
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
-        self.particular.discard(row)
-        for table in (self.scored, self.prompts, self.broken):
+        self.slow_path_rows.discard(row)
+        for table in (self.logprobs, self.prompt_logprobs, self.invalid):
             table.pop(row, None)
 
     def _out_of_vocabulary(self, new: EnteredRow) -> str | None:
@@ -153,145 +140,149 @@ class Sampler:
     # -- a step ---------------------------------------------------------------------------------
     def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> SampledStep:
         """Draw for the rows of `batch.sample_at_S`; score prompts whose requests want it."""
-        outcome = SampledStep(plan.step, len(plan.work))
-        if self.prompts:
-            self._score_prompts(plan, batch, hidden_TD, outcome)
+        sampled = SampledStep(plan.step, len(plan.work))
+        if self.prompt_logprobs:
+            self._score_prompts(plan, batch, hidden_TD, sampled)
         if drawing := batch.drawing:
-            outcome.items = drawing
+            sampled.items = drawing
             rows_S, lengths_S = batch.rows_S, batch.lengths_S
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
             logits_SV = self.model.logits(hidden_SD)
-            self._choose(logits_SV, rows_S, lengths_S, outcome)
-        if self.broken:
+            self._sample(logits_SV, rows_S, lengths_S, sampled)
+        if self.invalid:
             for index, item in enumerate(plan.work):
-                if (error := self.broken.get(item.row)) is not None:
-                    outcome.errors[index] = error
-                    outcome.invalid.append(index)
-        outcome.leave_device()
-        return outcome
+                if (error := self.invalid.get(item.row)) is not None:
+                    sampled.errors[index] = error
+                    sampled.invalid.append(index)
+        sampled.copy_to_host()
+        return sampled
 
-    def _choose(
-        self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, outcome: SampledStep
+    def _sample(
+        self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, sampled: SampledStep
     ) -> None:
         stage = self.pipeline.stage(rows_S, changes_argmax=True)
-        asked = self._asked(rows_S) if self.scored else {}
-        all_greedy = all(self.greedy[rows_S].tolist())
+        scored = self._score_groups(rows_S) if self.logprobs else {}
+        params_S = self.params_R[rows_S]
         errors: dict[int, str] = {}
-        if all_greedy and not asked and all(processor.bars for processor, _ in stage):
+        if not scored and is_greedy(params_S).all() and all(one.mask_only for one, _ in stage):
             vocab = logits_SV.shape[1]
-            words_SW = self.pipeline.allowed(stage, vocab, rows_S, lengths_S, errors)
-            tokens_S, outcome.whole_S, kept_S = masked_argmax.best(logits_SV, words_SW)
-            outcome.kept_S = kept_S if stage else None
-        elif self.how.sample is not None and not (stage or asked or self._late(rows_S)):
-            temperature_S = np.where(self.greedy[rows_S], np.float32(0), self.temperature[rows_S])
-            limits, seeds_S = self.limits[rows_S], self.seeds[rows_S]
-            drawn = self.how.sample(logits_SV, temperature_S, limits, seeds_S, lengths_S)
-            tokens_S, outcome.whole_S = drawn
+            words_SW = self.pipeline.masks(stage, vocab, rows_S, lengths_S, errors)
+            best = masked_argmax.argmax(logits_SV, words_SW)
+            tokens_S, sampled.max_logit_S, max_allowed_logit_S = best
+            sampled.max_allowed_logit_S = max_allowed_logit_S if stage else None
+        elif self.ops.sample is not None and not (stage or scored or self._late_stage(rows_S)):
+            tokens_S, sampled.max_logit_S = self.ops.sample(logits_SV, params_S, lengths_S)
         else:
             logits_SV = logits_SV.float()
-            outcome.whole_S = logits_SV.amax(dim=-1)
-            reported_SV = logits_SV.clone() if asked and self.raw and stage else logits_SV
+            sampled.max_logit_S = logits_SV.amax(dim=-1)
+            reported_SV = logits_SV.clone() if scored and self.raw and stage else logits_SV
             changed_SV = self.pipeline.apply(stage, logits_SV, rows_S, lengths_S, errors)
-            tokens_S, scaled_SV, more = self._draw(changed_SV, rows_S, lengths_S, errors)
+            tokens_S, scaled_SV, more = self._draw(changed_SV, params_S, rows_S, lengths_S, errors)
             if stage or more:
-                outcome.kept_S = scaled_SV.amax(dim=-1)
-            if asked:
+                sampled.max_allowed_logit_S = scaled_SV.amax(dim=-1)
+            if scored:
                 if not self.raw:
-                    reported_SV = self._processed(scaled_SV, rows_S)
-                self._score(asked, reported_SV, tokens_S, rows_S, lengths_S, outcome)
-        if outcome.kept_S is not None:
-            outcome.params = [self.rows.params[row] for row in rows_S.tolist()]
-        outcome.errors.update({outcome.items[at]: text for at, text in errors.items()})
+                    reported_SV = self._processed(scaled_SV, params_S)
+                self._score(scored, reported_SV, tokens_S, rows_S, lengths_S, sampled)
+        if sampled.max_allowed_logit_S is not None:
+            sampled.params = [self.rows.params[row] for row in rows_S.tolist()]
+        sampled.errors.update({sampled.items[at]: text for at, text in errors.items()})
         self.rows.drawn(rows_S, lengths_S, tokens_S)
-        outcome.tokens_S = tokens_S
-        if self.pipeline.watched:
-            self.pipeline.drawn(rows_S, tokens_S.tolist())
+        sampled.tokens_S = tokens_S
+        if self.pipeline.needs_tokens:
+            self.pipeline.on_tokens(rows_S, tokens_S.tolist())
 
-    def _late(self, rows_S: np.ndarray) -> list[tuple[Processor, np.ndarray]]:
+    def _late_stage(self, rows_S: np.ndarray) -> list[tuple[Processor, np.ndarray]]:
         """The processors that see logits divided by the temperature."""
         return self.pipeline.stage(rows_S, changes_argmax=False)
 
     def _draw(
-        self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, errors: dict[int, str]
+        self,
+        logits_SV: Tensor,
+        params_S: np.ndarray,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        errors: dict[int, str],
     ) -> tuple[Tensor, Tensor, bool]:
         """(tokens_S, logits divided by the temperature, whether processors changed these)."""
-        greedy_S, limited_S = self.greedy[rows_S], self.limited[rows_S]
+        greedy_S, limited_S = is_greedy(params_S), is_limited(params_S)
         if greedy_S.all():
-            return masked_argmax.best(logits_SV)[0], logits_SV, False
-        scaled_SV = logits_SV / self.rows.tensor(self.temperature[rows_S])[:, None]
-        stage = self._late(rows_S)
+            return masked_argmax.argmax(logits_SV)[0], logits_SV, False
+        temperature_S = np.where(greedy_S, np.float32(1), params_S["temperature"])
+        scaled_SV = logits_SV / self.rows.tensor(temperature_S)[:, None]
+        stage = self._late_stage(rows_S)
         scaled_SV = self.pipeline.apply(stage, scaled_SV, rows_S, lengths_S, errors)
-        keys_2S = self.rows.tensor(keys(self.seeds[rows_S], lengths_S))
+        keys_2S = self.rows.tensor(keys(params_S["seed"], lengths_S))
         plain_S = ~(greedy_S | limited_S)
         if plain_S.all():
-            return self.how.draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
+            return self.ops.draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
             at = self.rows.tensor(greedy_S.nonzero()[0])
-            tokens_S[at] = masked_argmax.best(scaled_SV[at])[0]
+            tokens_S[at] = masked_argmax.argmax(scaled_SV[at])[0]
         if plain_S.any():
             at = self.rows.tensor(plain_S.nonzero()[0])
-            tokens_S[at] = self.how.draw(scaled_SV[at], keys_2S[:, at])
+            tokens_S[at] = self.ops.draw(scaled_SV[at], keys_2S[:, at])
         if limited_S.any():
             at = self.rows.tensor(limited_S.nonzero()[0])
-            limits = self.limits[rows_S[limited_S]]
             part_SV = scaled_SV if limited_S.all() else scaled_SV[at]
-            tokens_S[at] = self.how.draw_top_k_top_p(part_SV, limits, keys_2S[:, at])
+            limits_S = params_S[limited_S]
+            tokens_S[at] = self.ops.draw_top_k_top_p(part_SV, limits_S, keys_2S[:, at])
         return tokens_S, scaled_SV, bool(stage)
 
     # -- scores ---------------------------------------------------------------------------------
-    def _asked(self, rows_S: np.ndarray) -> dict[tuple[int, int], list[int]]:
+    def _score_groups(self, rows_S: np.ndarray) -> dict[tuple[int, int], list[int]]:
         """Indices in S, by (number of best tokens, number of given tokens or -1).
 
         Rows are scored with others of equal numbers only, since how topk breaks ties may depend on its k.
         """
-        asked: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for at, row in enumerate(rows_S.tolist()):
-            if (wish := self.scored.get(row)) is not None:
-                best, given = wish
-                asked.setdefault((best, -1 if given is None else len(given)), []).append(at)
-        return asked
+            if (wanted := self.logprobs.get(row)) is not None:
+                best, given = wanted
+                groups.setdefault((best, -1 if given is None else len(given)), []).append(at)
+        return groups
 
     def _score(
         self,
-        asked: dict[tuple[int, int], list[int]],
+        groups: dict[tuple[int, int], list[int]],
         reported_SV: Tensor,
         tokens_S: Tensor,
         rows_S: np.ndarray,
         lengths_S: np.ndarray,
-        outcome: SampledStep,
+        sampled: SampledStep,
     ) -> None:
-        for (best, given), members in asked.items():
+        for (best, given), members in groups.items():
             at = self.rows.tensor(np.array(members, np.int64))
             also = None
             if given >= 0:
-                tables = (self.scored[row][1] for row in rows_S[members].tolist())
+                tables = (self.logprobs[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
-            scored = self.how.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
-            places = [(outcome.items[index], int(lengths_S[index])) for index in members]
-            outcome.scored.append((scored, places))
+            scored = self.ops.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
+            places = [(sampled.items[index], int(lengths_S[index])) for index in members]
+            sampled.scored.append((scored, places))
 
-    def _processed(self, scaled_SV: Tensor, rows_S: np.ndarray) -> Tensor:
+    def _processed(self, scaled_SV: Tensor, params_S: np.ndarray) -> Tensor:
         """The logits that the draw used: tokens that did not survive have -inf."""
-        limited_S = self.limited[rows_S]
+        limited_S = is_limited(params_S)
         if not limited_S.any():
             return scaled_SV
         at = self.rows.tensor(limited_S.nonzero()[0])
         part_SV = scaled_SV[at]
-        cut = self.how.cutoff(part_SV, self.limits[rows_S[limited_S]])
+        cut = self.ops.cutoff(part_SV, params_S[limited_S])
         scaled_SV = scaled_SV.clone()
         scaled_SV[at] = cut.masked_(part_SV)
         return scaled_SV
 
     def _score_prompts(
-        self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, outcome: SampledStep
+        self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor, sampled: SampledStep
     ) -> None:
         """Score prompt token p with the hidden state of token p - 1."""
         offset = 0
         for index, (item, count) in enumerate(zip(plan.work, batch.query_lens, strict=True)):
             first, offset = offset, offset + count
-            if item.row not in self.prompts:
+            if item.row not in self.prompt_logprobs:
                 continue
             start = batch.lengths[index] - count
             here = min(count, int(self.rows.num_prompt[item.row]) - 1 - start)
@@ -299,10 +290,10 @@ class Sampler:
                 continue
             next_ids = self.rows.token_ids_RL[item.row, start + 1 : start + 1 + here]
             parts: list[ScoredTokens] = []
-            for piece in range(0, here, PROMPT_PIECE):
-                end = min(piece + PROMPT_PIECE, here)
-                logits = self.model.logits(hidden_TD[first + piece : first + end])
-                chosen = next_ids[piece:end]
-                best = self.prompts[item.row]
-                parts.append(self.how.score(logits, chosen, best, None, self.normalise))
-            outcome.prompts[index] = start + 1, joined(parts)
+            for chunk in range(0, here, PROMPT_CHUNK):
+                end = min(chunk + PROMPT_CHUNK, here)
+                logits = self.model.logits(hidden_TD[first + chunk : first + end])
+                chosen = next_ids[chunk:end]
+                best = self.prompt_logprobs[item.row]
+                parts.append(self.ops.score(logits, chosen, best, None, self.normalise))
+            sampled.prompts[index] = start + 1, joined(parts)

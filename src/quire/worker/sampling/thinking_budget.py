@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.protocol.plan import EnteredRow
 from quire.protocol.sampling_params import ThinkingMarkers
-from quire.worker.sampling.builtin_processors import only
-from quire.worker.sampling.logits_processors import Processor, ProcessorRows, keep_only
+from quire.worker.sampling.builtin_processors import allow_only
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, allow_only_in_mask
 
 
 class ThinkingState:
@@ -56,7 +56,7 @@ class ThinkingState:
 class ThinkingBudget(Processor):
     """`thinking_token_budget`."""
 
-    bars = True
+    mask_only = True
 
     def __init__(self) -> None:
         self.rows: dict[int, ThinkingState] = {}
@@ -72,12 +72,12 @@ class ThinkingBudget(Processor):
 
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
         for at, token in self._forced(picked):
-            only(logits_SV[at], [token])
+            allow_only(logits_SV[at], [token])
         return logits_SV
 
-    def bar(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
         for at, token in self._forced(picked):
-            keep_only(words_SW[at], [token])
+            allow_only_in_mask(words_SW[at], [token])
 
     def _forced(self, picked: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of rows whose next token is forced."""

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p: one cutoff per row says which tokens survive.
 
-Knows scaled logits and three numbers per row. Does not know seeds or requests. Tokens are ordered by (logit descending,
+Knows scaled logits and three numbers of `ROW_PARAMS` per row. Does not know seeds or requests. Tokens are ordered by (logit descending,
 id ascending). In this order:
 
     min-p    keeps the tokens at least min_p times as likely as the likeliest
@@ -29,23 +29,12 @@ USUAL = 1024  # candidates that include all survivors of most distributions
 SCALE = 2.0**40
 
 
-@dataclass(slots=True)
-class SamplingLimits:
-    """The limits of S rows. top_k 0, top_p 1 and min_p 0 mean no limit."""
-
-    top_k: np.ndarray  # int64
-    top_p: np.ndarray  # float64
-    min_p: np.ndarray  # float64
-
-    def __getitem__(self, at: np.ndarray) -> SamplingLimits:
-        return SamplingLimits(self.top_k[at], self.top_p[at], self.min_p[at])
-
-    def candidates(self, vocab: int) -> int:
-        """How many of the likeliest tokens to try first."""
-        most = int(self.top_k.max()) + SPARE
-        if not self.top_k.all():
-            most = max(most, min(USUAL, vocab // 16))
-        return most if most < vocab // 2 else vocab
+def _num_candidates(top_k_S: np.ndarray, vocab: int) -> int:
+    """How many of the likeliest tokens to try first."""
+    most = int(top_k_S.max()) + SPARE
+    if not top_k_S.all():
+        most = max(most, min(USUAL, vocab // 16))
+    return most if most < vocab // 2 else vocab
 
 
 def _weights(values: Tensor, top_S1: Tensor, floor_S1: Tensor) -> Tensor:
@@ -55,7 +44,7 @@ def _weights(values: Tensor, top_S1: Tensor, floor_S1: Tensor) -> Tensor:
 
 
 def _of(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device, non_blocking=True)[:, None]
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device, non_blocking=True)[:, None]
 
 
 @dataclass(slots=True)
@@ -88,27 +77,24 @@ def ordered(scaled_SV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return values_SK, ids_SK
 
 
-def surviving(
-    scaled_SV: Tensor, values_SK: Tensor, limits: SamplingLimits
-) -> tuple[Tensor, Tensor]:
+def surviving(scaled_SV: Tensor, values_SK: Tensor, params_S: np.ndarray) -> tuple[Tensor, Tensor]:
     """(count_S1, complete_S): how many of the first K tokens survive, and whether no token beyond them does.
 
     The count of a row that is not complete is wrong: call again with K = V.
     """
     count, most = values_SK.shape
+    top_k_S, top_p_S, log_min_p_S = (params_S[name] for name in ("top_k", "top_p", "log_min_p"))
     all_here = most == scaled_SV.shape[1]
     top_S1 = values_SK[:, :1]
     floor_S1 = torch.full_like(top_S1, -torch.inf)
-    if limits.min_p.any():
-        some_S = limits.min_p > 0
-        below_S = np.log(limits.min_p, where=some_S, out=np.full(count, -np.inf))
-        floor_S1 = (top_S1 + _of(below_S, values_SK)).to(values_SK.dtype)
+    if (log_min_p_S > -np.inf).any():
+        floor_S1 = (top_S1 + _of(log_min_p_S, values_SK)).to(values_SK.dtype)
         floor_S1 = torch.minimum(floor_S1, top_S1)
     count_S1 = (values_SK >= floor_S1).sum(dim=1, keepdim=True)
-    ranked = limits.top_k > 0
+    ranked = top_k_S > 0
     if ranked.any():
-        count_S1 = torch.minimum(count_S1, _of(np.where(ranked, limits.top_k, most), values_SK))
-    if (limits.top_p < 1).any():
+        count_S1 = torch.minimum(count_S1, _of(np.where(ranked, top_k_S, most), values_SK))
+    if (top_p_S < 1).any():
         place_K = torch.arange(most, device=values_SK.device)
         weights_SK = _weights(values_SK, top_S1, floor_S1).masked_fill_(place_K >= count_S1, 0)
         sums_SK = weights_SK.cumsum(dim=1)
@@ -116,9 +102,9 @@ def surviving(
         if not all_here and not ranked.all():  # without top-k, other tokens have a share too
             whole_S1 = _weights(scaled_SV, top_S1, floor_S1).sum(dim=1, keepdim=True)
             total_S1 = torch.where(_of(ranked, values_SK), total_S1, whole_S1)
-        wanted_S1 = (total_S1.double() * _of(limits.top_p, values_SK)).ceil_().to(torch.int64)
+        wanted_S1 = (total_S1.double() * _of(top_p_S, values_SK)).ceil_().to(torch.int64)
         enough_S1 = (sums_SK < wanted_S1).sum(dim=1, keepdim=True) + 1
-        enough_S1 = enough_S1.masked_fill_(_of(limits.top_p >= 1, values_SK), most)
+        enough_S1 = enough_S1.masked_fill_(_of(top_p_S >= 1, values_SK), most)
         count_S1 = torch.minimum(count_S1, enough_S1)
     count_S1 = count_S1.clamp_(min=1, max=most)  # also for rows of NaN
     if all_here:
@@ -127,26 +113,26 @@ def surviving(
     return count_S1, (values_SK.gather(1, count_S1 - 1) > values_SK[:, -1:])[:, 0]
 
 
-def cutoff(scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
+def cutoff(scaled_SV: Tensor, params_S: np.ndarray) -> Cutoff:
     """The cutoffs of rows, computed over the whole vocabulary."""
     values_SV, ids_SV = ordered(scaled_SV, scaled_SV.shape[1])
-    last_S1 = surviving(scaled_SV, values_SV, limits)[0] - 1
+    last_S1 = surviving(scaled_SV, values_SV, params_S)[0] - 1
     return Cutoff(values_SV.gather(1, last_S1)[:, 0], ids_SV.gather(1, last_S1)[:, 0])
 
 
-def draw_top_k_top_p(scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor) -> Tensor:
+def draw_top_k_top_p(scaled_SV: Tensor, params_S: np.ndarray, keys_2S: Tensor) -> Tensor:
     """Draw token ids, int64 [S], for rows with limits. Computes noise for the candidates only, if they suffice."""
     vocab = scaled_SV.shape[1]
     # On a device, checking whether the candidates suffice would make the host wait, so sort there.
-    most = limits.candidates(vocab) if scaled_SV.device.type == "cpu" else vocab
+    most = _num_candidates(params_S["top_k"], vocab) if scaled_SV.device.type == "cpu" else vocab
     values_SK, ids_SK = ordered(scaled_SV, most)
-    count_S1, complete_S = surviving(scaled_SV, values_SK, limits)
+    count_S1, complete_S = surviving(scaled_SV, values_SK, params_S)
     place_K = torch.arange(most, device=scaled_SV.device)
     kept_SK = values_SK.masked_fill(place_K >= count_S1, -torch.inf)
     tokens_S = draw_among(kept_SK, ids_SK, keys_2S)
     if most < vocab and not bool(complete_S.all()):
         for at in (~complete_S).nonzero()[:, 0].split(max(1, MOST_AT_ONCE // vocab)):
             part_SV = scaled_SV[at]
-            cut = cutoff(part_SV, limits[at.numpy()])
+            cut = cutoff(part_SV, params_S[at.numpy()])
             tokens_S[at] = draw(cut.masked_(part_SV), keys_2S[:, at])
     return tokens_S

@@ -16,7 +16,7 @@ from quire.worker.sampling.builtin_processors import Penalties
 from quire.worker.sampling.logits_processors import ProcessorRows
 from quire.worker.sampling.logprobs import ScoredTokens
 from quire.worker.sampling.sampler_ops import SamplerOps
-from quire.worker.sampling.top_k_top_p import Cutoff, SamplingLimits
+from quire.worker.sampling.top_k_top_p import Cutoff
 
 
 def _put(array: np.ndarray, like: Tensor) -> Tensor:
@@ -27,16 +27,13 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     return sampling.draw(scaled_SV, keys_2S)
 
 
-def cutoff(scaled_SV: Tensor, limits: SamplingLimits) -> Cutoff:
-    log_min_p = np.log(
-        limits.min_p, where=limits.min_p > 0, out=np.full(len(limits.min_p), -np.inf)
-    )
-    numbers = (_put(array, scaled_SV) for array in (limits.top_k, limits.top_p, log_min_p))
+def cutoff(scaled_SV: Tensor, params_S: np.ndarray) -> Cutoff:
+    numbers = (_put(params_S[name], scaled_SV) for name in ("top_k", "top_p", "log_min_p"))
     return Cutoff(*sampling.cutoff(scaled_SV, *numbers))
 
 
-def draw_top_k_top_p(scaled_SV: Tensor, limits: SamplingLimits, keys_2S: Tensor) -> Tensor:
-    cut = cutoff(scaled_SV, limits)
+def draw_top_k_top_p(scaled_SV: Tensor, params_S: np.ndarray, keys_2S: Tensor) -> Tensor:
+    cut = cutoff(scaled_SV, params_S)
     return sampling.draw(scaled_SV, keys_2S, (cut.logits_S, cut.ids_S))
 
 
@@ -73,4 +70,4 @@ class TritonPenalties(Penalties):
         return logits_SV
 
 
-COMPILED = SamplerOps(draw, draw_top_k_top_p, cutoff, score, TritonPenalties)
+TRITON_OPS = SamplerOps(draw, draw_top_k_top_p, cutoff, score, TritonPenalties)

@@ -130,7 +130,7 @@ def _bound(
 class VllmProcessorAdapter(Processor):
     """Makes a Processor of an object with vLLM's methods (it need not be a subclass of `LogitsProcessor`)."""
 
-    watches = True
+    needs_tokens = True
 
     def __init__(self, inner: Any):
         self.inner = inner
@@ -160,7 +160,7 @@ class VllmProcessorAdapter(Processor):
             self.members[index] = None
             self.removed.append(index)
 
-    def drawn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    def on_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         for row, token in zip(rows, tokens, strict=True):
             self.outputs[row].append(token)
 

@@ -1,6 +1,7 @@
 // Every function that Python calls; bindings.py has the same list.
 #pragma once
 #include "common.h"
+#include "sampling.h"
 
 EXPORT int quire_init();
 EXPORT int quire_threads();
@@ -36,14 +37,13 @@ EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, cons
                          long rows, long heads, long D, long P);
 EXPORT void quire_silu_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I);
 
-EXPORT void quire_best(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
-                       float* whole, float* kept);
-EXPORT void quire_bar(float* x, long step, const uint32_t* words, long rows, long V);
+EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
+                       float* max_logit, float* max_allowed);
+EXPORT void quire_mask_logits(float* x, long step, const uint32_t* words, long rows, long V);
 
 EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors,
                        const int64_t* last_ids, long rows, long V, int64_t* tokens);
-EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* temperatures, const int64_t* top_k,
-                         const double* top_p, const double* log_min_p, const uint32_t* seeds, const int64_t* positions,
-                         long rows, long V, int64_t* tokens, float* whole);
-EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
-                      long V, float* floors, int64_t* last_ids);
+EXPORT void quire_sample(const void* x, long step, int is_bf16, const quire::RowParams* params, const int64_t* positions,
+                         long rows, long V, int64_t* tokens, float* max_logit);
+EXPORT void quire_cut(const float* x, long step, const quire::RowParams* params, long rows, long V, float* floors,
+                      int64_t* last_ids);

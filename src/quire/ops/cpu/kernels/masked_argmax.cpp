@@ -14,9 +14,9 @@ alignas(64) static const int32_t POWERS[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3, 
 inline Mask mask_of(uint32_t bits) { return less(ints(0), ints((int32_t)(bits & 0xffff)) & load(POWERS)); }
 inline uint32_t bits_at(const uint32_t* words, long at) { return words[at / 32] >> (at % 32); }
 
-// whole: the best of all, NaN if one is NaN or +inf. kept: the best of the allowed, -inf if there is none.
+// max_logit: the best of all, NaN if one is NaN or +inf. max_allowed: the best of the allowed, -inf if there is none.
 template <class T>
-inline void best_of(const T* x, const uint32_t* words, long V, int64_t* token, float* whole, float* kept) {
+inline void best_of(const T* x, const uint32_t* words, long V, int64_t* token, float* max_logit, float* max_allowed) {
   const Floats limit = floats(INFINITY), nothing = floats(-INFINITY);
   Floats top = nothing, allowed = nothing, wrong = floats(0.f);
   Ints found = ints(0), at = load(PLACES);
@@ -46,17 +46,17 @@ inline void best_of(const T* x, const uint32_t* words, long V, int64_t* token, f
     if ((!words || bits_at(words, v) & 1) && best < value) best = value, id = v;
   }
   *token = id < V ? id : 0;
-  *whole = bad ? NAN : most;
-  *kept = best;
+  *max_logit = bad ? NAN : most;
+  *max_allowed = best;
 }
 
 template <class T>
-inline void best_rows(const T* x, long step, const uint32_t* words, long rows, long V, int64_t* tokens, float* whole,
-                      float* kept) {
+inline void best_rows(const T* x, long step, const uint32_t* words, long rows, long V, int64_t* tokens, float* max_logit,
+                      float* max_allowed) {
   const long width = (V + 31) / 32;
 #pragma omp parallel for if (rows > 1) schedule(dynamic)
   for (long r = 0; r < rows; r++)
-    best_of(x + r * step, words ? words + r * width : nullptr, V, tokens + r, whole + r, kept + r);
+    best_of(x + r * step, words ? words + r * width : nullptr, V, tokens + r, max_logit + r, max_allowed + r);
 }
 
 }  // namespace quire
@@ -64,16 +64,16 @@ inline void best_rows(const T* x, long step, const uint32_t* words, long rows, l
 using namespace quire;
 
 // words: [rows, ceil(V / 32)], or none.
-EXPORT void quire_best(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
-                       float* whole, float* kept) {
+EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
+                       float* max_logit, float* max_allowed) {
   if (is_bf16)
-    best_rows((const bf16*)x, step, words, rows, V, tokens, whole, kept);
+    best_rows((const bf16*)x, step, words, rows, V, tokens, max_logit, max_allowed);
   else
-    best_rows((const float*)x, step, words, rows, V, tokens, whole, kept);
+    best_rows((const float*)x, step, words, rows, V, tokens, max_logit, max_allowed);
 }
 
 // -inf wherever the bit is 0.
-EXPORT void quire_bar(float* x, long step, const uint32_t* words, long rows, long V) {
+EXPORT void quire_mask_logits(float* x, long step, const uint32_t* words, long rows, long V) {
   const long width = (V + 31) / 32;
 #pragma omp parallel for if (rows > 1) schedule(dynamic)
   for (long r = 0; r < rows; r++) {

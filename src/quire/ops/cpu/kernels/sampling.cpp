@@ -228,7 +228,8 @@ inline int64_t weight(float value, float top) {
   return weight_of(e[0]);
 }
 
-Cutoff cut(Histogram& h, const float* x, long V, float top, long top_k, double top_p, double log_min_p) {
+Cutoff cut(Histogram& h, const float* x, long V, float top, const RowParams& params) {
+  const auto [temperature, seed, top_k, top_p, log_min_p] = params;
   if (!(fabsf(top) < INFINITY)) return {};
   Cutoff last;
   if (log_min_p != -INFINITY) last.logit = std::min((float)(top + log_min_p), top);
@@ -302,46 +303,43 @@ EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_
   }
 }
 
-// top_k 0, top_p 1 and log_min_p -inf limit nothing.
-EXPORT void quire_cut(const float* x, long step, const int64_t* top_k, const double* top_p, const double* log_min_p, long rows,
-                      long V, float* floors, int64_t* last_ids) {
+EXPORT void quire_cut(const float* x, long step, const RowParams* params, long rows, long V, float* floors, int64_t* last_ids) {
 #pragma omp parallel if (rows > 1)
   {
     static thread_local Histogram histogram;
 #pragma omp for schedule(dynamic)
     for (long r = 0; r < rows; r++) {
       const float* row = x + r * step;
-      const Cutoff last = cut(histogram, row, V, top_of(row, V), top_k[r], top_p[r], log_min_p[r]);
+      const Cutoff last = cut(histogram, row, V, top_of(row, V), params[r]);
       floors[r] = last.logit, last_ids[r] = last.id;
     }
   }
 }
 
-// Cut and draw in one pass over x, which is float32 or bf16. A temperature of 0 takes the best; log_min_p may be null.
-// seeds and positions make the words a and b. whole: the highest logit of each row, NaN if one is NaN or +inf.
-EXPORT void quire_sample(const void* x, long step, int is_bf16, const float* temperatures, const int64_t* top_k,
-                         const double* top_p, const double* log_min_p, const uint32_t* seeds, const int64_t* positions,
-                         long rows, long V, int64_t* tokens, float* whole) {
-  static thread_local Scratch<float> keep_kept;  // of who calls
-  if (std::all_of(temperatures, temperatures + rows, [](float t) { return t == 0.f; }))
-    return quire_best(x, step, is_bf16, nullptr, rows, V, tokens, whole, keep_kept.at_least(rows));
+// Cuts and draws in one pass over x, which is float32 or bf16. Seeds and positions make the words a and b.
+// max_logit: the highest logit of each row, NaN if one is NaN or +inf.
+EXPORT void quire_sample(const void* x, long step, int is_bf16, const RowParams* params, const int64_t* positions, long rows,
+                         long V, int64_t* tokens, float* max_logit) {
+  static thread_local Scratch<float> keep_allowed;  // of who calls
+  if (std::all_of(params, params + rows, [](const RowParams& p) { return p.temperature == 0.f; }))
+    return quire_masked_argmax(x, step, is_bf16, nullptr, rows, V, tokens, max_logit, keep_allowed.at_least(rows));
 #pragma omp parallel if (rows > 1)
   {
     static thread_local Histogram histogram;
     static thread_local Scratch<float> keep;
-    float *row = keep.at_least(V), kept;
+    float *row = keep.at_least(V), max_allowed;
 #pragma omp for schedule(dynamic)
     for (long r = 0; r < rows; r++) {
       const char* from = (const char*)x + r * step * (is_bf16 ? sizeof(bf16) : sizeof(float));
-      const float temperature = temperatures[r];
+      const float temperature = params[r].temperature;
       if (temperature == 0.f) {
-        quire_best(from, step, is_bf16, nullptr, 1, V, tokens + r, whole + r, &kept);
+        quire_masked_argmax(from, step, is_bf16, nullptr, 1, V, tokens + r, max_logit + r, &max_allowed);
         continue;
       }
-      whole[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
-      const float top = whole[r] / temperature;
-      const Cutoff last = cut(histogram, row, V, top, top_k[r], top_p[r], log_min_p ? log_min_p[r] : -INFINITY);
-      const uint32_t a = mix(seeds[r] ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
+      max_logit[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
+      const float top = max_logit[r] / temperature;
+      const Cutoff last = cut(histogram, row, V, top, params[r]);
+      const uint32_t a = mix(params[r].seed ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
       tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, last);
     }
   }

@@ -11,12 +11,11 @@ namespace quire {
 namespace {
 
 struct Places {  // of one step: T tokens, B rows, S rows that draw
-  Scratch<int64_t> ids, positions, slots, last, who, lengths64, top_k, tokens;
+  Scratch<int64_t> ids, positions, slots, last, who, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
   Scratch<bf16> x, hidden, logits;
-  Scratch<float> temperature, whole;
-  Scratch<double> top_p;
-  Scratch<uint32_t> seeds;
+  Scratch<float> whole;
+  Scratch<RowParams> params;
 };
 
 struct Size {
@@ -87,16 +86,14 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
   }
   bf16* logits = p.logits.at_least(S * width);
   m.head.multiply(from, hidden, logits, width, S, false);
-  float *temperature = p.temperature.at_least(S), *most = p.whole.at_least(S);
-  int64_t *top_k = p.top_k.at_least(S), *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
-  double* top_p = p.top_p.at_least(S);
-  uint32_t* seeds = p.seeds.at_least(S);
+  float* most = p.whole.at_least(S);
+  RowParams* params = p.params.at_least(S);
+  int64_t *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
   for (long s = 0; s < S; s++) {
     const long row = w.row[p.who.data[s]];
-    temperature[s] = r.greedy[row] ? 0.f : r.temperature[row];
-    top_k[s] = r.top_k[row], top_p[s] = r.top_p[row], seeds[s] = r.seeds[row], lengths[s] = r.computed[row];
+    params[s] = r.params[row], lengths[s] = r.computed[row];
   }
-  quire_sample(logits, width, 1, temperature, top_k, top_p, nullptr, seeds, lengths, S, m.vocab, tokens, most);
+  quire_sample(logits, width, 1, params, lengths, S, m.vocab, tokens, most);
   for (long s = 0; s < S; s++) {
     const long b = p.who.data[s];
     r.tokens[w.row[b] * r.tokens_step + lengths[s]] = (int32_t)tokens[s];

@@ -1,6 +1,7 @@
 // What step.cpp is told. models/whole.py has the model, worker/native_step.py the rows.
 #pragma once
 #include "layer.h"
+#include "sampling.h"
 
 namespace quire {
 
@@ -18,11 +19,7 @@ struct Rows {  // what is known of each row, by its number; tokens and counts ar
   int32_t* tokens;
   int64_t *computed, *length;
   const int32_t* const* blocks;  // by group
-  const uint8_t* greedy;
-  const float* temperature;
-  const int64_t* top_k;
-  const double* top_p;
-  const uint32_t* seeds;
+  const RowParams* params;
   int64_t tokens_step, blocks_step;  // from row to row
 };
 
