@@ -8,7 +8,7 @@ the rest of a step is "other".
     model      the forward pass and the head      commit     the scheduler processes the result
                                                   publish    encode outputs, send them to the frontend's socket
 
-On the fast path (`worker/native_step.py`), one kernel call is "model": it also gathers the input and draws the tokens,
+On the fast path (`native/step.py`), one kernel call is "model": it also gathers the input and draws the tokens,
 so it includes batch and sample.
 """
 
@@ -96,9 +96,9 @@ def watched(core: Any) -> Stopwatch:
     watch.watch(worker.model_input, "forward", "forward")
     watch.watch(worker.model, "logits", "head")
     watch.watch(worker.model_output, "finish", "finish")
-    if worker.at_once is not None:  # do not patch the kernels: the process shares them
-        whole = worker.at_once.kernels
-        worker.at_once.kernels = SimpleNamespace(step=watch.around("whole", whole.step))
+    if worker.fast_step is not None:  # do not patch the kernels: the process shares them
+        whole = worker.fast_step.kernels
+        worker.fast_step.kernels = SimpleNamespace(step=watch.around("whole", whole.step))
     launch = watch.around("launch", core.executor.launch)
 
     def launched(plan: Any) -> Any:

@@ -49,6 +49,10 @@ class StepFailed(QuireError, RuntimeError):
     """A step failed, but the device still works: the step's requests end with an error, other requests go on."""
 
 
+class PlanMismatch(RuntimeError):
+    """A plan contradicts a worker's rows. The worker's state cannot be trusted, so the error is not limited to one step."""
+
+
 class EngineDeadError(QuireError, RuntimeError):
     """The engine has died or was shut down; the message says why."""
 
@@ -69,3 +73,10 @@ class Conflict(QuireError, RuntimeError):
 
 class QueueFull(QuireError, RuntimeError):
     """Too many requests wait. HTTP 503 with Retry-After."""
+
+
+NOT_FINITE = (
+    "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
+    " may not fit this input: try dtype=float32 or bfloat16"
+)
+"""The error of a row whose logits are not finite."""

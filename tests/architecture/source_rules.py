@@ -31,6 +31,7 @@ ORDER = [
     {"engine"},
     {"features"},
     {"executor", "scheduler", "worker"},
+    {"native"},
     {"models"},
     {"quantization"},
     {"layers"},
@@ -52,6 +53,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 LONG_FUNCTIONS: dict[str, str] = {}
 FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKING only)
     ("attention", "layers"): "a backend is handed the layer it serves",
+    ("native", "worker"): "the native step reads the arrays of the worker's rows and sampler",
     ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the others must not know that features exist

@@ -8,9 +8,9 @@ import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire.layers.decoder_layer import PreNormLayer
+from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
-from quire.quantization.fused import FusedLayer
 
 pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
 

@@ -97,9 +97,9 @@ def plugged(one: Engine, fused: bool) -> tuple[SavingGate, SavingHook]:
     worker.hooks.append(hook)
     core.check_each_step = True
     if fused:
-        assert worker.at_once is not None
+        assert worker.fast_step is not None
     else:
-        worker.at_once = None
+        worker.fast_step = None
     return gate, hook
 
 

@@ -42,7 +42,7 @@ def tokens(one: Engine) -> list[list[int]]:
 def is_whole(one: Engine) -> bool:
     """Whether its steps are one call of the kernels."""
     worker = one.client.core.executor.worker  # type: ignore[attr-defined]
-    return worker.at_once is not None and worker.at_once.model is not None
+    return worker.fast_step is not None and worker.fast_step.model is not None
 
 
 @pytest.mark.parametrize("how", ["register_forward_hook", "register_forward_pre_hook"])

@@ -10,9 +10,9 @@ import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import QuireError
+from quire.native.fused_decoder import FusedLayer
 from quire.observe.process_memory import resident_bytes
 from quire.ops.cpu.bindings import best
-from quire.quantization.fused import FusedLayer
 
 MIB = 1 << 20
 CACHE = 96 * MIB
@@ -72,8 +72,8 @@ def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
             cache = weakref.ref(rest.storages[0][0])
             model = worker.model
             told = []
-            worker.place = lambda model, told=told, place=worker.place: (
-                told.append(model) or place(model)
+            worker.fuse = lambda reason, told=told, fuse=worker.fuse: (
+                told.append(reason) or fuse(reason)
             )
             one.client.call("sleep", level)
             assert cache() is None

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
+from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
 from quire.quantization.base import PreparedLinearMethod
-from quire.quantization.fused import FusedLayer
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 from tests.models.cases import Case, edit_config, write

@@ -34,7 +34,7 @@ class CpuStepMetadata:
     lengths_B: Tensor  # int32
     slots_T: Tensor  # int64
     rows: int
-    step: Any = None  # the same as a C struct, for the fused layer kernel (quantization/fused.py)
+    step: Any = None  # the same as a C struct, for the fused layer kernel (native/fused_decoder.py)
 
 
 class CpuAttention:

@@ -52,7 +52,6 @@ from quire.quantization.apply import (
     quantize_model,
 )
 from quire.quantization.checkpoint_scheme import kernels_for
-from quire.quantization.fused import fuse_model
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -157,7 +156,7 @@ def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> 
 def _with_weights(
     model: CausalLM, resolved: Resolved, platform: Platform, offload: Offload | None
 ) -> str:
-    """Load the weights, then quantize, pack and fuse them. Returns a description of their source."""
+    """Load the weights, then quantize and pack them. Returns a description of their source."""
     at_home: set[nn.Module] = set()
     if offload is not None:
         dtype = getattr(torch, resolved.dtype)
@@ -196,7 +195,6 @@ def _with_weights(
         offload.take()
         model.recordable = model.movable = False
     if "native" in platform.kernels:
-        fuse_model(model)
         # Only norms and the embedding table still use the mapped files.
         release_file_pages(files, (*model.parameters(), *model.buffers()))
     return source

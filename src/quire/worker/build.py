@@ -87,10 +87,10 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     bind_to_cores(computing=resolved.device == "cpu")
     with stages("import torch"):
         from quire.models.load import build_model
+        from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
         from quire.quantization.apply import bytes_held
         from quire.worker.module_hooks import ModuleHooks
-        from quire.worker.native_step import make_native_step
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.sampling.load_processors import load_processors
         from quire.worker.sampling.sampler import Sampler
@@ -122,7 +122,7 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     worker = Worker(
         platform, model, build_model_input(resolved, platform, plan, model), sampler,
         [*parts.hooks, pages], rows, batcher,
-        at_once=make_native_step(rows, sampler) if "native" in platform.kernels else None,
+        fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip
     info = WorkerInfo(
         specs=[_flat(spec) for spec in specs],

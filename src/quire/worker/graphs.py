@@ -176,6 +176,7 @@ class GraphModelInput:
         self.recorded: dict[tuple[int, int], tuple[StaticInputs, CapturedGraph]] = {}
         self.failed: set[tuple[int, int]] = set()
         self.replays = self.eager = 0
+        self.fused = True
 
     @property
     def model(self) -> Any:
@@ -185,6 +186,15 @@ class GraphModelInput:
     def model(self, model: Any) -> None:
         """Set another model, or one whose memory moved: drops the captured graphs."""
         self.inner.model = model
+        self.drop_graphs()
+
+    def set_fused(self, fused: bool) -> None:
+        """Without it, all steps run without a graph."""
+        self.inner.set_fused(fused)
+        self.fused = fused
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
         self.recorded.clear()
         self.failed.clear()
 
@@ -203,7 +213,11 @@ class GraphModelInput:
     def _which(self, batch: ForwardBatch) -> tuple[int, int] | None:
         """The captured step to replay; captures it now if the budget allows. None: run without a graph."""
         tokens = batch.max_query
-        if tokens not in self.tokens or tokens * batch.num_rows != batch.num_tokens:
+        if (
+            not self.fused
+            or tokens not in self.tokens
+            or tokens * batch.num_rows != batch.num_tokens
+        ):
             return None
         fitting = [(size, tokens) for size in self.sizes if size >= batch.num_rows]
         if not fitting:

@@ -20,6 +20,10 @@ class ModelInput(Protocol):
 
     model: LanguageModel
 
+    def set_fused(self, fused: bool) -> None:
+        """Whether larger calls (captured graphs) may run in place of the model's modules."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> Tensor: ...
 
 
@@ -28,6 +32,9 @@ class TokenModelInput:
 
     def __init__(self, model: LanguageModel):
         self.model = model
+
+    def set_fused(self, fused: bool) -> None:
+        """It always calls the model's modules."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""

@@ -18,12 +18,11 @@ from quire.errors import QuireError, Unsupported, ValidationError
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.quantization.fused import fuse_model, unfuse_model
-from quire.worker.model_input import TokenModelInput
 from quire.worker.worker import Worker
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
 FORWARD = "forward"
+REASON = "hooks on modules"
 
 Found = dict[tuple[str, str], set[Any]]
 """By (module name, hook table): the keys in that table."""
@@ -33,7 +32,7 @@ class ModuleHooks:
     """Wraps the worker functions that can add or lose hooks."""
 
     def __init__(self, worker: Worker):
-        self.worker, self.ways = worker, (worker.model_input, worker.at_once)
+        self.worker = worker
         self.watched = False
         self._begin()
         functions = worker.functions
@@ -49,11 +48,7 @@ class ModuleHooks:
         worker = self.worker
         self.known = ref(worker.model)
         self.ours = registered_hooks(worker.model)
-        self.fused = 0  # how many layers were fused before the model got hooks
-        if self.watched:
-            self.watched = False
-            worker.model_input, worker.at_once = self.ways
-            worker.place(worker.model)
+        self._run_modules(False)
 
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -104,26 +99,18 @@ class ModuleHooks:
             kept = model.get_submodule(name).__dict__
             for key in keys:
                 (kept if table == FORWARD else kept[table]).pop(key)
-        self._run_modules(model, registered_hooks(model) != self.ours)
+        self._run_modules(registered_hooks(model) != self.ours)
         if names := sorted(name for (name, _), keys in dead.items() if keys):
             raise Unsupported(
                 f"a hook on {', '.join(names)} (it would not be called: larger calls compute it)",
                 "hang it on a layer, its self_attn or its mlp, or on the model",
             )
 
-    def _run_modules(self, model: Any, watched: bool) -> None:
+    def _run_modules(self, watched: bool) -> None:
         """Switch between running each module by itself (True) and the fused layers and fast paths (False)."""
-        if watched is self.watched:
-            return
-        self.watched, worker = watched, self.worker
-        if watched:
-            self.fused = unfuse_model(model)
-            worker.model_input, worker.at_once = TokenModelInput(model), None
-        else:
-            if self.fused:
-                fuse_model(model)
-            worker.model_input, worker.at_once = self.ways
-        worker.place(model)
+        if watched is not self.watched:
+            self.watched = watched
+            (self.worker.unfuse if watched else self.worker.fuse)(REASON)
 
 
 def is_called(module: nn.Module) -> bool:

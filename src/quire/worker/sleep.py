@@ -3,7 +3,7 @@
 Knows the storages of its cache, and how to load a model and allocate a cache again. It can free three things:
 
     cache, on the host      returns its pages to the system. Tensors keep their addresses, because other code keeps
-                            these addresses (`quantization/fused.py`)
+                            these addresses (`native/fused_decoder.py`)
     cache, on a device      drops its tensors and allocates new ones; the model input drops its captured graphs
     weights                 level 1 moves them to host memory, so on a CPU they stay where they are.
                             Level 2, or a model that cannot be moved, drops them; a new model is loaded later, and
@@ -28,6 +28,8 @@ from quire.worker.lazy_memory import give_back
 from quire.worker.worker import Worker
 
 log = get_logger(__name__)
+
+SLEEP = "sleep"
 
 Storages = list[tuple[Tensor, ...]]
 
@@ -77,7 +79,7 @@ class WorkerSleep:
         if dropped or not self.in_place:
             self._drop_cache()
         if dropped:
-            worker.place(ABSENT)
+            worker.set_model(ABSENT)
         elif level and not self.in_place:
             self._move(torch.device("cpu"))
         self.away |= {"weights", "kv_cache"} if level else {"kv_cache"}
@@ -89,13 +91,13 @@ class WorkerSleep:
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):
-                worker.place(self.load())
+                worker.set_model(self.load())
             elif not self.in_place:
                 self._move(self.device)
         self.away -= set(parts)
         if not self.away and not self.equipped:
             self.storages = self.equip(worker.model)
-            worker.place(worker.model)
+            worker.fuse(SLEEP)
             self.equipped = True
         if not self.away:
             self.begun(self.storages)
@@ -107,7 +109,7 @@ class WorkerSleep:
         if not isinstance(model, UnloadedModel):
             for layer in model.attention_layers():
                 layer.drop_cache()
-            self.worker.place(model)
+        self.worker.unfuse(SLEEP)  # nothing keeps addresses of the cache or the weights
 
     def _move(self, device: torch.device) -> None:
         model = self.worker.model

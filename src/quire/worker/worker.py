@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from quire.errors import StepFailed, ValidationError
+from quire.errors import PlanMismatch, StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, forward_context
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.worker.hooks import Hook
@@ -52,14 +52,17 @@ class ModelOutput(Protocol):
 class FastStep(Protocol):
     """Runs batch, model input and model output in one call, and gives the same tokens."""
 
-    def place(self, model: LanguageModel) -> None: ...
-    def run(self, plan: StepPlan) -> QueuedStep | None:
-        """None: this plan does not fit the fast path, and nothing was changed."""
+    def fuse(self, model: LanguageModel) -> None:
+        """Run this model from now on: fuse its layers where possible. Its cache may not be allocated yet."""
         ...
 
+    def unfuse(self, model: LanguageModel) -> None:
+        """Undo `fuse`: the model runs module by module, and no address of it is kept."""
+        ...
 
-class PlanMismatch(RuntimeError):
-    """The plan contradicts the rows. The worker's state cannot be trusted, so the error is not limited to one step."""
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """None: this plan does not fit the fast path, and nothing was changed."""
+        ...
 
 
 def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -84,7 +87,7 @@ class Worker:
         platform: describes the device; None: the CPU, as tests use it.
         rows: state by row; `batcher` defaults to one over it.
         functions: further functions that `call` can name, besides the worker's own.
-        at_once: the fast path for some plans, if there is one.
+        fast_step: the fast path for some plans, if there is one.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Worker:
         rows: RequestRows,
         batcher: InputBatchBuilder | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
-        at_once: FastStep | None = None,
+        fast_step: FastStep | None = None,
     ):
         self.platform, self.model_input, self.model_output = platform, model_input, model_output
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
@@ -107,18 +110,40 @@ class Worker:
             "collective_rpc": self._rpc,
             **(functions or {}),
         }
-        self.at_once = at_once
-        self.place(model)
+        self.fast_step = fast_step
+        self.unfused_for: set[str] = set()
+        self.set_model(model)
 
-    def place(self, model: LanguageModel) -> None:
+    def set_model(self, model: LanguageModel) -> None:
         """Run this model from now on. No row may be in use."""
         self.model = self.model_input.model = self.model_output.model = model
         # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None
         )
-        if self.at_once is not None:
-            self.at_once.place(model)
+        self._update_fusion()
+
+    def unfuse(self, reason: str) -> None:
+        """Run module by module from now on, without fused layers, captured graphs and the fast path.
+
+        For features that change modules, or move their memory. No step may be in flight. Each reason counts once.
+        """
+        self.unfused_for.add(reason)
+        self._update_fusion()
+
+    def fuse(self, reason: str) -> None:
+        """Take back `unfuse(reason)`."""
+        self.unfused_for.discard(reason)
+        self._update_fusion()
+
+    def _update_fusion(self) -> None:
+        self.model_input.set_fused(not self.unfused_for)
+        if self.fast_step is None:
+            return
+        if self.unfused_for:
+            self.fast_step.unfuse(self.model)
+        else:
+            self.fast_step.fuse(self.model)
 
     def run(self, plan: StepPlan) -> QueuedStep:
         """Queue one step.
@@ -137,7 +162,7 @@ class Worker:
     def _compute(self, plan: StepPlan) -> QueuedStep:
         if not plan.work:
             return self._told(FinishedStep(StepResult(plan.step, [])), [])
-        pending = None if self.at_once is None else self._at_once(plan, self.at_once)
+        pending = None if self.fast_step is None else self._run_fast(plan, self.fast_step)
         return self._by_parts(plan) if pending is None else self._told(pending, [])
 
     @torch.inference_mode()
@@ -153,8 +178,9 @@ class Worker:
         return _Step(pending, self.hooks, self.rows, drew)
 
     @_recoverable
-    def _at_once(self, plan: StepPlan, at_once: FastStep) -> QueuedStep | None:
-        return at_once.run(plan)
+    def _run_fast(self, plan: StepPlan, fast_step: FastStep) -> FinishedStep | None:
+        result = fast_step.run(plan)
+        return None if result is None else FinishedStep(result)
 
     @_recoverable
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:

@@ -13,15 +13,12 @@ import math
 import torch
 from torch import Tensor
 
+from quire.errors import NOT_FINITE
 from quire.protocol.output import Logprobs
 from quire.protocol.plan import StepResult
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logprobs import ScoredTokens
 
-NOT_FINITE = (
-    "the model's output for this request is not a number (NaN or infinite logits); its weights or dtype"
-    " may not fit this input: try dtype=float32 or bfloat16"
-)
 EXCLUDING_FIELDS = (
     "structured_outputs", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "thinking_token_budget",
 )  # fmt: skip

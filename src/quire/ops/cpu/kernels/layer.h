@@ -1,4 +1,4 @@
-// What layer.cpp is told. quantization/fused.py has the same structures.
+// What layer.cpp is told. native/fused_decoder.py has the same structures.
 #pragma once
 #include "exports.h"
 

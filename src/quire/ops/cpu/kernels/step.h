@@ -1,4 +1,4 @@
-// What step.cpp is told. models/whole.py has the model, worker/native_step.py the rows.
+// What step.cpp is told. native/model.py has the model, native/step.py the rows.
 #pragma once
 #include "layer.h"
 #include "sampling.h"

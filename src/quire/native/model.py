@@ -1,6 +1,6 @@
 """Describes a model to the CPU kernels, from token ids to logits: embedding table, layers, last norm, head.
 
-Knows native models whose decoder is fused (`quantization/fused.py`). Does not know rows or sampling.
+Knows native models whose decoder is fused (`native/fused_decoder.py`). Does not know rows or sampling.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
+from quire.native.fused_decoder import CWeight, FusedDecoder
 from quire.quantization.base import Weight
 from quire.quantization.bf16_packed import PackedBf16Weight
-from quire.quantization.fused import CWeight, FusedDecoder
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

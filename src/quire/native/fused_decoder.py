@@ -55,10 +55,10 @@ class _Step(ctypes.Structure):
     ]
 
 
-def fuse_model(model: nn.Module) -> int:
+def fuse_model(model: object) -> int:
     """Fuse every layer that the kernels support; return how many."""
     kernels = best()
-    if kernels is None:
+    if kernels is None or not isinstance(model, nn.Module):
         return 0
     found = [
         layer for layer in model.modules() if isinstance(layer, PreNormLayer) and can_fuse(layer)
@@ -73,14 +73,12 @@ def fuse_model(model: nn.Module) -> int:
     return len(found)
 
 
-def unfuse_model(model: nn.Module) -> int:
-    """Undo `fuse_model`, so that each module is called; return how many layers were fused."""
-    count = 0
-    for part in model.modules():
-        if isinstance(part, PreNormLayer | Layers):
-            count += isinstance(part.fused, FusedLayer)
-            part.fused = None
-    return count
+def unfuse_model(model: object) -> None:
+    """Undo `fuse_model`, so that each module is called."""
+    if isinstance(model, nn.Module):
+        for part in model.modules():
+            if isinstance(part, PreNormLayer | Layers):
+                part.fused = None
 
 
 def can_fuse(layer: PreNormLayer) -> bool:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from quire.models.whole import CModel, native_model
+from quire.errors import NOT_FINITE, PlanMismatch
+from quire.native.fused_decoder import fuse_model, unfuse_model
+from quire.native.model import CModel, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.protocol.plan import StepPlan, StepResult
-from quire.worker.request_rows import RequestRows
-from quire.worker.sampling.sampled_step import NOT_FINITE
-from quire.worker.sampling.sampler import Sampler
-from quire.worker.worker import FinishedStep, PlanMismatch
+
+if TYPE_CHECKING:
+    from quire.worker.request_rows import RequestRows
+    from quire.worker.sampling.sampler import Sampler
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -71,12 +73,20 @@ class NativeStep:
         self._max_logit_B = np.zeros(rows.max_rows, np.float32)
         self._drawn, self._max_logit = self._drawn_B.ctypes.data, self._max_logit_B.ctypes.data
 
-    def place(self, model: object) -> None:
-        """Run this model from now on."""
-        self.model = native_model(model)
+    def fuse(self, model: object) -> None:
+        """Run this model from now on, and fuse its layers."""
+        fuse_model(model)
+        self._set_model(native_model(model))
+
+    def unfuse(self, model: object) -> None:
+        unfuse_model(model)
+        self._set_model(None)
+
+    def _set_model(self, model: CModel | None) -> None:
+        self.model = model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
-    def run(self, plan: StepPlan) -> FinishedStep | None:
+    def run(self, plan: StepPlan) -> StepResult | None:
         """The step's result. None, with nothing changed: the kernels do not support the model, some row is not plain,
         or some row is longer than the rotary table.
 
@@ -110,4 +120,4 @@ class NativeStep:
             result.errors = {
                 at: NOT_FINITE for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
-        return FinishedStep(result)
+        return result

@@ -10,10 +10,10 @@ import pytest
 import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
+from quire.errors import PlanMismatch
+from quire.native.step import NativeStep
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker import native_step
-from quire.worker.worker import PlanMismatch
 
 pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
 
@@ -43,7 +43,7 @@ class Counted:
     """How many steps went in one call, and how many did not."""
 
     def __init__(self, worker: Any):
-        self.taken, self.left, run = 0, 0, worker.at_once.run
+        self.taken, self.left, run = 0, 0, worker.fast_step.run
 
         def counting(plan: Any) -> Any:
             pending = run(plan)
@@ -51,7 +51,7 @@ class Counted:
             self.left += pending is None
             return pending
 
-        worker.at_once.run = counting
+        worker.fast_step.run = counting
 
 
 def worker_of(one: Any) -> Any:
@@ -72,11 +72,11 @@ def test_both_ways_draw_the_same(kind: str, quantization: str | None, tmp_path: 
     path = make_checkpoint(kind, tmp_path, intermediate_size=128, head_dim=32)
     settings = {"dtype": "bfloat16", "quantization": quantization, "max_num_batched_tokens": 50}
     found = []
-    for at_once in (True, False):
+    for fast in (True, False):
         with engine(path, **settings) as one:
             worker = worker_of(one)
-            if not at_once:
-                worker.at_once = None
+            if not fast:
+                worker.fast_step = None
             else:
                 count = Counted(worker)
             texts = [one.tokens(prompts(17), wishes(kinds, 17)) for kinds in (PLAIN, [PLAIN[0]])]
@@ -94,13 +94,13 @@ def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> No
     ]
     asked = prompts(16), params * 2
     found = []
-    for at_once in (True, False):
+    for fast in (True, False):
         with engine(path, dtype="bfloat16") as one:
             worker = worker_of(one)
-            if at_once:
+            if fast:
                 count = Counted(worker)
             else:
-                worker.at_once = None
+                worker.fast_step = None
             found.append(
                 [
                     [(out.tokens, out.logprobs, out.prompt_logprobs) for out in outs]
@@ -129,11 +129,11 @@ def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_numbers_that_are_none_fail_their_row_alone(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, intermediate_size=128)
     errors = []
-    for at_once in (True, False):
+    for fast in (True, False):
         with engine(path, dtype="bfloat16") as one:
             worker = worker_of(one)
             worker.model.model.embed_tokens.weight[7] = torch.nan
-            worker.at_once = worker.at_once if at_once else None
+            worker.fast_step = worker.fast_step if fast else None
             with pytest.raises(RuntimeError, match="not a number") as why:
                 one.run([[3, 7]], greedy(4))
             errors.append(str(why.value))
@@ -155,7 +155,7 @@ def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
-        assert isinstance(worker.at_once, native_step.NativeStep)
+        assert isinstance(worker.fast_step, NativeStep)
         with pytest.raises(PlanMismatch, match="lacks the tokens"):
             worker.run(StepPlan(1, [], [WorkItem(0, 1)], []))
 
@@ -164,9 +164,9 @@ def test_an_error_of_the_step_fails_its_requests_alone(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
-        wanted, run = one.tokens([[5, 6]], greedy(4)), worker.at_once.run
-        worker.at_once.run = lambda plan: 1 / 0
+        wanted, run = one.tokens([[5, 6]], greedy(4)), worker.fast_step.run
+        worker.fast_step.run = lambda plan: 1 / 0
         with pytest.raises(RuntimeError, match="the step failed"):
             one.run([[5, 6]], greedy(4))
-        worker.at_once.run = run
+        worker.fast_step.run = run
         assert one.tokens([[5, 6]], greedy(4)) == wanted
