@@ -155,3 +155,19 @@ def test_a_search_is_one_request_in_the_metrics(llm: LLM):
         if isinstance(one, Counter) and one.name == "vllm:request_success"
     }
     assert {reason: count for reason, count in ends.items() if count} == {"length": 2 * 3 + 1}
+
+
+def test_every_step_has_the_arrival_time_of_its_search(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    run = llm.run_accepted
+    monkeypatch.setattr(llm, "run_accepted", lambda asked: seen.extend(asked) or run(asked))
+    llm.beam_search([{"prompt_token_ids": [4, 5]}], BeamSearchParams(beam_width=3, max_tokens=4))
+    assert len(seen) > 4
+    assert len({child.arrived for accepted in seen for child in accepted.children}) == 1
+
+
+def test_an_arrival_time_is_a_finite_number(llm: LLM):
+    for wrong in (float("nan"), float("inf"), "now"):
+        with pytest.raises(ValidationError) as raised:
+            llm.front.inputs.accept("a", SamplingParams(), id="x", arrived=wrong)
+        assert raised.value.parameter == "arrival_time"

@@ -47,8 +47,8 @@ def make(device: type[ToyDevice] = Device) -> InlineClient:
     return InlineClient(core, resolved, ready)
 
 
-def ask(client: InlineClient, id: str, max_tokens: int = 5) -> EngineRequest:
-    request = EngineRequest(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+def ask(client: InlineClient, id: str, max_tokens: int = 5, arrived: float = 0.0) -> EngineRequest:
+    request = EngineRequest(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens), arrived=arrived)
     client.core.executor.kin[id] = (None, "")
     client.submit(request)
     return request
@@ -237,6 +237,20 @@ def test_a_client_that_is_gone_is_not_worked_for() -> None:
     assert stats["finished"] == {
         "stop": 0, "length": 1, "abort": 6, "error": 0, "repetition": 0,
     }  # fmt: skip
+
+
+def test_a_request_of_an_older_arrival_time_is_admitted_first() -> None:
+    """The next step of a beam search does not queue behind everything that came during its last one."""
+    client = make()
+    for number in range(12):
+        ask(client, f"{number}", 20, arrived=10.0 + number)
+    client.outputs()  # four rows run
+    ask(client, "step of an older search", 1, arrived=5.0)
+    ended: list[str] = []
+    while len(ended) < 13:
+        ended += [output.id for output in client.outputs() if output.finish]
+    assert ended[:5] == ["0", "1", "2", "3", "step of an older search"]
+    assert client.call("stats")["preemptions"] == 0
 
 
 def test_those_who_wait_for_a_gate_are_told_apart() -> None:

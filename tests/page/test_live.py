@@ -85,7 +85,7 @@ def test_blocks_are_told_once_each_by_who_holds_them():
     seen = watch.look()
     found, pool = cells(seen), core.scheduler.kv.pool
     assert len(found) == seen["blocks"]["count"] == 40
-    owners = {OWNED + r.order[1]: r for r in core.scheduler.running}
+    owners = {OWNED + r.number: r for r in core.scheduler.running}
     assert len(owners) == 2
     for block, what in enumerate(found, 1):
         if what in owners:

@@ -108,10 +108,18 @@ class ScriptedEngine:
         return "\n".join(lines) + ("\na:" if options.add_generation_prompt else "")
 
     async def open(
-        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", inner: bool = False
+        self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", inner: bool = False,
+        arrived: float | None = None,
     ) -> Stream:  # fmt: skip
         self.asked.append(
-            Object(prompt=prompt, params=params, id=request_id, priority=priority, tenant=tenant)
+            Object(
+                prompt=prompt,
+                params=params,
+                id=request_id,
+                priority=priority,
+                tenant=tenant,
+                arrived=arrived,
+            )
         )
         return Stream(self, request_id, self.generate(prompt, params, request_id), heard)
 

@@ -44,7 +44,7 @@ def search(
 def _together(
     llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams, step: SamplingParams
 ) -> list[BeamSearchOutput]:
-    began = time.monotonic()
+    began, arrived = time.monotonic(), time.time()
     inputs, salts = llm.front.inputs, [prompt.salt for prompt in prompts]
     searches = []
     for prompt in prompts:
@@ -56,7 +56,7 @@ def _together(
             for beam in one.beams:
                 prompt = Prompt(tokens=beam.tokens, salt=salt)
                 id = f"beam-{next(llm.request_counter)}"
-                asked.append(inputs.accept(prompt, step, id=id, inner=True))
+                asked.append(inputs.accept(prompt, step, id=id, inner=True, arrived=arrived))
         answers = map(_entries, llm.run_accepted(asked))
         for one in searches:
             one.advance([next(answers) for _ in one.beams])

@@ -162,7 +162,7 @@ class Inspector:
 
     def _life(self, request: Request, now: float) -> RequestTimeline | None:
         """The timeline of a request, a new one if necessary; None if there are too many."""
-        number = request.order[1]
+        number = request.number
         if (life := self.lives.get(number)) is None and self._room():
             arrived = request.arrived if 0 < now - request.arrived < 86_400 else now
             life = self.lives[number] = RequestTimeline(request, [TimelinePhase(QUEUED, arrived)])
@@ -189,7 +189,7 @@ class Inspector:
         for (request, _), item in zip(counted, plan.work, strict=True):
             is_prompt = of_prompt(request, item)
             if len(step.work) < MOST_IN_STEP:
-                step.work.append((request.order[1], item.num_tokens, is_prompt))
+                step.work.append((request.number, item.num_tokens, is_prompt))
             else:
                 step.rest += item.num_tokens
             if (life := self._life(request, now)) is not None:
@@ -272,7 +272,7 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
     if state == UNSEEN:
         state = PREFILL if request.computed < request.num_prompt else DECODE
     return {
-        "n": request.order[1],
+        "n": request.number,
         "id": request.id,
         "tenant": request.tenant,
         "state": "ended" if life.ended is not None else state,
@@ -299,7 +299,7 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
     for block in pool.hash_of:
         cells[block] = CACHED
     for request in running:
-        mine = OWNED + request.order[1]
+        mine = OWNED + request.number
         for column in request.blocks:
             for block in column:
                 if block != NULL_BLOCK:

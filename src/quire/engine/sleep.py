@@ -41,7 +41,7 @@ class PauseGate(Gate):
         self.until = 0
 
     def ready(self, request: Request) -> bool:
-        return request.order[1] <= self.until
+        return request.number <= self.until
 
     def allow(self, request: Request, start: int, num_tokens: int) -> int:
         return num_tokens if self.ready(request) else 0

@@ -149,7 +149,9 @@ class InputProcessor:
         """
         if lora_request is not None:
             raise Unsupported("lora_request", LORA[1])
-        arrived = time.time() if arrived is None else arrived
+        arrived = (
+            time.time() if arrived is None else read.number("arrival_time", arrived, 0.0, None)
+        )
         params = self.defaults.params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise read.wrong("sampling_params", params, "a SamplingParams")

@@ -31,7 +31,8 @@ class Request:
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
-    order: tuple[int, int]  # (priority, arrival number): lower is served first
+    number: int  # counts the requests of this scheduler, from 1
+    order: tuple[int, float, int]  # (priority, arrival time, number): lower is served first
     adapter: str | None
     media: Sequence[MediaItem]
     root: bytes  # the parent hash of its first block
@@ -70,7 +71,8 @@ class Request:
             tokens=list(asked.tokens),
             num_prompt=len(asked.tokens),
             params=params,
-            order=(asked.priority if by_priority else 0, number),
+            number=number,
+            order=(asked.priority if by_priority else 0, asked.arrived, number),
             adapter=asked.adapter,
             media=asked.media,
             root=root,

@@ -1,7 +1,8 @@
 """WaitingQueue: the waiting requests, in the order in which the scheduler considers them.
 
-Knows `Request.order`: (priority, arrival) under the priority policy, (0, arrival) under first come, first
-served. So a preempted request returns to its own place under either policy.
+Knows `Request.order`: (priority, arrival time, number), where the priority is 0 under first come, first served. So a
+preempted request returns to its own place under either policy, and so does the next step of a beam search, which has
+the arrival time of its search.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from quire.scheduler.request import Request
 
 
-def _backwards(request: Request) -> tuple[int, int]:
-    priority, number = request.order
-    return -priority, -number
+def _backwards(request: Request) -> tuple[int, float, int]:
+    priority, arrived, number = request.order
+    return -priority, -arrived, -number
 
 
 class WaitingQueue:

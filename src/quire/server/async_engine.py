@@ -125,11 +125,19 @@ class AsyncTextEngine:
     async def open(
         self, prompt: TokenizedPrompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "", inner: bool = False,
+        arrived: float | None = None,
     ) -> OutputStream:  # fmt: skip
         given = prompts.Prompt(tokens=prompt.tokens, salt=salted(prompt.salt, tenant))
         try:
             return await self.llm.open(
-                given, params, request_id, heard, priority=priority, tenant=tenant, inner=inner
+                given,
+                params,
+                request_id,
+                heard,
+                priority=priority,
+                tenant=tenant,
+                inner=inner,
+                arrived=arrived,
             )
         except Unsupported as error:
             raise ValidationError(str(error)) from error

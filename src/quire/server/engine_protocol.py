@@ -112,8 +112,12 @@ class TextEngine(Protocol):
     async def open(
         self, prompt: TokenizedPrompt, params: SamplingParams, request_id: str, heard: Callable[[], None],
         *, priority: int = 0, tenant: str = "", inner: bool = False,
+        arrived: float | None = None,
     ) -> StreamLike:  # fmt: skip
-        """Start a request of `tenant`. Calls `heard` when it may have new output. `inner`: as in EngineRequest."""
+        """Start a request of `tenant`. Calls `heard` when it may have new output. `inner`: as in EngineRequest.
+
+        `arrived`: its arrival time, for the waiting queue (seconds of time.time()); None: now.
+        """
 
     async def abort(self, request_id: str) -> None: ...
 

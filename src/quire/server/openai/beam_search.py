@@ -6,6 +6,7 @@ Knows which request fields it accepts and how to request its steps. `frontend/be
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -66,6 +67,7 @@ class BeamStream:
         self.engine, self.prompt, self.params, self.name = engine, prompt, params, name
         self.logprobs, self.options = logprobs, options
         self.ended, self.stopped, self._news = False, False, asyncio.Event()
+        self.arrived = time.time()
         self._task = asyncio.ensure_future(self._counted())
         self._task.add_done_callback(lambda _: heard())
 
@@ -143,7 +145,13 @@ class BeamStream:
                 params = msgspec.structs.replace(step)
                 streams.append(
                     await self.engine.open(
-                        prompt, params, own, news.set, inner=True, **self.options
+                        prompt,
+                        params,
+                        own,
+                        news.set,
+                        inner=True,
+                        arrived=self.arrived,
+                        **self.options,
                     )
                 )
                 await asyncio.sleep(0)  # let other tasks run: a step of a wide beam takes long
