@@ -30,6 +30,7 @@ ORDER = [
     {"frontend"},
     {"engine"},
     {"features"},
+    {"observe"},
     {"executor", "scheduler", "worker"},
     {"native"},
     {"models"},
@@ -40,12 +41,12 @@ ORDER = [
     {"parallel"},
     {"ops"},
     {"platforms"},
-    {"kvcache", "observe", "embedded"},
+    {"kvcache", "embedded"},
     {"config"},
     {"protocol"},
     {"plugins"},
     {"logging"},
-    {"env", "errors", "terminal"},
+    {"env", "errors", "startup_timer", "terminal"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -18,8 +18,9 @@ from quire.config.model import ModelConfig
 from quire.config.recording import asked_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.build import build_core, resolve_config
-from quire.engine.flight_recorder import FlightRecorder, RecordingExecutor, read_recording
+from quire.engine.flight_recorder import FlightRecorder, read_recording
 from quire.engine.supervisor import CONFIG
+from quire.protocol.plan import StepPlan
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from tests.tiny_llama import make_checkpoint
@@ -42,7 +43,7 @@ def recorded(model: str, tmp_path_factory) -> Path:
     (folder / CONFIG).write_bytes(for_recording(resolved_to_bytes(resolved)))
     core, _ = build_core(resolved)
     recorder = FlightRecorder(folder)
-    core.executor = RecordingExecutor(core.executor, recorder)
+    core.observers.add(recorder)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     for number in range(3):
         core.inbox.put(EngineRequest(str(number), [5 + number] * (9 + number), params))
@@ -73,7 +74,10 @@ def test_another_seed_is_seen(recorded: Path, model: str, tmp_path: Path, capsys
     for frame in recording.frames:
         for new in getattr(frame, "entered", ()):
             new.params.seed = 6
-        (recorder.plan if hasattr(frame, "work") else recorder.result)(frame)
+        if isinstance(frame, StepPlan):
+            recorder.launched(frame)
+        else:
+            recorder.finished(frame.step, frame)
     recorder.close()
     assert main([str(folder), "--model", model]) == 1
     assert "step" in capsys.readouterr().out

@@ -12,8 +12,8 @@ import pytest
 from tiny_llama import make_checkpoint
 
 from quire.api.llm import LLM
-from quire.engine.mfu import FLOPS, READ, WRITTEN, StepCosts
 from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.observe.mfu import FLOPS, READ, WRITTEN, StepCosts
 from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams
 

@@ -19,11 +19,9 @@ from quire.protocol.sampling_params import SamplingParams
 
 def recorded(folder: Path, device: type[Device] = Device) -> InlineClient:
     client = make(device)
-    recorder = flight_recorder.FlightRecorder(folder)
     client.core.executor.kin = Kin()
-    wrapped = flight_recorder.RecordingExecutor(client.core.executor, recorder)
-    wrapped.kin = client.core.executor.kin
-    client.core.executor = wrapped
+    client.recorder = flight_recorder.FlightRecorder(folder)
+    client.core.observers.add(client.recorder)
     return client
 
 
@@ -46,7 +44,7 @@ def run(client: InlineClient, rng: random.Random, requests: int) -> None:
         for id in sorted(ids):
             ask(client, id, rng.randint(1, 40))
         collect(client, ids)
-    client.core.executor.close()
+    client.recorder.close()
 
 
 @pytest.mark.parametrize("requests", [6, 60])
@@ -63,7 +61,7 @@ def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
 
 def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     client = recorded(tmp_path)
-    device = client.core.executor._executor
+    device = client.core.executor
     device.foretells = 0.6
     run(client, random.Random(6), 6)
     recording = flight_recorder.read_recording(tmp_path)
@@ -102,7 +100,7 @@ def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
     ask(client, "long", 30)
     with pytest.raises(Exception, match="MemoryError"):
         collect(client, {"short", "long"})
-    client.core.executor.close()
+    client.recorder.close()
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     assert recording.unfinished() == {"long"}
@@ -203,18 +201,16 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
     """Regression: the engine died of it, and so did its replacement."""
     folder = tmp_path / "gone" if when == "the folder is missing" else tmp_path
     client, stops = make(), []
-    wrapped = flight_recorder.RecordingExecutor(
-        client.core.executor, flight_recorder.FlightRecorder(folder), lambda: stops.append(1)
-    )
-    wrapped.kin = client.core.executor.kin = Kin()
-    client.core.executor = wrapped
+    client.core.executor.kin = Kin()
+    recorder = flight_recorder.FlightRecorder(folder, lambda: stops.append(1))
+    client.core.observers.add(recorder)
     if when == "later":
         ask(client, "before", 3)
         collect(client, {"before"})
         assert not stops
         assert flight_recorder.read_recording(folder) is not None
     if when == "a fault":
-        monkeypatch.setattr(flight_recorder.FlightRecorder, "result", lambda self, result: 1 / 0)
+        monkeypatch.setattr(flight_recorder.FlightRecorder, "_result", lambda self, result: 1 / 0)
     else:
         monkeypatch.setattr(flight_recorder.RecordingSegment, "_grow", no_space)
         monkeypatch.setattr(flight_recorder.RecordingSegment, "append", no_space)
@@ -223,13 +219,13 @@ def test_a_recording_that_cannot_be_written_costs_the_recording(
         ask(client, id, 30)
     got = tokens_of(client, ids)
     assert stops == [1]
+    assert recorder not in client.core.observers
     assert flight_recorder.read_recording(folder) is None
     assert not list(folder.glob("flight-*"))
     plain = make()
     for id in sorted(ids):
         ask(plain, id, 30)
     assert got == tokens_of(plain, ids)
-    client.core.executor.close()
 
 
 def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path) -> None:
@@ -241,7 +237,7 @@ def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path)
         client.core.executor.kin[id] = (None, "")
         client.submit(EngineRequest(id, [1, 2, 3], large))
     collect(client, ids)
-    client.core.executor.close()
+    client.recorder.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("flight-*")) < 100_000
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
@@ -280,4 +276,4 @@ def test_what_runs_at_the_end_is_known(tmp_path: Path) -> None:
     assert recording is not None
     assert [row.id for row in recording.running()] == ["long"]
     assert recording.seen() == {"short", "long"}
-    client.core.executor.close()
+    client.recorder.close()

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 from quire.engine.watchdog import FACTOR, FLOOR_S, Watchdog
+from quire.protocol.plan import StepPlan, StepResult, WorkItem
+
+NUMBERS = itertools.count(1)
+
+
+def step(pulse: Watchdog, tokens: int, seconds: float, error: Exception | None = None) -> None:
+    """A step from its launch to its end."""
+    plan = StepPlan(next(NUMBERS), [], [WorkItem(0, tokens)], [])
+    pulse.launched(plan)
+    pulse.clock.now += seconds  # type: ignore[attr-defined]
+    pulse.finished(plan.step, error or StepResult(plan.step, [[1]]))
+
+
+def launched(pulse: Watchdog, tokens: int) -> None:
+    pulse.launched(StepPlan(next(NUMBERS), [], [WorkItem(0, tokens)], []))
 
 
 class Clock:
@@ -26,21 +43,27 @@ def test_a_large_prefill_on_a_slow_machine_is_no_hang() -> None:
     clock = Clock()
     pulse = Watchdog(300.0, clock)
     for _ in range(5):
-        pulse.stepped(tokens=100, seconds=5.0)  # 50 ms a token
-    pulse.launched(4_000)
+        step(pulse, 100, 5.0)  # 50 ms a token
+    launched(pulse, 4_000)
     assert pulse.beat().allowed == FLOOR_S + FACTOR * 0.05 * 4_000
-    pulse.launched(1)
+    launched(pulse, 1)
     assert pulse.beat().allowed < FLOOR_S + 1
+
+
+def test_a_failed_step_measures_nothing() -> None:
+    pulse = Watchdog(300.0, Clock())
+    step(pulse, 1, 50.0, ValueError("failed"))
+    assert (pulse.steps, pulse.rate) == (0, None)
 
 
 def test_one_slow_step_is_remembered_for_a_while() -> None:
     pulse = Watchdog(300.0, Clock())
-    pulse.stepped(1, 1.0)
-    pulse.stepped(1, 0.01)
-    pulse.launched(1)
+    step(pulse, 1, 1.0)
+    step(pulse, 1, 0.01)
+    launched(pulse, 1)
     assert pulse.beat().allowed > FLOOR_S + FACTOR * 0.8
     for _ in range(100):
-        pulse.stepped(1, 0.01)
+        step(pulse, 1, 0.01)
     assert pulse.beat().allowed < FLOOR_S + FACTOR * 0.02
 
 
@@ -62,7 +85,7 @@ def test_a_function_of_the_engine_must_come_to_an_end_too() -> None:
     """Regression: no request is served while it runs, and it had no time limit."""
     clock = Clock()
     pulse = Watchdog(300.0, clock)
-    pulse.stepped(1, 0.01)
+    step(pulse, 1, 0.01)
     told = []
 
     def load(part: str) -> str:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from toy import ToyDevice
 
-from quire.engine import inspector
 from quire.engine.core import EngineCore
-from quire.engine.inspector import CACHED, FREE, OWNED, SHARED, Inspector
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
+from quire.observe import inspector
+from quire.observe.inspector import CACHED, FREE, OWNED, SHARED, Inspector
 from quire.observe.process_memory import process_tree, resident_bytes
 from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -40,7 +40,8 @@ def make(
     kv = KVManager(BlockPool(num_blocks + 1), groups, 4)
     limits = SchedulerLimits(max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth)
     core = EngineCore(Scheduler(kv, limits, clock=clock), device, depth)
-    return core, Inspector(core, 64), clock
+    live = Inspector(core.scheduler, core.observers, core.stats, depth, 64)
+    return core, live, clock
 
 
 def ask(core: EngineCore, id: str, prompt: list[int], most: int = 5) -> None:
@@ -51,10 +52,7 @@ def ask(core: EngineCore, id: str, prompt: list[int], most: int = 5) -> None:
 
 
 def kin(core: EngineCore, id: str) -> None:
-    device = core.executor
-    while not isinstance(device, ToyDevice):
-        device = device.executor
-    device.kin[id] = (None, "")
+    core.executor.kin[id] = (None, "")
 
 
 def turn(core: EngineCore, clock: Clock, times: int = 1) -> None:
@@ -157,17 +155,16 @@ def test_who_runs_already_is_seen_from_now_on():
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nobody_looks_and_nothing_is_kept(depth: int):
     core, watch, clock = make(depth=depth)
-    device = core.executor
     ask(core, "a", list(range(5)), most=30)
     turn(core, clock, 3)
-    assert core.executor is device  # never looked at
+    assert watch not in core.observers  # never looked at
     watch.look()
-    assert core.executor is not device
+    assert watch in core.observers
     turn(core, clock, 2)
     assert watch.steps
     assert watch.lives
     turn(core, clock, int(inspector.FORGET_S) + 2)
-    assert core.executor is device
+    assert watch not in core.observers
     assert not watch.steps
     assert not watch.lives
     watch.look()  # and it can be looked at again

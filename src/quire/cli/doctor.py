@@ -23,9 +23,9 @@ from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf_config
 from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
 from quire.models.registry import choose_impl
-from quire.observe.startup_timer import table
 from quire.platforms.detect import PlatformFacts, facts
 from quire.plugins import load_plugins
+from quire.startup_timer import table
 from quire.worker.memory_plan import (
     ITEMSIZE,
     MemoryPlan,

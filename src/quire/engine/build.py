@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -20,11 +21,13 @@ from quire.config.resolve import resolve
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.structured import structured_options
 from quire.config.validate import check_wishes
-from quire.engine import inspector, mfu, rpc, sleep
+from quire.engine import rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
+from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor, RestartPolicy
+from quire.engine.watchdog import Watchdog
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -35,7 +38,8 @@ from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.models import hf_config
 from quire.observe.buckets import buckets, checked
-from quire.observe.startup_timer import StartupStages
+from quire.observe.inspector import Inspector
+from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
 from quire.protocol.output import EngineReady
@@ -43,7 +47,9 @@ from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.startup_timer import StartupStages
 from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
+from quire.worker.memory_plan import ITEMSIZE, forecast_weights
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
@@ -111,11 +117,9 @@ def build_core(
     scheduler = build_scheduler(resolved, info, cut, [gate])
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
-    if resolved.asked.observe.enable_mfu_metrics:
-        mfu.count(core, resolved, info.layer_specs())
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
-    core.functions |= inspector.functions(core, cut.bytes_per_block)
+    add_observers(core, resolved, info, cut)
     ready = EngineReady(
         max_model_len=info.max_model_len,
         num_blocks=info.num_blocks,
@@ -135,6 +139,27 @@ def build_core(
         ),
     )  # fmt: skip
     return core, ready
+
+
+def add_observers(core: EngineCore, resolved: Resolved, info: WorkerInfo, cut: CacheLayout) -> None:
+    """The observers of every engine."""
+    if resolved.asked.observe.enable_mfu_metrics:
+        weights = forecast_weights(resolved, available=1 << 62)
+        costs = StepCosts.of(
+            resolved.hf_config, info.layer_specs(), weights, ITEMSIZE[resolved.dtype]
+        )
+        core.observers.add(StepCostCounter(costs, core.counts))
+    live = Inspector(core.scheduler, core.observers, core.stats, core.depth, cut.bytes_per_block)
+    core.functions |= live.functions()
+
+
+def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) -> None:
+    """The further observers of an engine that has a process of its own, and a folder."""
+    core.observers.add(watchdog)
+    if env.get("FLIGHT_RECORDER"):
+        core.counts["recorder_stops"] = 0.0
+        stopped = partial(core.counts.update, recorder_stops=1.0)
+        core.observers.add(FlightRecorder(folder, stopped))
 
 
 def build_compiler(resolved: Resolved) -> GrammarCompiler:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError, ValidationError
 from quire.logging import get_logger
+from quire.observe.step_observer import StepObservers
 from quire.protocol.output import EngineOutput, EngineStats, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 from quire.scheduler.scheduler import Scheduler
@@ -48,7 +49,8 @@ class EngineCore:
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
         self.caller = 0  # the frontend that called the running function
         self.said: Outbox = []  # messages that a function sends besides its reply
-        self.counts: dict[str, float] = {}  # additional counters (mfu.py, engine_process.py)
+        self.observers = StepObservers()
+        self.counts: dict[str, float] = {}  # additional counters of observers
         self.state = "awake"
         self.idle = True
         self.broken: BaseException | None = None  # why the engine cannot run further steps
@@ -83,6 +85,7 @@ class EngineCore:
             raise self.broken
         self.idle = False
         if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
+            self.observers.launched(plan)
             self.in_flight.append((plan.step, self.executor.launch(plan)))
             if len(self.in_flight) < self.depth:
                 return []
@@ -107,9 +110,13 @@ class EngineCore:
         step, pending = self.in_flight.popleft()
         try:
             result = pending.result()
-        except self.executor.recoverable as error:
+        except BaseException as error:
+            self.observers.finished(step, error)
+            if not isinstance(error, self.executor.recoverable):
+                raise
             log.exception("step %d failed; its requests end with an error", step)
             return list(self.scheduler.fail_step(step, f"the step failed: {type(error).__name__}"))
+        self.observers.finished(step, result)
         outputs: Outbox = list(self.scheduler.commit(result))
         if self.check_each_step:
             self.scheduler.check()

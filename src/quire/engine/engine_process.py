@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -27,9 +26,8 @@ import zmq
 from quire import env
 from quire.engine import sleep_state
 from quire.engine.core import Answered, EngineCore
-from quire.engine.flight_recorder import FlightRecorder, RecordingExecutor
 from quire.engine.status_pipe import STOP, StatusWriter
-from quire.engine.watchdog import TimedExecutor, Watchdog
+from quire.engine.watchdog import Watchdog
 from quire.errors import QuireError
 from quire.logging import configure, get_logger
 from quire.platforms.cpu_affinity import leave_a_core
@@ -155,7 +153,7 @@ def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
 def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
     """Build the engine, report that it is ready, run it."""
     from quire.config.serialize import resolved_from_bytes
-    from quire.engine.build import build_core
+    from quire.engine.build import add_process_observers, build_core
 
     link = FrontendSockets(folder, frontends)
     told = folder.parent / sleep_state.FILE
@@ -164,15 +162,11 @@ def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
         leave_a_core()
     core, ready = build_core(resolved)
     pulse = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
-    core.executor = TimedExecutor(core.executor, pulse)
+    add_process_observers(core, pulse, folder)
     # A function may load a model. No request is served in the meantime, so it has a time limit too.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
     core.functions = sleep_state.persisting(core.functions, told)
     core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
-    if env.get("FLIGHT_RECORDER"):
-        core.counts["recorder_stops"] = 0.0
-        stopped = partial(core.counts.update, recorder_stops=1.0)
-        core.executor = RecordingExecutor(core.executor, FlightRecorder(folder), stopped)
     # Freeze the objects built so far; otherwise a garbage collection would visit all of them in the middle of a step.
     gc.collect()
     gc.freeze()

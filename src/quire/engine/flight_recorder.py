@@ -1,7 +1,6 @@
 """The flight recorder: the last plans and results of an engine, on disk, where they survive a crash.
 
-Knows the worker protocol and files. Does not know models. `RecordingExecutor` wraps the core's executor; both work as
-without it. A recording can be run on a worker again (`cli/replay.py`), because every segment starts with the content
+Knows the worker protocol and files. Does not know models. A recording can be run on a worker again (`cli/replay.py`), because every segment starts with the content
 of each occupied row: a worker that computes those rows anew has the same state as the recorded one.
 
     FOLDER/flight-0, flight-1    segments of `SEGMENT` plans; when one is full, the older one is overwritten
@@ -9,7 +8,7 @@ of each occupied row: a worker that computes those rows anew has the same state 
                                  length of 0, or the end of the file, ends it
 
 The files are memory-mapped, so writing a frame copies it into the page cache: a killed process loses no written frame.
-If a recording cannot be written, it stops and its files are deleted; the engine goes on without it.
+If a recording cannot be written, its files are deleted, and the engine goes on without it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -28,9 +26,6 @@ from msgspec import Struct
 from quire.engine.quarantine import short_form
 from quire.logging import get_logger
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor, StepFuture
 
 log = get_logger(__name__)
 
@@ -148,10 +143,14 @@ class RecordingSegment:
 
 
 class FlightRecorder:
-    """Writes frames, and tracks the rows that a new segment must start with."""
+    """A StepObserver that writes frames, and tracks the rows that a new segment must start with.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        stopped: called if the recording cannot go on.
+    """
+
+    def __init__(self, folder: Path, stopped: Callable[[], None] = lambda: None):
+        self.folder, self._stopped = folder, stopped
         self._encoder = msgspec.msgpack.Encoder()
         self._rows: dict[int, EnteredRow] = {}
         self._done: dict[int, int] = {}
@@ -161,7 +160,28 @@ class FlightRecorder:
         self._segments: dict[int, RecordingSegment] = {}
         self._segment: RecordingSegment | None = None
 
-    def plan(self, plan: StepPlan) -> None:
+    def launched(self, plan: StepPlan) -> None:
+        with self._discarded_on_failure():
+            self._plan(plan)
+
+    def finished(self, step: int, result: StepResult | BaseException) -> None:
+        if isinstance(result, BaseException):
+            self._work.pop(step, None)  # it has no result
+            return
+        with self._discarded_on_failure():
+            self._result(result)
+
+    @contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        """A recording without its end would mislead."""
+        try:
+            yield
+        except Exception:
+            self.discard()
+            self._stopped()
+            raise
+
+    def _plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
             self._turn_page()
         entered = [_noted(new) for new in plan.entered]
@@ -184,7 +204,7 @@ class FlightRecorder:
             self._rows[item.row] if item.samples else None for item in plan.work
         ]
 
-    def result(self, result: StepResult) -> None:
+    def _result(self, result: StepResult) -> None:
         self._write(result)
         work = self._work.pop(result.step)
         for request, tokens in zip(work, result.tokens, strict=True):
@@ -197,10 +217,6 @@ class FlightRecorder:
             if (request := work[index]) is not None and result.tokens[index]:
                 request.tokens += tokens
 
-    def failed(self, step: int) -> None:
-        """This step will have no result."""
-        self._work.pop(step, None)
-
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
@@ -208,7 +224,7 @@ class FlightRecorder:
         self._segment = None
 
     def discard(self) -> None:
-        """Delete the files: a recording without its end would mislead."""
+        """Delete the files."""
         with suppress(OSError, ValueError):
             for segment in self._segments.values():
                 segment.restart()
@@ -284,61 +300,3 @@ def read_recording(folder: Path) -> Recording | None:
         return None
     segments.sort(key=lambda segment: segment[0].steps)
     return Recording(segments[0][0], [frame for _, part in segments for frame in part])
-
-
-class RecordingExecutor:
-    """An executor that records all plans and results, until a write fails.
-
-    Args:
-        stopped: called once when the recording stops.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        recorder: FlightRecorder,
-        stopped: Callable[[], None] = lambda: None,
-    ):
-        self._executor, self._stopped = executor, stopped
-        self._recorder: FlightRecorder | None = recorder
-        self.recoverable = executor.recoverable
-
-    def launch(self, plan: StepPlan) -> StepFuture:
-        self.note(FlightRecorder.plan, plan)
-        return _Noted(self._executor.launch(plan), self, plan.step)
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        return self._executor.call(name, *args)
-
-    def close(self) -> None:
-        self._executor.close()
-        self.note(FlightRecorder.close)
-
-    def note(self, write: Callable[..., None], *args: Any) -> None:
-        """Write; if that fails, stop the recording, but never the step."""
-        if (recorder := self._recorder) is None:
-            return
-        try:
-            write(recorder, *args)
-        except Exception as why:
-            self._recorder = None
-            log.warning(
-                "the flight recording stops, and quire replay will have nothing to show: %s: %s",
-                type(why).__name__, why, exc_info=None if isinstance(why, OSError) else why,
-            )  # fmt: skip
-            recorder.discard()
-            self._stopped()
-
-
-class _Noted:
-    def __init__(self, pending: StepFuture, recorded: RecordingExecutor, step: int):
-        self._pending, self._recorded, self._step = pending, recorded, step
-
-    def result(self) -> StepResult:
-        try:
-            result = self._pending.result()
-        except BaseException:
-            self._recorded.note(FlightRecorder.failed, self._step)
-            raise
-        self._recorded.note(FlightRecorder.result, result)
-        return result

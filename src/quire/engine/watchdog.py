@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.protocol.output import Heartbeat
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor, StepFuture
-    from quire.protocol.plan import StepPlan
+from quire.protocol.plan import StepPlan, StepResult
 
 BEAT_EVERY_S = 0.5
 ASLEEP_S = 2.0
@@ -29,14 +26,16 @@ FORGET = 0.9  # decay of the old rate at each step
 
 
 class Watchdog:
-    """`with pulse.working(): ...` around everything that must end in time."""
+    """`with watchdog.working(): ...` around everything that must end in time. A StepObserver, to measure steps."""
 
     def __init__(self, first: float, clock: Callable[[], float] = time.monotonic):
         self.first, self.clock = first, clock
         self.rate: float | None = None  # seconds a token
         self.steps = 0
         self._since: float | None = None
-        self._tokens = 0
+        self._tokens = 0  # of the step launched last
+        self._launches: dict[int, tuple[int, float]] = {}
+        """For each step in flight: its tokens, and when it was launched."""
         self._limit: float | None = None
 
     @contextmanager
@@ -58,13 +57,16 @@ class Watchdog:
 
         return working
 
-    def launched(self, tokens: int) -> None:
-        """The current work is a step of `tokens` tokens."""
-        self._tokens = tokens
+    def launched(self, plan: StepPlan) -> None:
+        self._tokens = sum(item.num_tokens for item in plan.work)
+        self._launches[plan.step] = self._tokens, self.clock()
 
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """A step of `tokens` tokens has ended."""
+    def finished(self, step: int, result: StepResult | BaseException) -> None:
+        tokens, began = self._launches.pop(step)
+        if isinstance(result, BaseException):
+            return
         self.steps += 1
+        seconds = self.clock() - began
         rate = seconds / max(tokens, 1)
         self.rate = rate if self.rate is None else max(rate, FORGET * self.rate)
 
@@ -97,33 +99,3 @@ class Watchdog:
                 time.sleep(BEAT_EVERY_S)
 
         threading.Thread(target=run, name="pulse", daemon=True).start()
-
-
-class TimedExecutor:
-    """An executor that measures its steps."""
-
-    def __init__(self, executor: Executor, pulse: Watchdog):
-        self._executor, self._pulse = executor, pulse
-        self.recoverable = executor.recoverable
-
-    def launch(self, plan: StepPlan) -> StepFuture:
-        tokens = sum(item.num_tokens for item in plan.work)
-        self._pulse.launched(tokens)
-        began = self._pulse.clock()
-        return _Measured(self._executor.launch(plan), self._pulse, tokens, began)
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        return self._executor.call(name, *args)
-
-    def close(self) -> None:
-        self._executor.close()
-
-
-class _Measured:
-    def __init__(self, pending: StepFuture, pulse: Watchdog, tokens: int, began: float):
-        self._pending, self._pulse, self._tokens, self._began = pending, pulse, tokens, began
-
-    def result(self) -> Any:
-        result = self._pending.result()
-        self._pulse.stepped(self._tokens, self._pulse.clock() - self._began)
-        return result

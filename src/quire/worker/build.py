@@ -15,9 +15,9 @@ import msgspec
 from quire.config.engine import Resolved
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
-from quire.observe.startup_timer import StartupStages, table
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
+from quire.startup_timer import StartupStages, table
 from quire.worker.memory_plan import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The engine's state for the page: fetched once for any number of viewers.
 
-Knows the answer of `engine/inspector.py`, and time. Does not know HTTP or viewers.
+Knows the answer of `observe/inspector.py`, and time. Does not know HTTP or viewers.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import shlex
 
 from quire.config.engine import EngineConfig
 from quire.errors import StartupError
-from quire.observe.startup_timer import table
 from quire.protocol.output import EngineReady
+from quire.startup_timer import table
 
 LONGEST = 0.005  # seconds; shorter stages get no line
 

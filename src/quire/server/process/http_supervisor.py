@@ -33,7 +33,6 @@ from quire.engine.status_pipe import STOP, StatusReader
 from quire.engine.supervisor import ASLEEP_S, EngineSupervisor, end_process, exit_code
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
-from quire.observe.startup_timer import since_process_start
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
@@ -41,6 +40,7 @@ from quire.server.process.http_worker import KEYS, MODULE
 from quire.server.process.launch import ABORTED_S, DEATH_TOLD_S, closes_with_terminal, model_names
 from quire.server.process.sockets import LAST_ANSWERS_S, address, bind_beside
 from quire.server.shared_usage import forget
+from quire.startup_timer import since_process_start
 from quire.terminal import show
 
 log = get_logger(__name__)

@@ -27,12 +27,12 @@ from quire.engine.status_pipe import STOP, StatusWriter
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
-from quire.observe.startup_timer import since_process_start
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
 from quire.server.async_engine import AsyncTextEngine
 from quire.server.process.launch import ServerProcess, event_loop, tracer_of
 from quire.server.shared_usage import UsageLedger
+from quire.startup_timer import since_process_start
 
 KEYS = "keys"  # a folder in the engine's folder
 MODULE = "quire.server.process.http_worker"

@@ -33,7 +33,6 @@ from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.processes import Processes
 from quire.observe.prometheus import ServerMetrics, cache_info
-from quire.observe.startup_timer import since_process_start
 from quire.observe.stats_log import StatsLog
 from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
@@ -48,6 +47,7 @@ from quire.server.process.inline_engine import InlineEngineLoader
 from quire.server.process.sockets import LOOPBACKS, address, bind_all, host_of, http_server
 from quire.server.state import ServerPhase, ServerState
 from quire.server.user_middleware import own_layers
+from quire.startup_timer import since_process_start
 from quire.terminal import show
 
 log = get_logger(__name__)

@@ -14,16 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.config.engine import Resolved
-from quire.engine.core import EngineCore
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.protocol.plan import StepPlan, WorkItem
-from quire.worker.memory_plan import ITEMSIZE, forecast_weights
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor, StepFuture
+from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 FLOPS, READ, WRITTEN = "flops", "read_bytes", "write_bytes"
 
@@ -112,17 +106,16 @@ def _up_to(length: int) -> int:
     return length * (length + 1) // 2
 
 
-class MfuExecutor:
-    """An executor that adds the cost of each launched step to `counts`."""
+class StepCostCounter:
+    """A StepObserver that adds the cost of each step to `counts`."""
 
-    def __init__(self, executor: Executor, costs: StepCosts):
-        self._executor, self._costs = executor, costs
-        self.recoverable = executor.recoverable
-        self.counts = dict.fromkeys((FLOPS, READ, WRITTEN), 0.0)
+    def __init__(self, costs: StepCosts, counts: dict[str, float]):
+        self._costs, self._counts = costs, counts
+        counts |= dict.fromkeys((FLOPS, READ, WRITTEN), 0.0)
         self._computed: dict[int, int] = {}  # by row
 
-    def launch(self, plan: StepPlan) -> StepFuture:
-        costs, counts = self._costs, self.counts
+    def launched(self, plan: StepPlan) -> None:
+        costs, counts = self._costs, self._counts
         for new in plan.entered:
             self._computed[new.row] = new.computed
         for item in plan.work:
@@ -136,18 +129,6 @@ class MfuExecutor:
             counts[READ] += costs.weight_bytes + costs.head_bytes * any(
                 item.samples for item in plan.work
             )
-        return self._executor.launch(plan)
 
-    def call(self, name: str, *args: Any) -> list[Any]:
-        return self._executor.call(name, *args)
-
-    def close(self) -> None:
-        self._executor.close()
-
-
-def count(core: EngineCore, resolved: Resolved, specs: Iterable[CacheSpec]) -> None:
-    """Let the core report the cost of its steps."""
-    weights = forecast_weights(resolved, available=1 << 62)
-    costs = StepCosts.of(resolved.hf_config, specs, weights, ITEMSIZE[resolved.dtype])
-    core.executor = counted = MfuExecutor(core.executor, costs)
-    core.counts = counted.counts
+    def finished(self, step: int, result: StepResult | BaseException) -> None:
+        """The plan says it all."""

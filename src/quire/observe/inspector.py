@@ -1,8 +1,8 @@
-"""Inspector: the live state of an engine for an observer: its blocks, its steps, and each request's timeline.
+"""Inspector: the live state of an engine for a viewer: its blocks, its steps, and each request's timeline.
 
 Knows the scheduler, its block pool and the worker protocol. Reports tokens only of a single, named request. It costs
-nothing without an observer: the first `look` wraps the core's executor in an `InspectedExecutor`; when no call
-has come for `FORGET_S`, the next step removes it.
+nothing while nothing looks: the first `look` adds it to the engine's observers of steps; when no call has come for
+`FORGET_S`, the next step removes it.
 
     a timeline    queued | prefill 256 | prefill 40 | decode ........ | preempted .. | prefill | decode .. | ended
 """
@@ -15,19 +15,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.observe.process_memory import process_tree, resident_bytes
+from quire.observe.step_observer import StepObservers
 from quire.platforms.detect import facts
+from quire.protocol.output import EngineStats
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 from quire.scheduler.request import NO_ROW, Request
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor, StepFuture
+from quire.scheduler.scheduler import Scheduler
 
 FORGET_S = 5.0
 SPAN_S = 30.0  # requests that ended longer ago are not reported
@@ -83,33 +82,51 @@ class StepRecord:
 
 
 class Inspector:
-    """Observes a core. `look` starts the observation and returns what was seen."""
+    """A StepObserver from the first `look` until nothing has looked for `FORGET_S`.
 
-    def __init__(self, core: EngineCore, bytes_per_block: int = 0):
-        self.core, self.bytes_per_block = core, bytes_per_block
-        self.clock = core.scheduler.clock
-        self.watched: InspectedExecutor | None = None
+    Args:
+        observers: where it enters itself.
+        stats: the engine's statistics.
+        depth: how many steps may be in flight.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observers: StepObservers,
+        stats: Callable[[], EngineStats],
+        depth: int,
+        bytes_per_block: int = 0,
+    ):
+        self.scheduler, self.observers, self.stats = scheduler, observers, stats
+        self.depth, self.bytes_per_block = depth, bytes_per_block
+        self.clock = scheduler.clock
         self.looked = 0.0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS)
         self.lives: dict[int, RequestTimeline] = {}  # by arrival number
+        self.in_flight: dict[int, StepRecord] = {}
         self.resulted = 0.0  # when the last step ended
         self.machine = 0
         self.processes: list[int] = []
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions for `EngineClient.call`."""
+        return {"live": self.look, "live_words": self.words}
 
     # -- reports --------------------------------------------------------------------------------
     def look(self) -> dict[str, Any]:
         """The whole state, as builtins; times are in ms before now."""
         began = time.perf_counter()
         now = self.clock()
-        if self.watched is None:
+        if self not in self.observers:
             self._start(now)
         self.looked = now
-        scheduler = self.core.scheduler
+        scheduler = self.scheduler
         for request, _ in zip(scheduler.waiting, range(MOST_WAITING), strict=False):
             self._life(request, now)
         self._notice(now)
         seen = {
-            "stats": dict(msgspec.structs.asdict(self.core.stats())),
+            "stats": dict(msgspec.structs.asdict(self.stats())),
             "blocks": block_map(scheduler.kv.pool, scheduler.running),
             "steps": [step_dict(step, now) for step in self.steps],
             "lives": [timeline_dict(life, now) for life in self.lives.values()],
@@ -117,7 +134,7 @@ class Inspector:
                 "rows": scheduler.limits.max_rows,
                 "step_tokens": scheduler.limits.max_step_tokens,
                 "length": scheduler.limits.max_length,
-                "depth": self.core.depth,
+                "depth": self.depth,
             },
             "memory": {
                 "resident": resident_bytes(self.processes),
@@ -145,20 +162,18 @@ class Inspector:
     def _start(self, now: float) -> None:
         self.machine = self.machine or facts().total_bytes
         self.processes = self.processes or process_tree(os.getpid())
-        self.watched = InspectedExecutor(self.core.executor, self)
-        self.core.executor = self.watched
-        for request in self.core.scheduler.running:
+        self.observers.add(self)
+        for request in self.scheduler.running:
             if (life := self._life(request, now)) is not None:
                 life.phases.append(
                     TimelinePhase(UNSEEN, min(request.arrived + request.queued, now))
                 )
 
-    def _stop(self, watched: InspectedExecutor) -> None:
-        if self.core.executor is watched:
-            self.core.executor = watched.executor
-        self.watched = None
+    def _stop(self) -> None:
+        self.observers.remove(self)
         self.steps.clear()
         self.lives.clear()
+        self.in_flight.clear()
 
     def _life(self, request: Request, now: float) -> RequestTimeline | None:
         """The timeline of a request, a new one if necessary; None if there are too many."""
@@ -177,15 +192,14 @@ class Inspector:
         del self.lives[ended]
         return True
 
-    def launched(self, plan: StepPlan, watched: InspectedExecutor) -> StepRecord | None:
-        """Record the start of a step. None: the observation has ended, and the step is not recorded."""
+    def launched(self, plan: StepPlan) -> None:
         now = self.clock()
         if now - self.looked > FORGET_S:
-            self._stop(watched)
-            return None
+            self._stop()
+            return
         self._notice(now)
         step = StepRecord(plan.step, now, [])
-        counted = self.core.scheduler.in_flight[plan.step]
+        counted = self.scheduler.in_flight[plan.step]
         for (request, _), item in zip(counted, plan.work, strict=True):
             is_prompt = of_prompt(request, item)
             if len(step.work) < MOST_IN_STEP:
@@ -195,11 +209,12 @@ class Inspector:
             if (life := self._life(request, now)) is not None:
                 life.add(PREFILL if is_prompt else DECODE, now, item.num_tokens)
         self.steps.append(step)
-        return step
+        self.in_flight[plan.step] = step
 
-    def finished(self, step: StepRecord) -> None:
-        self.resulted = self.clock()
-        step.seconds = self.resulted - step.launched
+    def finished(self, step: int, result: StepResult | BaseException) -> None:
+        if (record := self.in_flight.pop(step, None)) is not None:
+            self.resulted = self.clock()
+            record.seconds = self.resulted - record.launched
 
     def _notice(self, now: float) -> None:
         """Note which requests ended or were preempted since the last call; drop those that ended long ago."""
@@ -216,36 +231,6 @@ class Inspector:
                 life.add(PREEMPTED, now)
         for number in gone:
             del self.lives[number]
-
-
-class InspectedExecutor:
-    """An executor that reports its steps to an `Inspector`."""
-
-    def __init__(self, executor: Executor, live: Inspector):
-        self.executor, self._live = executor, live
-        self.recoverable = executor.recoverable
-
-    def launch(self, plan: StepPlan) -> StepFuture:
-        step = self._live.launched(plan, self)
-        pending = self.executor.launch(plan)
-        return pending if step is None else _Seen(pending, self._live, step)
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        return self.executor.call(name, *args)
-
-    def close(self) -> None:
-        self.executor.close()
-
-
-class _Seen:
-    def __init__(self, pending: StepFuture, live: Inspector, step: StepRecord):
-        self._pending, self._live, self._step = pending, live, step
-
-    def result(self) -> StepResult:
-        try:
-            return self._pending.result()
-        finally:
-            self._live.finished(self._step)
 
 
 # -- as builtins ----------------------------------------------------------------------------------
@@ -320,9 +305,3 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
         "cached": cached,
         "shared": shared,
     }
-
-
-def functions(core: EngineCore, bytes_per_block: int) -> dict[str, Callable[..., Any]]:
-    """The functions for `EngineClient.call`."""
-    live = Inspector(core, bytes_per_block)
-    return {"live": live.look, "live_words": live.words}
