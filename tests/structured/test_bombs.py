@@ -23,8 +23,8 @@ from quire.features.structured import check_process
 from quire.features.structured import compiler as compile
 from quire.features.structured.check_process import ConstraintChecker
 from quire.features.structured.compiler import GrammarCompiler
-from quire.features.structured.grammar_process import Forkers
-from quire.features.structured.refusal import Refused
+from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.grammar_process import GrammarForkServer
 from quire.features.structured.validate import check_constraint
 from quire.protocol.request import EngineRequest
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
@@ -97,26 +97,26 @@ def test_what_can_be_counted_is_refused_before_it_is_compiled(name: str):
 
 @pytest.mark.parametrize("form", HONEST, ids=str)
 def test_what_is_large_and_can_be_done_is_taken(reader: Reader, form: Form):
-    assert reader.compiler.ask(check_constraint(form).plain()).result(60).alive
+    assert reader.compiler.submit(check_constraint(form).plain()).result(60).alive
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_takes_too_much_is_ended(reader: Reader, name: str):
     """The process of such a grammar ends; whoever asks at the same time does not wait for that."""
     compiler = GrammarCompiler(reader.compiler.vocabulary)
-    compiler.forkers.start()
+    compiler.fork_server.start()
     bombs = [
-        compiler.ask(
+        compiler.submit(
             Form(**{**_fields(HIDDEN[name]), "whitespace_pattern": f"[ ]{{1,{n}}}"}).plain()
         )
         for n in (3, 4)
     ]
-    assert compiler.ask(Form(regex=f"{name}[0-9]")).result(60).alive
+    assert compiler.submit(Form(regex=f"{name}[0-9]")).result(60).alive
     for bomb in bombs:
-        with pytest.raises(Refused, match="make it smaller"):
+        with pytest.raises(UnsupportedConstraint, match="make it smaller"):
             bomb.result(60)
     assert not compiler._running
-    assert compiler.ask(Form(regex=f"{name}[0-9]{{2}}")).result(60).alive
+    assert compiler.submit(Form(regex=f"{name}[0-9]{{2}}")).result(60).alive
 
 
 def _fields(form: Form) -> dict[str, Any]:
@@ -126,34 +126,34 @@ def _fields(form: Form) -> dict[str, Any]:
 def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     form = HIDDEN["multiples"].plain()
-    bomb = compiler.ask(form)
+    bomb = compiler.submit(form)
     while not (compiler._running or bomb.done()):
         time.sleep(0.001)
     (process,) = compiler._running.values()
-    compiler.drop(form)
+    compiler.cancel(form)
     assert not process.alive
-    with pytest.raises(Refused):
+    with pytest.raises(UnsupportedConstraint):
         bomb.result(60)
-    assert compiler.ask(form) is not bomb
+    assert compiler.submit(form) is not bomb
 
 
 def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
-    one = compiler.ask(Form(regex="[0-9]-one")).result(60).bytes
+    one = compiler.submit(Form(regex="[0-9]-one")).result(60).bytes
     assert one > 1 << 16
-    monkeypatch.setattr(compile, "KEPT_BYTES", int(3.5 * one))
+    monkeypatch.setattr(compile, "MAX_CACHED_BYTES", int(3.5 * one))
     for number in range(8):
-        compiler.ask(Form(regex=f"[0-9]-{number}")).result(60)
-    assert len(compiler._kept) <= 4
-    assert compiler.kept_bytes() < 4 * one
+        compiler.submit(Form(regex=f"[0-9]-{number}")).result(60)
+    assert len(compiler._cached) <= 4
+    assert compiler.cached_bytes() < 4 * one
 
 
 def test_a_refusal_is_kept_too(reader: Reader):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
-    first = compiler.ask(Form(regex="["))
-    with pytest.raises(Refused):
+    first = compiler.submit(Form(regex="["))
+    with pytest.raises(UnsupportedConstraint):
         first.result(60)
-    assert compiler.ask(Form(regex="[")) is first
+    assert compiler.submit(Form(regex="[")) is first
 
 
 def test_the_front_rooms_check_is_ended(monkeypatch: pytest.MonkeyPatch):
@@ -180,8 +180,8 @@ def plain(checkpoint: str) -> Iterator[Engine]:
 def processes(one: Engine) -> list[int]:
     """Of grammars, by their ids."""
     compiler = one.client.core.executor.worker.hooks[0].masks.compiler  # type: ignore[attr-defined]
-    (forker,) = [pid for pid in _children(os.getpid()) if _holds(pid, compiler)]
-    return _children(forker)
+    (server_pid,) = [pid for pid in _children(os.getpid()) if _holds(pid, compiler)]
+    return _children(server_pid)
 
 
 def _children(pid: int) -> list[int]:
@@ -192,7 +192,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _holds(pid: int, compiler: GrammarCompiler) -> bool:
-    peek = compiler.forkers.close.peek() if compiler.forkers.close is not None else None
+    peek = compiler.fork_server.close.peek() if compiler.fork_server.close is not None else None
     return peek is not None and peek[2][1].pid == pid
 
 
@@ -247,13 +247,13 @@ def _resident() -> int:
 
 def test_many_processes_that_end_at_once_do_not_end_their_program() -> None:
     """A signal handler that reaped them ran within itself and raised."""
-    forkers = Forkers()
-    first = forkers.fork()
-    program = forkers.close
+    fork_server = GrammarForkServer()
+    first = fork_server.fork()
+    program = fork_server.close
     for _ in range(6):
-        for process in [forkers.fork() for _ in range(16)]:
+        for process in [fork_server.fork() for _ in range(16)]:
             process.close()
-    assert forkers.close is program
+    assert fork_server.close is program
     assert first.alive
     asked = Form(regex="a")
-    assert forkers.fork().check(asked, "llguidance", False, 1.0) is None
+    assert fork_server.fork().check(asked, "llguidance", False, 1.0) is None

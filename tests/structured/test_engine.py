@@ -21,7 +21,7 @@ from engines import Engine, engine
 
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.grammar import limits
-from quire.features.structured.grammar_rows import Places, PlaceSettings
+from quire.features.structured.grammar_rows import GrammarRowSettings, GrammarStates
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -294,20 +294,22 @@ def test_what_others_used_up_is_not_held_against_a_request(reader: Reader):
     tokenizer, accepts = reader.compiler.vocabulary.tokenizer, reader.compiler.vocabulary.accepts
     text = LLMatcher.grammar_from_regex("((a{1,100}){1,100}){1,100}b")
     token = SPECIALS + ord("a") - 33
-    places = Places(
+    states = GrammarStates(
         lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits()),
         accepts,
         (accepts + 32) // 32,
     )
-    first = places.grammar.deep_copy()
+    first = states.grammar.deep_copy()
     while first.consume_token(token):
         first.compute_bitmask()
-    copy = places.grammar.deep_copy()
-    assert not copy.consume_token(token), "copies share nothing any more: Place.renewed can go"
-    places.begin(0, PlaceSettings([EOS], False, 40, 40, False), [token])
-    places.fill([0])
-    assert places.at[0].error is None
-    assert places.at[0].renewed
+    copy = states.grammar.deep_copy()
+    assert not copy.consume_token(token), (
+        "copies share nothing any more: GrammarState.renewed can go"
+    )
+    states.begin(0, GrammarRowSettings([EOS], False, 40, 40, False), [token])
+    states.fill([0])
+    assert states.at[0].error is None
+    assert states.at[0].renewed
 
 
 def test_an_abort_leaves_nothing_behind(checkpoint: str):
@@ -324,4 +326,4 @@ def test_an_abort_leaves_nothing_behind(checkpoint: str):
         assert tokens == [tokens[0]] * 4
         one.tokens([prompt(1)], params(None, max_tokens=1))  # rows are left with the next plan
         worker = one.client.core.executor.worker  # type: ignore[attr-defined]
-        assert not worker.hooks[0].masks.held
+        assert not worker.hooks[0].masks.row_grammars

@@ -16,12 +16,12 @@ import torch
 from grammar_reader import Reader
 
 from quire.errors import ValidationError
-from quire.features.structured.compiler import KEPT, THREADS, GrammarCompiler, digest
+from quire.features.structured.compiler import MAX_CACHED, THREADS, GrammarCompiler, digest
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.gate import CompileRequests, GrammarGate, apply_compile_requests
 from quire.features.structured.grammar_process import GrammarProcess
-from quire.features.structured.grammar_rows import NOT_KEPT, Places, PlaceSettings
+from quire.features.structured.grammar_rows import LIBRARY_FAILED, GrammarRowSettings, GrammarStates
 from quire.features.structured.masks import GrammarMasks
-from quire.features.structured.refusal import Refused
 from quire.features.structured.validate import check_constraint
 from quire.ops.masked_argmax import bits, num_words
 from quire.protocol.plan import EnteredRow, StepPlan
@@ -127,14 +127,14 @@ class Panics:
 @pytest.mark.parametrize("when", ["token", "mask"])
 def test_a_library_that_fails_fails_one_row(reader: Reader, when: str):
     accepts = reader.compiler.vocabulary.accepts
-    places = Places(lambda: reader.matcher(Form(regex="a*b")), accepts, (accepts + 32) // 32)
+    states = GrammarStates(lambda: reader.matcher(Form(regex="a*b")), accepts, (accepts + 32) // 32)
     for number in (0, 1):
-        places.begin(number, PlaceSettings([EOS], False, 40, 40, False), [])
-    places.at[0].matcher = Panics(when)  # type: ignore[assignment]
-    assert [places.feed(number, A) for number in (0, 1)] == [[], []]
-    masks_NW = places.fill([0, 1])
-    assert places.at[0].error == NOT_KEPT
-    assert places.at[1].error is None
+        states.begin(number, GrammarRowSettings([EOS], False, 40, 40, False), [])
+    states.at[0].matcher = Panics(when)  # type: ignore[assignment]
+    assert [states.feed(number, A) for number in (0, 1)] == [[], []]
+    masks_NW = states.fill([0, 1])
+    assert states.at[0].error == LIBRARY_FAILED
+    assert states.at[1].error is None
     left = np.unpackbits(masks_NW[1].view(np.uint8), bitorder="little").nonzero()[0]
     assert set(left.tolist()) == {A, B}
 
@@ -151,7 +151,7 @@ def test_a_library_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.M
     form = Form(regex="a{3}unlike any other")
     with pytest.raises(ValidationError, match="regex: the grammar library"):
         check_constraint(form)
-    with pytest.raises(Refused, match="the grammar library"):
+    with pytest.raises(UnsupportedConstraint, match="the grammar library"):
         reader.matcher(form)
 
 
@@ -173,7 +173,7 @@ def held_up(compiler: GrammarCompiler) -> Iterator[None]:
         go_on.wait()
 
     for _ in range(THREADS):
-        compiler._pool.submit(busy)
+        compiler._quick_pool.submit(busy)
     for _ in range(THREADS):
         begun.acquire()
     try:
@@ -192,10 +192,10 @@ def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
         assert not any(gate.ready(asked(form)) for form in forms)
         told = gate.extra(plan)
     assert told is not None
-    assert msgspec.msgpack.decode(told, type=CompileRequests).wanted == forms
+    assert msgspec.msgpack.decode(told, type=CompileRequests).to_compile == forms
     assert gate.extra(plan) is None
     for form in forms:
-        reader.compiler.ask(form).result()
+        reader.compiler.submit(form).result()
         assert gate.ready(asked(form))
 
 
@@ -205,7 +205,7 @@ def test_who_waits_is_woken_though_another_asked_first(reader: Reader):
     request = asked(form)
     gate = GrammarGate(reader.compiler, wake=woken.set)
     with held_up(reader.compiler):
-        reader.compiler.ask(form)
+        reader.compiler.submit(form)
         assert not gate.ready(request)
     assert woken.wait(60)
     assert gate.ready(request)
@@ -215,7 +215,7 @@ def test_more_may_wait_than_grammars_are_kept(reader: Reader):
     """(Asking for the last ones made it forget the first ones, again and again, and nobody was ever ready.)"""
     woken = threading.Event()
     gate = GrammarGate(reader.compiler, wake=woken.set)
-    forms = [Form(regex=f"x{{{n}}}-many") for n in range(1, KEPT + 9)]
+    forms = [Form(regex=f"x{{{n}}}-many") for n in range(1, MAX_CACHED + 9)]
     waiting = [asked(form) for form in forms]
     ready: list[bool] = []
     for _ in range(2 * len(waiting)):
@@ -225,7 +225,7 @@ def test_more_may_wait_than_grammars_are_kept(reader: Reader):
         woken.clear()
     assert all(ready)
     # The first is forgotten by now. Whoever enters gets it all the same, and a preempted one asks again.
-    assert reader.compiler.ask(forms[0]).result(60).alive
+    assert reader.compiler.submit(forms[0]).result(60).alive
     gate.leave(waiting[0])
     assert gate.ready(waiting[0])
 
@@ -270,7 +270,7 @@ def test_nothing_is_compiled_for_those_who_gave_up(
         assert list(reader.compiler.waiting) == left
         assert list(other.waiting) == (left if elsewhere else [])
     for form in (forms[0], forms[1], forms[5]):
-        reader.compiler.ask(form).result(60)
+        reader.compiler.submit(form).result(60)
     assert seen == [forms[0], forms[1], forms[5]]
 
 
@@ -278,10 +278,10 @@ def test_what_is_begun_for_one_who_gave_up_is_of_use_to_the_next(reader: Reader)
     form, request = Form(regex="[a-z]{2,904}"), asked(Form(regex="[a-z]{2,904}"))
     gate = GrammarGate(reader.compiler)
     gate.ready(request)
-    begun = reader.compiler.ask(form)
+    begun = reader.compiler.submit(form)
     begun.result(60)
     gate.gave_up(request)
-    assert reader.compiler.ask(form) is begun
+    assert reader.compiler.submit(form) is begun
 
 
 def test_statistics_begin_no_compilation(reader: Reader):
@@ -292,7 +292,7 @@ def test_statistics_begin_no_compilation(reader: Reader):
         assert not reader.compiler.waiting
         assert not gate.ready(request)
         assert gate.holds(request)
-    made = reader.compiler.ask(request.params.structured_outputs)
+    made = reader.compiler.submit(request.params.structured_outputs)
     called = threading.Event()
     made.add_done_callback(lambda _: called.set())  # after the gate's own callback
     assert called.wait(60)
@@ -303,7 +303,7 @@ def test_statistics_begin_no_compilation(reader: Reader):
 def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):
-        behind = reader.compiler.ask(form)
-        assert reader.compiler.ask(form, now=True).result(60).alive
+        behind = reader.compiler.submit(form)
+        assert reader.compiler.submit(form, now=True).result(60).alive
         assert behind.done()  # whoever waited for it has it too
         assert not reader.compiler.waiting

@@ -10,14 +10,14 @@ from collections import OrderedDict
 
 from quire.features.structured.compiler import digest
 from quire.features.structured.grammar_messages import ProcessEnded
-from quire.features.structured.grammar_process import Forkers, GrammarProcess
+from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.json_schema import MAX_BYTES
 from quire.features.structured.validate import check_constraint, verdict
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-KEPT = 512  # cached results: agents send the same schema repeatedly
+MAX_CACHED = 512  # cached results: agents send the same schema repeatedly
 CPU_S = 1.0  # limit of one check; the largest accepted schema needs 0.1 s
-AT_ONCE = 2
+MAX_PROCESSES = 2
 TOO_MUCH = (
     "reading it takes too much processor time or memory; make it smaller, or repeat less in it"
 )
@@ -27,11 +27,11 @@ class ConstraintChecker:
     """One per frontend; thread-safe. The first constraint starts its process."""
 
     def __init__(self) -> None:
-        self._forkers = Forkers()
+        self._fork_server = GrammarForkServer()
         self._idle: list[GrammarProcess] = []
-        self._known: OrderedDict[tuple[bytes, str, bool], str | None] = OrderedDict()
+        self._cache: OrderedDict[tuple[bytes, str, bool], str | None] = OrderedDict()
         self._lock = threading.Lock()
-        self._turns = threading.Semaphore(AT_ONCE)
+        self._slots = threading.Semaphore(MAX_PROCESSES)
 
     def checked(
         self, constraint: StructuredOutputsParams, backend: str = "auto"
@@ -48,15 +48,15 @@ class ConstraintChecker:
             return verdict(constraint, engine, second)  # refuses it for its size, at once
         key = digest(constraint), engine, second
         with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        with self._turns:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        with self._slots:
             why = self._ask(constraint, engine, second)
         with self._lock:
-            self._known[key] = why
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
+            self._cache[key] = why
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
         return why
 
     def _ask(self, constraint: StructuredOutputsParams, engine: str, second: bool) -> str | None:
@@ -74,6 +74,6 @@ class ConstraintChecker:
             if self._idle:
                 return self._idle.pop()
         try:
-            return self._forkers.fork()
-        except ProcessEnded:  # the forker was killed: this starts a new one
-            return self._forkers.fork()
+            return self._fork_server.fork()
+        except ProcessEnded:  # the fork server was killed: this starts a new one
+            return self._fork_server.fork()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from quire.features.structured.refusal import Refused
+from quire.features.structured.errors import UnsupportedConstraint
 
 MAX_NESTED = 10_000  # `(a{100}){100}`: llguidance takes 0.03 s for this, and seconds for a million
 MAX_LITERAL = 64 << 10  # characters of one required text: 0.06 s
@@ -44,12 +44,12 @@ class _Part:
         if most > 1:
             self.nested, self.depth = self.nested * most, self.depth + 1
         if self.depth > 1 and self.nested > MAX_NESTED:
-            raise Refused(
+            raise UnsupportedConstraint(
                 f"repetitions that stand in one another make {self.nested} together; at most {MAX_NESTED} are"
                 " taken: write a smaller count, or one count"
             )
         if self.length > MAX_LITERAL:
-            raise Refused(
+            raise UnsupportedConstraint(
                 f"the output would have at least {self.length} characters; at most {MAX_LITERAL} are taken"
             )
 
@@ -83,7 +83,7 @@ class _Reader:
 
     def open(self) -> None:
         if len(self.groups) >= MAX_GROUPS:
-            raise Refused(f"its groups are nested more than {MAX_GROUPS} deep")
+            raise UnsupportedConstraint(f"its groups are nested more than {MAX_GROUPS} deep")
         self.own.add(self.last)
         self.groups.append((self.before, self.own, self.last))
         self._new()
@@ -105,7 +105,7 @@ class _Reader:
 
 
 def check_regex(text: str) -> None:
-    """Raises Refused."""
+    """Raises UnsupportedConstraint."""
     _regex(text)
 
 
@@ -129,7 +129,7 @@ def _regex(text: str) -> _Part:
 
 
 def check_grammar(text: str) -> None:
-    """Check a grammar in EBNF or Lark, rule by rule. Raises Refused."""
+    """Check a grammar in EBNF or Lark, rule by rule. Raises UnsupportedConstraint."""
     reader, alternatives = _Reader(), 0
     for piece in IN_GRAMMAR.findall(text):
         first = piece[:1]
@@ -154,19 +154,21 @@ def check_grammar(text: str) -> None:
         elif first.isalnum() or first in "_[<@%":
             reader.piece(1 if first == "[" else 0)
     if alternatives > MAX_ALTERNATIVES:
-        raise Refused(f"it has {alternatives} alternatives; at most {MAX_ALTERNATIVES} are taken")
+        raise UnsupportedConstraint(
+            f"it has {alternatives} alternatives; at most {MAX_ALTERNATIVES} are taken"
+        )
 
 
 def check_text(text: str) -> None:
-    """Raises Refused."""
+    """Raises UnsupportedConstraint."""
     if len(text) > MAX_LITERAL:
-        raise Refused(
+        raise UnsupportedConstraint(
             f"one of its texts has {len(text)} characters; at most {MAX_LITERAL} are taken"
         )
 
 
 def check_schema(schema: Any) -> None:
-    """Check all parts of a JSON schema. Raises Refused."""
+    """Check all parts of a JSON schema. Raises UnsupportedConstraint."""
     todo = [schema]
     while todo:
         part = todo.pop()
@@ -187,7 +189,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_multiple(schema: dict[str, Any]) -> None:
-    """Check the least common multiple of all `multipleOf` in a schema and its `allOf`. Raises Refused."""
+    """Check the least common multiple of all `multipleOf` in a schema and its `allOf`. Raises UnsupportedConstraint."""
     parts, found = [schema], Fraction(1)
     while parts:
         part = parts.pop()
@@ -199,7 +201,7 @@ def _check_multiple(schema: dict[str, Any]) -> None:
                 math.gcd(found.denominator, own.denominator),
             )
             if found.numerator > MAX_MULTIPLE:
-                raise Refused(
+                raise UnsupportedConstraint(
                     f"multipleOf: the least common multiple of its numbers is {found.numerator}; at most"
                     f" {MAX_MULTIPLE} is taken"
                 )

@@ -45,10 +45,12 @@ class GrammarGate(Gate):
         elsewhere: bool = False,
     ):
         self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
-        self._wanted: dict[_Key, StructuredOutputsParams] = {}
-        self._dropped: dict[_Key, StructuredOutputsParams] = {}
-        self._asked: WeakKeyDictionary[Request, ref[Future[GrammarProcess]]] = WeakKeyDictionary()
-        self._askers: WeakKeyDictionary[Future[GrammarProcess], int] = WeakKeyDictionary()
+        self._to_compile: dict[_Key, StructuredOutputsParams] = {}
+        self._to_cancel: dict[_Key, StructuredOutputsParams] = {}
+        self._compiles: WeakKeyDictionary[Request, ref[Future[GrammarProcess]]] = (
+            WeakKeyDictionary()
+        )
+        self._waiters: WeakKeyDictionary[Future[GrammarProcess], int] = WeakKeyDictionary()
         self._ready: WeakSet[Request] = WeakSet()
 
     def ready(self, request: Request) -> bool:
@@ -56,37 +58,37 @@ class GrammarGate(Gate):
         again."""
         if (constraint := request.params.structured_outputs) is None or request in self._ready:
             return True
-        if request not in self._asked:
-            compiled = self.compiler.ask(constraint)
-            self._asked[request] = ref(compiled)
+        if request not in self._compiles:
+            compiled = self.compiler.submit(constraint)
+            self._compiles[request] = ref(compiled)
             if compiled.done():
                 self._ready.add(request)
                 return True
-            self._askers[compiled] = others = self._askers.get(compiled, 0) + 1
+            self._waiters[compiled] = others = self._waiters.get(compiled, 0) + 1
             if self.elsewhere and others == 1:
-                self._wanted[constraint.key] = constraint
-            # Needed even if the worker asked first: when it recompiles a grammar, it does not call `wake`.
+                self._to_compile[constraint.key] = constraint
+            # Needed even if the worker future first: when it recompiles a grammar, it does not call `wake`.
             compiled.add_done_callback(partial(self._done, ref(request)))
         return request in self._ready
 
     def holds(self, request: Request) -> bool:
-        return request in self._asked and request not in self._ready
+        return request in self._compiles and request not in self._ready
 
     def gave_up(self, request: Request) -> None:
         """Drop the compile, even a running one, if no other request waits for it."""
-        constraint, asked = request.params.structured_outputs, self._asked.pop(request, None)
-        compiled = None if asked is None else asked()
+        constraint, future = request.params.structured_outputs, self._compiles.pop(request, None)
+        compiled = None if future is None else future()
         if constraint is None or compiled is None or compiled.done():
             return
-        self._askers[compiled] -= 1
-        if not self._askers[compiled]:
-            self.compiler.drop(constraint)
-            if self.elsewhere and self._wanted.pop(constraint.key, None) is None:
-                self._dropped[constraint.key] = constraint
+        self._waiters[compiled] -= 1
+        if not self._waiters[compiled]:
+            self.compiler.cancel(constraint)
+            if self.elsewhere and self._to_compile.pop(constraint.key, None) is None:
+                self._to_cancel[constraint.key] = constraint
 
     def leave(self, request: Request) -> None:
         """Forget the request: it may return much later, and asks again then."""
-        self._asked.pop(request, None)
+        self._compiles.pop(request, None)
         self._ready.discard(request)
 
     def _done(self, asker: ref[Request], _: Future[GrammarProcess]) -> None:
@@ -96,24 +98,24 @@ class GrammarGate(Gate):
             self.wake()
 
     def extra(self, plan: StepPlan) -> bytes | None:
-        if not (self._wanted or self._dropped):
+        if not (self._to_compile or self._to_cancel):
             return None
-        told = CompileRequests(list(self._wanted.values()), list(self._dropped.values()))
-        self._wanted, self._dropped = {}, {}
-        return msgspec.msgpack.encode(told)
+        requests = CompileRequests(list(self._to_compile.values()), list(self._to_cancel.values()))
+        self._to_compile, self._to_cancel = {}, {}
+        return msgspec.msgpack.encode(requests)
 
 
 class CompileRequests(Struct, array_like=True):
     """Compiles that the worker's compiler drops, and then those that it starts."""
 
-    wanted: list[StructuredOutputsParams]
-    dropped: list[StructuredOutputsParams]
+    to_compile: list[StructuredOutputsParams]
+    to_cancel: list[StructuredOutputsParams]
 
 
 def apply_compile_requests(compiler: GrammarCompiler, extra: bytes) -> None:
     """Apply the requests of `GrammarGate.extra`."""
-    told = msgspec.msgpack.decode(extra, type=CompileRequests)
-    for constraint in told.dropped:
-        compiler.drop(constraint)
-    for constraint in told.wanted:
-        compiler.ask(constraint)
+    requests = msgspec.msgpack.decode(extra, type=CompileRequests)
+    for constraint in requests.to_cancel:
+        compiler.cancel(constraint)
+    for constraint in requests.to_compile:
+        compiler.submit(constraint)

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.json_schema import MAX_BYTES, read_schema
-from quire.features.structured.refusal import Refused
 from quire.features.structured.structural_tags import tags_to_grammar
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -55,13 +55,13 @@ def grammar_of(
         specials: special tokens (text -> id) that the text of a tag may contain.
 
     Raises:
-        Refused: the constraint cannot be enforced.
+        UnsupportedConstraint: the constraint cannot be enforced.
     """
     kind = constraint.kind
     value: Any = getattr(constraint, kind)
     size = len(value) if isinstance(value, str) else 0
     if size > MAX_BYTES:
-        raise Refused(f"it has {size} characters; at most {MAX_BYTES} are taken")
+        raise UnsupportedConstraint(f"it has {size} characters; at most {MAX_BYTES} are taken")
     match kind:
         case "json":
             return LLMatcher.grammar_from_json_schema(read_schema(value, constraint))
@@ -79,9 +79,9 @@ def grammar_of(
 
 def _choice(texts: list[str]) -> str:
     if len(texts) > MAX_CHOICES:
-        raise Refused(f"it has {len(texts)} texts; at most {MAX_CHOICES} are taken")
+        raise UnsupportedConstraint(f"it has {len(texts)} texts; at most {MAX_CHOICES} are taken")
     if sum(map(len, texts)) > MAX_BYTES:
-        raise Refused(f"its texts have more than {MAX_BYTES} characters together")
+        raise UnsupportedConstraint(f"its texts have more than {MAX_BYTES} characters together")
     for text in texts:
         check_text(text)
     quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
@@ -91,12 +91,12 @@ def _choice(texts: list[str]) -> str:
 def read_grammar(text: str) -> str:
     """Convert EBNF (`name ::= ...`) or Lark to Lark."""
     if not text.strip():
-        raise Refused("it is empty")
+        raise UnsupportedConstraint("it is empty")
     check_grammar(text)
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter raises many types
-        raise Refused(f"it is no EBNF that we can read: {error}") from error
+        raise UnsupportedConstraint(f"it is no EBNF that we can read: {error}") from error
 
 
 def explained(message: str) -> str:

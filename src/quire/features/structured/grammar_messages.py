@@ -11,18 +11,18 @@ import time
 
 from msgspec import Struct
 
-from quire.features.structured.grammar_rows import PlaceSettings
+from quire.features.structured.grammar_rows import GrammarRowSettings
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 STEP_CPU_S = 0.1  # processor time for a message; the hardest mask of a normal grammar takes 0.03 s
-MOST = 1 << 30  # bytes of a message: masks of 8,192 rows and a million tokens
+MAX_MESSAGE_BYTES = 1 << 30  # bytes of a message: masks of 8,192 rows and a million tokens
 
 
 class ProcessEnded(Exception):
     """The peer process has ended, or did not answer in time."""
 
 
-# -- to the forker --------------------------------------------------------------------------------
+# -- to the fork server --------------------------------------------------------------------------------
 class Prepare(Struct, array_like=True):
     """The first message."""
 
@@ -32,7 +32,7 @@ class Prepare(Struct, array_like=True):
     xgrammar: bool
 
 
-class Prepared(Struct, array_like=True):
+class PrepareReply(Struct, array_like=True):
     """The answer to `Prepare`."""
 
     words: int = 0
@@ -64,18 +64,20 @@ class Compile(Struct, array_like=True, tag=True):
     nice: int
 
 
-class Compiled(Struct, array_like=True):
+class CompileReply(Struct, array_like=True):
     """The answer to `Check` and `Compile`."""
 
     bytes: int = 0
-    refused: str | None = None
+    error: str | None = None
+    cause: str = ""
+    """The exception behind the error, for the log."""
 
 
 class Begin(Struct, array_like=True, tag=True):
     """A row enters, with its output so far."""
 
     number: int
-    settings: PlaceSettings
+    settings: GrammarRowSettings
     outputs: list[int]
 
 
@@ -91,13 +93,13 @@ class Drop(Struct, array_like=True, tag=True):
     number: int
 
 
-class Fed(Struct, array_like=True):
+class ForcedReply(Struct, array_like=True):
     """The first answer to a step: the forced tokens of each of its rows."""
 
     forced: list[list[int]]
 
 
-class Filled(Struct, array_like=True):
+class MaskReply(Struct, array_like=True):
     """The last answer to a step, and the answer to `Begin`. The masks of its rows follow as one message."""
 
     over: list[bool]
@@ -120,7 +122,7 @@ def send(pipe: socket.socket, data: bytes | memoryview) -> None:
 def receive(pipe: socket.socket, until: float | None = None) -> bytearray:
     """Raises ProcessEnded. `until`: a time of `time.monotonic`."""
     size = int.from_bytes(_read(pipe, 4, until))
-    if size > MOST:
+    if size > MAX_MESSAGE_BYTES:
         raise ProcessEnded(f"a message of {size} bytes")
     return _read(pipe, size, until)
 

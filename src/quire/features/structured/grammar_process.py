@@ -24,6 +24,7 @@ import numpy as np
 import quire
 from quire import env
 from quire.errors import ConfigError
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.grammar_messages import (
     END,
     FORK,
@@ -32,21 +33,23 @@ from quire.features.structured.grammar_messages import (
     Begin,
     Check,
     Compile,
-    Compiled,
+    CompileReply,
     Drop,
-    Fed,
-    Filled,
+    ForcedReply,
+    MaskReply,
     Prepare,
-    Prepared,
+    PrepareReply,
     ProcessEnded,
     Step,
     receive,
     send,
 )
-from quire.features.structured.grammar_rows import PlaceSettings
-from quire.features.structured.refusal import Refused
+from quire.features.structured.grammar_rows import GrammarRowSettings
 from quire.features.structured.vocabulary import Vocabulary
+from quire.logging import get_logger
 from quire.protocol.structured_outputs import StructuredOutputsParams
+
+log = get_logger(__name__)
 
 START_S = 120.0  # to read the vocabulary, and for xgrammar to import torch
 STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
@@ -55,8 +58,8 @@ encode = msgspec.msgpack.encode
 T = TypeVar("T")
 
 
-class Forkers:
-    """Makes grammar processes, by a forker process that it starts on first use and again after it ends. Thread-safe.
+class GrammarForkServer:
+    """Makes grammar processes, by a fork server process that it starts on first use and again after it ends. Thread-safe.
 
     Args:
         vocabulary: None: the processes can only check grammars.
@@ -86,7 +89,7 @@ class Forkers:
         return GrammarProcess(ours, control, number, self._words)
 
     def start(self) -> None:
-        """Start the forker, which reads the vocabulary. Blocks."""
+        """Start the fork server, which reads the vocabulary. Blocks."""
         with self._lock:
             self._started()
 
@@ -105,15 +108,17 @@ class Forkers:
         self.close = close = weakref.finalize(self, _end, ours, process)
         try:
             send(ours, encode(Prepare(text, size, self.xgrammar)))
-            told = msgspec.msgpack.decode(receive(ours, time.monotonic() + START_S), type=Prepared)
+            reply = msgspec.msgpack.decode(
+                receive(ours, time.monotonic() + START_S), type=PrepareReply
+            )
         except ProcessEnded:
             close()
             raise
-        if told.error is not None:
+        if reply.error is not None:
             close()
-            raise ConfigError(told.error)
+            raise ConfigError(reply.error)
         ours.settimeout(None)
-        self._control, self._words = ours, told.words
+        self._control, self._words = ours, reply.words
         return ours
 
 
@@ -129,7 +134,7 @@ def environment() -> dict[str, str]:
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()  # the forker then kills its children and ends
+    control.close()  # the fork server then kills its children and ends
     try:
         process.wait(1)
     except subprocess.TimeoutExpired:  # it is still reading the vocabulary
@@ -138,16 +143,15 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class GrammarProcess:
-    """The process of one grammar. Hold `turn` while you talk to it; any thread may `close` it."""
+    """The process of one grammar. Hold `lock` while you talk to it; any thread may `close` it."""
 
     def __init__(self, pipe: socket.socket, control: socket.socket, number: int, words: int):
         self.pipe, self.words = pipe, words
         self.bytes = 0
-        self.turn = threading.Lock()
-        self.overran = False
+        self.lock = threading.Lock()
+        self.exceeded_limit = False
         """The process ended after it had worked on a message for STEP_CPU_S: the message exceeded its limit."""
-        self._asked_at = 0.0
-        self._told = 0
+        self._sent_at = 0.0
         self.close = weakref.finalize(self, _end_one, pipe, control, number)
 
     @property
@@ -159,8 +163,8 @@ class GrammarProcess:
         self, constraint: StructuredOutputsParams, engine: str, second: bool, cpu_s: float
     ) -> str | None:
         """As `validate.verdict`. Raises ProcessEnded: it exceeds its limits."""
-        asked = Check(constraint, engine, second, cpu_s)
-        return self._ask(asked, COMPILE_WALL * cpu_s).refused
+        message = Check(constraint, engine, second, cpu_s)
+        return self._ask(message, COMPILE_WALL * cpu_s).error
 
     def compile(
         self, constraint: StructuredOutputsParams, cpu_s: float, memory: int, nice: int
@@ -169,48 +173,49 @@ class GrammarProcess:
 
         Raises:
             ProcessEnded: it needs more processor time or memory than `cpu_s` and `memory`.
-            Refused: it cannot be enforced.
+            UnsupportedConstraint: it cannot be enforced.
         """
-        told = self._ask(Compile(constraint, cpu_s, memory, nice), COMPILE_WALL * cpu_s)
-        if told.refused is not None:
+        reply = self._ask(Compile(constraint, cpu_s, memory, nice), COMPILE_WALL * cpu_s)
+        if reply.error is not None:
             self.close()
-            raise Refused(told.refused)
-        self.bytes = told.bytes
+            log.info("a constraint is refused: %s (%s)", reply.error, reply.cause)
+            raise UnsupportedConstraint(reply.error)
+        self.bytes = reply.bytes
 
-    def _ask(self, message: Any, seconds: float) -> Compiled:
+    def _ask(self, message: Any, seconds: float) -> CompileReply:
         until = time.monotonic() + seconds
         self.send(message, until)
-        return self._decoded(until, Compiled)
+        return self._decoded(until, CompileReply)
 
     def begin(
-        self, number: int, settings: PlaceSettings, outputs: Sequence[int], until: float
-    ) -> tuple[Filled, np.ndarray]:
+        self, number: int, settings: GrammarRowSettings, outputs: Sequence[int], until: float
+    ) -> tuple[MaskReply, np.ndarray]:
         """Enter a row; returns its state and its mask."""
         self.send(Begin(number, settings, list(outputs)), until)
-        return self.filled(until)
+        return self.read_masks(until)
 
     def step(self, rows: list[tuple[int, int]], until: float) -> None:
-        """Send sampled tokens (row number, token). Read the answers with `fed`, then `filled`."""
+        """Send sampled tokens (row number, token). Read the answers with `read_forced`, then `read_masks`."""
         self.send(Step(rows), until)
 
-    def fed(self, until: float) -> Fed:
-        return self._decoded(until, Fed)
+    def read_forced(self, until: float) -> ForcedReply:
+        return self._decoded(until, ForcedReply)
 
-    def filled(self, until: float) -> tuple[Filled, np.ndarray]:
-        told = self._decoded(until, Filled)
-        self.bytes = told.bytes
+    def read_masks(self, until: float) -> tuple[MaskReply, np.ndarray]:
+        reply = self._decoded(until, MaskReply)
+        self.bytes = reply.bytes
         masks = np.frombuffer(self._read(until), np.int32)
-        if len(masks) != len(told.over) * self.words:
+        if len(masks) != len(reply.over) * self.words:
             self.close()
             raise ProcessEnded("its masks are of another size")
-        return told, masks.reshape(len(told.over), self.words)
+        return reply, masks.reshape(len(reply.over), self.words)
 
     def drop(self, number: int) -> None:
         with contextlib.suppress(ProcessEnded):
             self.send(Drop(number), time.monotonic() + STEP_S)
 
     def send(self, message: Any, until: float) -> None:
-        self._asked_at = time.monotonic()
+        self._sent_at = time.monotonic()
         try:
             self.pipe.settimeout(max(until - time.monotonic(), 0.001))
             send(self.pipe, encode(message))
@@ -229,7 +234,7 @@ class GrammarProcess:
         try:
             return receive(self.pipe, until)
         except ProcessEnded:
-            self.overran = time.monotonic() - self._asked_at >= STEP_CPU_S
+            self.exceeded_limit = time.monotonic() - self._sent_at >= STEP_CPU_S
             self.close()
             raise
 

@@ -3,11 +3,11 @@
 Knows how a process limits itself. Does not know the engine or HTTP. It imports no torch unless it needs xgrammar, and
 has one thread, so that it can fork.
 
-    client -> forker:   Prepare; then FORK, with a socket, and END
+    client -> fork server:   Prepare; then FORK, with a socket, and END
     client -> grammar:  Check, Compile, Begin, Step and Drop, on that socket
 
 The kernel kills a grammar's process that exceeds its processor time for a message (ITIMER_PROF) or its memory
-(RLIMIT_AS), so the grammar libraries need not check a clock. When the client ends, the forker kills all its children
+(RLIMIT_AS), so the grammar libraries need not check a clock. When the client ends, the fork server kills all its children
 and ends.
 """
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.errors import ConfigError
+from quire.features.structured.errors import UnsupportedConstraint, is_panic
 from quire.features.structured.grammar_messages import (
     END,
     FORK,
@@ -33,20 +34,19 @@ from quire.features.structured.grammar_messages import (
     Begin,
     Check,
     Compile,
-    Compiled,
+    CompileReply,
     Drop,
-    Fed,
-    Filled,
+    ForcedReply,
+    MaskReply,
     Prepare,
-    Prepared,
+    PrepareReply,
     ProcessEnded,
     Step,
     receive,
     send,
 )
-from quire.features.structured.grammar_rows import Places
+from quire.features.structured.grammar_rows import GrammarStates
 from quire.features.structured.matcher import PANIC, make_matcher
-from quire.features.structured.refusal import Refused, is_panic
 from quire.features.structured.validate import verdict
 from quire.features.structured.vocabulary import Vocabulary
 
@@ -60,7 +60,7 @@ CHECK_MEMORY = 512 << 20
 encode = msgspec.msgpack.encode
 
 
-class Forker:
+class ForkServer:
     def __init__(self, control: socket.socket):
         self.control = control
         self.pids: dict[int, int] = {}
@@ -68,9 +68,9 @@ class Forker:
         self.other: XCompiler | None = None
 
     def run(self) -> None:
-        asked = msgspec.msgpack.decode(receive(self.control), type=Prepare)
-        send(self.control, encode(self._prepare(asked)))
-        del asked
+        message = msgspec.msgpack.decode(receive(self.control), type=Prepare)
+        send(self.control, encode(self._prepare(message)))
+        del message
         gc.collect()
         gc.freeze()  # a collection in a child would copy shared pages
         self.control.settimeout(REAP_S)
@@ -81,19 +81,19 @@ class Forker:
             for pid in self.pids.values():
                 os.kill(pid, signal.SIGKILL)  # the pid stays valid until `_reap` waits for it
 
-    def _prepare(self, asked: Prepare) -> Prepared:
-        if (text := asked.tokenizer) is None:
-            return Prepared()
-        self.vocabulary = Vocabulary(lambda: text, asked.size)
+    def _prepare(self, message: Prepare) -> PrepareReply:
+        if (text := message.tokenizer) is None:
+            return PrepareReply()
+        self.vocabulary = Vocabulary(lambda: text, message.size)
         try:
             words = (self.vocabulary.tokenizer.vocab_size + 31) // 32
-            if asked.xgrammar:
+            if message.xgrammar:
                 from quire.features.structured.xgrammar_backend import XCompiler
 
                 self.other = XCompiler(self.vocabulary)
         except ConfigError as error:
-            return Prepared(error=str(error))
-        return Prepared(words)
+            return PrepareReply(error=str(error))
+        return PrepareReply(words)
 
     def _reap(self) -> None:
         """Forget children that have ended. Not in a signal handler: a second signal would run it within itself."""
@@ -141,7 +141,7 @@ class GrammarServer:
 
     def __init__(self, pipe: socket.socket, vocabulary: Vocabulary | None, other: XCompiler | None):
         self.pipe, self.vocabulary, self.other = pipe, vocabulary, other
-        self.places: Places | None = None
+        self.states: GrammarStates | None = None
         self._faults, self._bytes = -1, 0
         self._limited = False
 
@@ -149,33 +149,33 @@ class GrammarServer:
         kinds = Check | Compile | Begin | Step | Drop
         with contextlib.suppress(ProcessEnded):
             while True:
-                asked = msgspec.msgpack.decode(receive(self.pipe), type=kinds)
-                match asked:
+                message = msgspec.msgpack.decode(receive(self.pipe), type=kinds)
+                match message:
                     case Check():
-                        self._limit(asked.cpu_s, CHECK_MEMORY)
-                        why = verdict(asked.constraint, asked.engine, asked.second)
-                        send(self.pipe, encode(Compiled(refused=why)))
+                        self._limit(message.cpu_s, CHECK_MEMORY)
+                        why = verdict(message.constraint, message.engine, message.second)
+                        send(self.pipe, encode(CompileReply(error=why)))
                     case Compile():
-                        os.nice(asked.nice)
-                        self._limit(asked.cpu_s, asked.memory)
-                        send(self.pipe, encode(self._compile(asked)))
-                    case _ if self.places is None:
+                        os.nice(message.nice)
+                        self._limit(message.cpu_s, message.memory)
+                        send(self.pipe, encode(self._compile(message)))
+                    case _ if self.states is None:
                         return
                     case Begin():
-                        for_rows(1 + len(asked.outputs) // TOKENS_A_ROW)
-                        self.places.begin(asked.number, asked.settings, asked.outputs)
-                        self._fill([asked.number])
+                        for_rows(1 + len(message.outputs) // TOKENS_A_ROW)
+                        self.states.begin(message.number, message.settings, message.outputs)
+                        self._fill([message.number])
                     case Step():
-                        for_rows(len(asked.rows))
-                        forced = [self.places.feed(*row) for row in asked.rows]
-                        send(self.pipe, encode(Fed(forced)))
-                        self._fill([number for number, _ in asked.rows])
+                        for_rows(len(message.rows))
+                        forced = [self.states.feed(*row) for row in message.rows]
+                        send(self.pipe, encode(ForcedReply(forced)))
+                        self._fill([number for number, _ in message.rows])
                     case Drop():
-                        self.places.drop(asked.number)
+                        self.states.drop(message.number)
                 signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _limit(self, cpu_s: float, memory: int) -> None:
-        """Set the kernel's limits of this process: processor time, and memory above what the forker already uses."""
+        """Set the kernel's limits of this process: processor time, and memory above what the fork server already uses."""
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         if self._limited:
             return
@@ -184,31 +184,31 @@ class GrammarServer:
             most = int(file.read().split()[0]) * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
-    def _compile(self, asked: Compile) -> Compiled:
+    def _compile(self, message: Compile) -> CompileReply:
         vocabulary = self.vocabulary
         if vocabulary is None:
-            return Compiled(refused="there is no vocabulary")
+            return CompileReply(error="there is no vocabulary")
         words = (vocabulary.tokenizer.vocab_size + 31) // 32
         try:
-            self.places = Places(
-                lambda: make_matcher(asked.constraint, vocabulary, self.other),
+            self.states = GrammarStates(
+                lambda: make_matcher(message.constraint, vocabulary, self.other),
                 vocabulary.accepts, words,
             )  # fmt: skip
-        except (Refused, ConfigError) as error:
-            return Compiled(refused=str(error))
+        except (UnsupportedConstraint, ConfigError) as error:
+            return CompileReply(error=str(error), cause=repr(error.__cause__ or ""))
         except BaseException as error:
             if not is_panic(error):
                 raise
-            return Compiled(refused=PANIC)
-        return Compiled(self._taken())
+            return CompileReply(error=PANIC)
+        return CompileReply(self._taken())
 
     def _fill(self, numbers: list[int]) -> None:
-        if self.places is None:
+        if self.states is None:
             return
-        masks_NW = self.places.fill(numbers)
-        at = [self.places.at[number] for number in numbers]
-        told = Filled([one.over for one in at], [one.error for one in at], self._taken())
-        send(self.pipe, encode(told))
+        masks_NW = self.states.fill(numbers)
+        at = [self.states.at[number] for number in numbers]
+        reply = MaskReply([one.over for one in at], [one.error for one in at], self._taken())
+        send(self.pipe, encode(reply))
         send(self.pipe, memoryview(masks_NW.data).cast("B"))
 
     def _taken(self) -> int:
@@ -237,7 +237,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ProcessEnded):
-        Forker(socket.socket(fileno=int(sys.argv[1]))).run()
+        ForkServer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

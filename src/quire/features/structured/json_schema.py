@@ -11,7 +11,7 @@ from typing import Any
 
 from quire import env
 from quire.features.structured.cost import check_regex, check_schema
-from quire.features.structured.refusal import Refused
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.regex_dialect import to_rust_regex
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -35,20 +35,20 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     """The schema as text for llguidance, with the constraint's options for white space and additional properties.
 
     Raises:
-        Refused: it is not a schema, or exceeds a limit.
+        UnsupportedConstraint: it is not a schema, or exceeds a limit.
     """
     schema = value
     if isinstance(value, str):
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"it is no JSON: {error}") from error
+            raise UnsupportedConstraint(f"it is no JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
-        raise Refused("a schema must be a JSON object")
+        raise UnsupportedConstraint("a schema must be a JSON object")
     if depth(schema) > (most := most_nested()):
-        raise Refused(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested more than {most} deep")
     check_schema(schema)
     if constraint.whitespace_pattern is not None:
         check_regex(constraint.whitespace_pattern)
@@ -61,7 +61,9 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     made[OPTIONS] = options
     text = json.dumps(made)
     if len(text) > 2 * MAX_BYTES:
-        raise Refused(f"it has {len(text)} characters; at most {2 * MAX_BYTES} are taken")
+        raise UnsupportedConstraint(
+            f"it has {len(text)} characters; at most {2 * MAX_BYTES} are taken"
+        )
     return text
 
 
@@ -94,7 +96,7 @@ class _Strict:
         self.closed, self.properties = closed, 0
 
     def copy(self, schema: Any) -> Any:
-        """Raises Refused: too many properties, or a pattern that regex dialects read differently."""
+        """Raises UnsupportedConstraint: too many properties, or a pattern that regex dialects read differently."""
         if not isinstance(schema, dict):
             return schema
         made: dict[str, Any] = {}
@@ -123,7 +125,7 @@ class _Strict:
     def _count(self, own: int) -> None:
         self.properties += own
         if own > MAX_PROPERTIES or self.properties > MAX_ALL_PROPERTIES:
-            raise Refused(
+            raise UnsupportedConstraint(
                 f"properties: {own} of one object, {self.properties} in all; at most {MAX_PROPERTIES} and"
                 f" {MAX_ALL_PROPERTIES} are taken"
             )

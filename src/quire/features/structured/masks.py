@@ -33,11 +33,12 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.gate import NAME, apply_compile_requests
-from quire.features.structured.grammar_messages import Filled, ProcessEnded
+from quire.features.structured.grammar_messages import MaskReply, ProcessEnded
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
-from quire.features.structured.grammar_rows import PlaceSettings
-from quire.features.structured.refusal import Refused
+from quire.features.structured.grammar_rows import GrammarRowSettings
+from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.sampling_params import SamplingParams
@@ -48,41 +49,53 @@ from quire.worker.sampling.builtin_processors import allow_only
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, allow_only_in_mask
 from quire.worker.sampling.sampled_step import RequestFault
 
+log = get_logger(__name__)
+
 MAX_DEATHS = 2
 WAIT_S = 3.0  # a step waits at most this long for all its masks
 
 TOO_LONG = "its grammar needed too much processor time or memory for one token; make it smaller, or repeat less in it"
 
+NO_TOKENIZER = (
+    "constrained output cannot read this model's tokenizer; the server's log has the reason"
+)
+FAILED = "its grammar could not be used; the server's log has the exception"
+
 
 @dataclass(slots=True, eq=False)
 class RowGrammar:
-    """The grammar state of a row. Belongs to the thread while `job` or `again` runs, except `gone`."""
+    """The grammar state of a row. Belongs to the thread while `job` or `restart` runs, except `has_left`."""
 
     row: int
     number: int  # identifies the row in its grammar's process
     constraint: StructuredOutputsParams
     compiled: Future[GrammarProcess]
-    settings: PlaceSettings
+    settings: GrammarRowSettings
     start: int  # position of the first output token
-    known: list[int]  # the output so far, with the forced tokens that follow
+    tokens: list[int]  # the output so far, with the forced tokens that follow
     process: GrammarProcess | None = None
     deaths: int = 0  # how often the row's process ended
     over: bool = False  # only an end-of-text token is allowed now
     error: str | None = None
-    gone: bool = False
+    has_left: bool = False
     job: Future[None] | None = None
-    again: Future[None] | None = None  # entering a new process, which may take long
+    restart: Future[None] | None = None  # entering a new process, which may take long
 
     def fail(self, why: str) -> None:
         """Set the row's error, which names the request field that the client used."""
-        said, kind = self.constraint.said, self.constraint.kind
-        self.error = RequestFault(f"{said if said != FIELD else f'{said}.{kind}'}: {why}")
+        self.error = RequestFault(f"{self.field}: {why}")
 
-    def told(self, told: Filled, at: int) -> bool:
+    @property
+    def field(self) -> str:
+        """The request's field that holds the constraint."""
+        said, kind = self.constraint.said, self.constraint.kind
+        return said if said != FIELD else f"{said}.{kind}"
+
+    def update(self, reply: MaskReply, at: int) -> bool:
         """Read the row's part of a process's answer. True: it has a mask."""
-        self.over = told.over[at]
-        if told.errors[at] is not None:
-            self.fail(told.errors[at] or "")
+        self.over = reply.over[at]
+        if reply.errors[at] is not None:
+            self.fail(reply.errors[at] or "")
         return self.error is None
 
 
@@ -93,38 +106,38 @@ class GrammarMasks(Processor):
 
     def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
-        self.held: dict[int, RowGrammar] = {}
-        self.found: dict[int, Future[dict[int, list[int]]]] = {}  # step -> row -> forced tokens
+        self.row_grammars: dict[int, RowGrammar] = {}
+        self.forced: dict[int, Future[dict[int, list[int]]]] = {}  # step -> row -> forced tokens
         self.hook = GrammarHook(self)
         self._drawing: tuple[list[RowGrammar], np.ndarray, np.ndarray] | None = None
         self._masks_RW: np.ndarray | None = None
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        self._second = ThreadPoolExecutor(1, "grammar-again")
+        self._second = ThreadPoolExecutor(1, "grammar-restart")
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> bool:
         if (constraint := new.params.structured_outputs) is None:
             return False
-        params, compiled = new.params, self.compiler.ask(constraint, now=True)
+        params, compiled = new.params, self.compiler.submit(constraint, now=True)
         ends, room = list(params.eos_token_ids), params.max_tokens or 0
         one_end = len(ends) == 1 and not params.ignore_eos
-        settings = PlaceSettings(
+        settings = GrammarRowSettings(
             ends, params.ignore_eos, room, params.min_tokens if one_end else room,
             self.jumps and may_jump(params),
         )  # fmt: skip
         outputs = new.tokens[new.num_prompt :]
-        held = RowGrammar(
+        grammar = RowGrammar(
             new.row, next(self._numbers), constraint, compiled, settings, new.num_prompt, outputs
         )
-        self.held[new.row] = held
-        held.job = self._thread.submit(self._begin, held)
+        self.row_grammars[new.row] = grammar
+        grammar.job = self._thread.submit(self._begin, grammar)
         return True
 
     def leave(self, row: int) -> None:
-        held = self.held.pop(row)
-        held.gone = True
-        self._thread.submit(self._drop, held)
+        grammar = self.row_grammars.pop(row)
+        grammar.has_left = True
+        self._thread.submit(self._drop, grammar)
 
     # -- a step ---------------------------------------------------------------------------------
     def begin_step(self) -> None:
@@ -135,61 +148,63 @@ class GrammarMasks(Processor):
         words_SW = np.full(
             (len(logits_SV), masked_argmax.num_words(logits_SV.shape[1])), -1, np.int32
         )
-        settled = self._lay(words_SW, picked)
+        unmasked = self._apply_masks(words_SW, picked)
         masked_argmax.mask_logits(
             logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True)
         )
-        for at, tokens in settled:
+        for at, tokens in unmasked:
             allow_only(logits_SV[at], tokens)
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        for at, tokens in self._lay(words_SW, picked):
+        for at, tokens in self._apply_masks(words_SW, picked):
             allow_only_in_mask(words_SW[at], tokens)
 
-    def _lay(self, words_SW: np.ndarray, picked: ProcessorRows) -> list[tuple[int, list[int]]]:
+    def _apply_masks(
+        self, words_SW: np.ndarray, picked: ProcessorRows
+    ) -> list[tuple[int, list[int]]]:
         """Wait for the picked rows' masks and AND them into `words_SW`.
 
         Returns the rows whose next token needs no mask, with the allowed tokens.
         """
-        helds = [self.held[row] for row in picked.rows.tolist()]
+        grammars = [self.row_grammars[row] for row in picked.rows.tolist()]
         until = time.monotonic() + WAIT_S
-        for at, held in zip(picked.at.tolist(), helds, strict=True):
-            if held.job is not None:
-                self._wait(held, held.job, until)
-            if held.again is not None:
-                self._wait(held, held.again, until)
-                held.again = None
-            if held.error is not None:
-                picked.errors.setdefault(at, held.error)
-        self._drawing = helds, picked.rows, picked.lengths
-        settled: list[tuple[int, list[int]]] = []
-        for at, held, length in zip(
-            picked.at.tolist(), helds, picked.lengths.tolist(), strict=True
+        for at, grammar in zip(picked.at.tolist(), grammars, strict=True):
+            if grammar.job is not None:
+                self._wait(grammar, grammar.job, until)
+            if grammar.restart is not None:
+                self._wait(grammar, grammar.restart, until)
+                grammar.restart = None
+            if grammar.error is not None:
+                picked.errors.setdefault(at, grammar.error)
+        self._drawing = grammars, picked.rows, picked.lengths
+        unmasked: list[tuple[int, list[int]]] = []
+        for at, grammar, length in zip(
+            picked.at.tolist(), grammars, picked.lengths.tolist(), strict=True
         ):
-            if (place := length - held.start) < len(held.known):
-                settled.append((at, [held.known[place]]))
-            elif held.error is None and held.over:
-                settled.append((at, held.settings.ends))
-            elif held.error is None:
-                mask_W = self._masks(0)[held.row, : words_SW.shape[1]]
+            if (place := length - grammar.start) < len(grammar.tokens):
+                unmasked.append((at, [grammar.tokens[place]]))
+            elif grammar.error is None and grammar.over:
+                unmasked.append((at, grammar.settings.ends))
+            elif grammar.error is None:
+                mask_W = self._masks(0)[grammar.row, : words_SW.shape[1]]
                 words_SW[at, : len(mask_W)] &= mask_W
                 words_SW[at, len(mask_W) :] = 0
-        return settled
+        return unmasked
 
-    def _wait(self, held: RowGrammar, job: Future[None], until: float) -> None:
+    def _wait(self, grammar: RowGrammar, job: Future[None], until: float) -> None:
         """Wait for a row's job. A row whose mask is late fails; the step continues."""
         try:
             job.result(max(until - time.monotonic(), 0))
         except TimeoutError:
-            held.fail(TOO_LONG)
+            grammar.fail(TOO_LONG)
 
-    def drew(self, step: int) -> None:
+    def after_draw(self, step: int) -> None:
         """Feed the step's sampled tokens, which are now in the rows, to the grammars, in the thread."""
         drawing, self._drawing = self._drawing, None
         if drawing is None:
             return
-        helds, rows_P, lengths_P = drawing
+        grammars, rows_P, lengths_P = drawing
         state = self.rows
         where = (
             torch.from_numpy(rows_P).to(state.device, non_blocking=True),
@@ -203,11 +218,11 @@ class GrammarMasks(Processor):
             event.record()
 
         found: Future[dict[int, list[int]]] = Future()
-        if any(held.settings.jumps for held in helds):
-            self.found[step] = found
-        job = self._thread.submit(self._advance, helds, tokens_P, lengths_P, event, found)
-        for held in helds:
-            held.job = job
+        if any(grammar.settings.jumps for grammar in grammars):
+            self.forced[step] = found
+        job = self._thread.submit(self._advance, grammars, tokens_P, lengths_P, event, found)
+        for grammar in grammars:
+            grammar.job = job
 
     # -- in the thread --------------------------------------------------------------------------
     def _masks(self, words: int) -> np.ndarray:
@@ -215,110 +230,120 @@ class GrammarMasks(Processor):
             self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
         return self._masks_RW
 
-    def _begin(self, held: RowGrammar) -> None:
+    def _begin(self, grammar: RowGrammar) -> None:
         """Enter the grammar's process with the output so far."""
         try:
-            self._enter(held)
+            self._enter(grammar)
         except ProcessEnded:
-            self._again([held])
+            self._restart([grammar])
 
-    def _enter(self, held: RowGrammar) -> None:
+    def _enter(self, grammar: RowGrammar) -> None:
         """Raises ProcessEnded. Records all other errors in the row."""
         try:
-            process = held.process = held.compiled.result(STEP_S)
-            with process.turn:
-                told, masks_1W = process.begin(
-                    held.number, held.settings, held.known, time.monotonic() + STEP_S
+            process = grammar.process = grammar.compiled.result(STEP_S)
+            with process.lock:
+                reply, masks_1W = process.begin(
+                    grammar.number, grammar.settings, grammar.tokens, time.monotonic() + STEP_S
                 )
         except ProcessEnded:
             raise
-        except (Refused, ConfigError) as error:
-            held.fail(str(error))
+        except UnsupportedConstraint as error:
+            grammar.fail(str(error))
+        except ConfigError as error:
+            log.warning("structured outputs: %s", error)
+            grammar.fail(NO_TOKENIZER)
         except TimeoutError:
-            held.fail(TOO_LONG)
-        except BaseException as error:
-            held.error = str(error)
+            grammar.fail(TOO_LONG)
+        except BaseException:
+            log.exception("the grammar of row %d failed", grammar.row)
+            grammar.error = f"{grammar.field}: {FAILED}"
         else:
-            if held.told(told, 0):
-                self._masks(process.words)[held.row] = masks_1W[0]
+            if grammar.update(reply, 0):
+                self._masks(process.words)[grammar.row] = masks_1W[0]
 
-    def _again(self, rows: list[RowGrammar]) -> None:
+    def _restart(self, rows: list[RowGrammar]) -> None:
         """Their process has ended: each enters a new one in turn, in a second thread, while other grammars continue."""
-        if len(rows) == 1 and rows[0].process is not None and rows[0].process.overran:
+        if len(rows) == 1 and rows[0].process is not None and rows[0].process.exceeded_limit:
             rows[0].fail(TOO_LONG)
             return
-        for held in rows:
-            held.again = self._second.submit(self._enter_again, held)
+        for grammar in rows:
+            grammar.restart = self._second.submit(self._enter_new_process, grammar)
 
-    def _enter_again(self, held: RowGrammar) -> None:
+    def _enter_new_process(self, grammar: RowGrammar) -> None:
         """Enter a new process. The row at fault fails here again."""
-        held.deaths += 1
-        if held.deaths > MAX_DEATHS or held.gone:
-            held.fail(TOO_LONG)
+        grammar.deaths += 1
+        if grammar.deaths > MAX_DEATHS or grammar.has_left:
+            grammar.fail(TOO_LONG)
             return
-        held.compiled = self.compiler.ask(held.constraint, now=True)
+        grammar.compiled = self.compiler.submit(grammar.constraint, now=True)
         try:
-            self._enter(held)
+            self._enter(grammar)
         except ProcessEnded:
-            held.fail(TOO_LONG)
+            grammar.fail(TOO_LONG)
 
-    def _drop(self, held: RowGrammar) -> None:
-        if held.process is not None and held.process.alive:
-            with held.process.turn:
-                held.process.drop(held.number)
+    def _drop(self, grammar: RowGrammar) -> None:
+        if grammar.process is not None and grammar.process.alive:
+            with grammar.process.lock:
+                grammar.process.drop(grammar.number)
 
     def _advance(
         self,
-        helds: list[RowGrammar],
+        grammars: list[RowGrammar],
         tokens_P: Tensor,
         lengths_P: np.ndarray,
         event: torch.Event | None,
         found: Future[dict[int, list[int]]],
     ) -> None:
         certain: dict[int, list[int]] = {}
-        fed: list[_Rows] = []
+        fed: list[_SentRows] = []
         try:
             if event is not None:
                 event.synchronize()
-            asked = self._send(helds, tokens_P.tolist(), lengths_P.tolist())
+            sent = self._send(grammars, tokens_P.tolist(), lengths_P.tolist())
             until = time.monotonic() + STEP_S
-            fed = [one for one in asked if self._fed(*one, until, certain)]
+            fed = [one for one in sent if self._fed(*one, until, certain)]
         finally:
             found.set_result(certain)  # also after an error, so that `certain` never hangs
         for process, rows in fed:
             try:
-                told, masks_NW = process.filled(until)
+                reply, masks_NW = process.read_masks(until)
             except ProcessEnded:
-                self._again(rows)
+                self._restart(rows)
                 continue
             finally:
-                process.turn.release()
-            for at, held in enumerate(rows):
-                if held.told(told, at):
-                    self._masks(process.words)[held.row] = masks_NW[at]
+                process.lock.release()
+            for at, grammar in enumerate(rows):
+                if grammar.update(reply, at):
+                    self._masks(process.words)[grammar.row] = masks_NW[at]
 
-    def _send(self, helds: list[RowGrammar], tokens: list[int], lengths: list[int]) -> list[_Rows]:
+    def _send(
+        self, grammars: list[RowGrammar], tokens: list[int], lengths: list[int]
+    ) -> list[_SentRows]:
         """Send each process its rows' tokens."""
         by_process: dict[GrammarProcess, list[tuple[RowGrammar, int]]] = {}
-        for held, token, length in zip(helds, tokens, lengths, strict=True):
-            if held.error is not None or held.gone or length - held.start < len(held.known):
+        for grammar, token, length in zip(grammars, tokens, lengths, strict=True):
+            if (
+                grammar.error is not None
+                or grammar.has_left
+                or length - grammar.start < len(grammar.tokens)
+            ):
                 continue
-            held.known.append(token)
-            if held.process is not None:
-                by_process.setdefault(held.process, []).append((held, token))
-        asked: list[_Rows] = []
+            grammar.tokens.append(token)
+            if grammar.process is not None:
+                by_process.setdefault(grammar.process, []).append((grammar, token))
+        sent: list[_SentRows] = []
         until = time.monotonic() + STEP_S
         for process, pairs in by_process.items():
-            rows = [held for held, _ in pairs]
-            process.turn.acquire()
+            rows = [grammar for grammar, _ in pairs]
+            process.lock.acquire()
             try:
-                process.step([(held.number, token) for held, token in pairs], until)
+                process.step([(grammar.number, token) for grammar, token in pairs], until)
             except ProcessEnded:
-                process.turn.release()
-                self._again(rows)
+                process.lock.release()
+                self._restart(rows)
             else:
-                asked.append((process, rows))
-        return asked
+                sent.append((process, rows))
+        return sent
 
     def _fed(
         self,
@@ -329,19 +354,19 @@ class GrammarMasks(Processor):
     ) -> bool:
         """Receive the forced tokens that follow the fed ones. False: the process has ended."""
         try:
-            told = process.fed(until)
+            reply = process.read_forced(until)
         except ProcessEnded:
-            process.turn.release()
-            self._again(rows)
+            process.lock.release()
+            self._restart(rows)
             return False
-        for held, forced in zip(rows, told.forced, strict=True):
-            held.known += forced
-            if forced and held.settings.jumps:
-                certain[held.row] = forced
+        for grammar, forced in zip(rows, reply.forced, strict=True):
+            grammar.tokens += forced
+            if forced and grammar.settings.jumps:
+                certain[grammar.row] = forced
         return True
 
 
-_Rows = tuple[GrammarProcess, list[RowGrammar]]
+_SentRows = tuple[GrammarProcess, list[RowGrammar]]
 
 
 def may_jump(params: SamplingParams) -> bool:
@@ -365,8 +390,8 @@ class GrammarHook(Hook):
             apply_compile_requests(self.masks.compiler, extra)
 
     def after(self, plan: StepPlan) -> None:
-        self.masks.drew(plan.step)
+        self.masks.after_draw(plan.step)
 
     def certain(self, step: int) -> dict[int, list[int]]:
-        found = self.masks.found.pop(step, None)
-        return {} if found is None else found.result()
+        forced = self.masks.forced.pop(step, None)
+        return {} if forced is None else forced.result()

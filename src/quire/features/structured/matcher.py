@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
+from quire.features.structured.errors import UnsupportedConstraint, is_panic
 from quire.features.structured.grammar import explained, grammar_of, limits
-from quire.features.structured.refusal import Refused, is_panic
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -27,7 +27,7 @@ def make_matcher(
     """A matcher in its initial state. `other`: xgrammar's compiler, for constraints of that engine.
 
     Raises:
-        Refused, ConfigError: the constraint cannot be enforced, or not with this vocabulary.
+        UnsupportedConstraint, ConfigError: the constraint cannot be enforced, or not with this vocabulary.
     """
     if other is not None:
         return other.compile(constraint)
@@ -36,10 +36,10 @@ def make_matcher(
         made = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits())
     except BaseException as error:
         if is_panic(error):
-            raise Refused(PANIC) from None
+            raise UnsupportedConstraint(PANIC) from error
         raise
     if made.is_error():
-        raise Refused(explained(made.get_error()))
+        raise UnsupportedConstraint(explained(made.get_error()))
     return made
 
 

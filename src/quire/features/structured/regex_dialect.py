@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from quire.features.structured.refusal import Refused
+from quire.features.structured.errors import UnsupportedConstraint
 
 SPACES = r"\s\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 NUL = re.compile(r"\\x00|\\u0000|\\u\{0+\}|\\x\{0+\}|\\0|\x00")
@@ -25,7 +25,7 @@ def to_rust_regex(pattern: str) -> str:
     """Translate a pattern for llguidance.
 
     Raises:
-        Refused: a class is empty, is not closed, or has two hyphens in a row, which the dialects read differently.
+        UnsupportedConstraint: a class is empty, is not closed, or has two hyphens in a row, which the dialects read differently.
     """
     out: list[str] = []
     pieces = PIECE.findall(pattern)
@@ -52,7 +52,7 @@ def _class_end(pieces: list[str], start: int) -> int:
     for at in range(start + 1, len(pieces)):
         if pieces[at] == "]":
             return at
-    raise Refused(f"pattern: a class is not closed: {''.join(pieces)!r}")
+    raise UnsupportedConstraint(f"pattern: a class is not closed: {''.join(pieces)!r}")
 
 
 def _class(inside: list[str]) -> str:
@@ -60,14 +60,14 @@ def _class(inside: list[str]) -> str:
     made: list[str] = []
     for at, piece in enumerate(inside[1:] if negated else inside):
         if piece == "-" and at and made[-1] == "-":
-            raise Refused(
+            raise UnsupportedConstraint(
                 "pattern: write \\- for each of two hyphens that follow one another in a class"
             )
         made.append(f"\\{piece}" if piece in "[&~" else piece)
     if negated:
         return f"[^\\x00{''.join(made)}]"
     if not made:
-        raise Refused("pattern: the class [] matches nothing")
+        raise UnsupportedConstraint("pattern: the class [] matches nothing")
     for at in range(len(made) - 2):
         if NUL.fullmatch(made[at]) and made[at + 1] == "-" and not NUL.fullmatch(made[at + 2]):
             made[at] = r"\x01"

@@ -18,8 +18,8 @@ from typing import Any
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.json_schema import MAX_BYTES, depth, most_nested, read_schema
-from quire.features.structured.refusal import Refused
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 ANY = r"(.|\n)*"
@@ -37,32 +37,34 @@ def tags_to_grammar(
     """Convert a structural tag to a grammar for llguidance.
 
     Raises:
-        Refused: it has neither form, or a part that cannot be enforced.
+        UnsupportedConstraint: it has neither form, or a part that cannot be enforced.
     """
     given = value
     if isinstance(value, str):
         try:
             given = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"it is no JSON: {error}") from error
+            raise UnsupportedConstraint(f"it is no JSON: {error}") from error
     if not isinstance(given, dict):
-        raise Refused("it must be a JSON object")
+        raise UnsupportedConstraint("it must be a JSON object")
     if depth(given) > (most := 2 * most_nested()):
-        raise Refused(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested more than {most} deep")
     writer = _Writer(constraint, specials)
     if "format" in given:
         root = writer.part(given["format"], last=True)
     elif "structures" in given:
         root = writer.part(_from_older_form(given), last=True)
     else:
-        raise Refused("it needs `format`, or `structures` and `triggers`")
+        raise UnsupportedConstraint("it needs `format`, or `structures` and `triggers`")
     return writer.whole(root)
 
 
 def _from_older_form(given: dict[str, Any]) -> dict[str, Any]:
     structures, triggers = given["structures"], given.get("triggers")
     if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
-        raise Refused("`structures` must be a list of objects with begin, schema and end")
+        raise UnsupportedConstraint(
+            "`structures` must be a list of objects with begin, schema and end"
+        )
     tags = [
         {
             "begin": one.get("begin"),
@@ -90,7 +92,7 @@ class _Writer:
     def whole(self, root: str) -> str:
         lark = "\n".join(["%llguidance {}", f"start: {root}", *self.rules])
         if len(lark) > 4 * MAX_BYTES:
-            raise Refused("it is too long")
+            raise UnsupportedConstraint("it is too long")
         first = {"name": "tags", "lark_grammar": lark}
         return json.dumps({"grammars": [first, *self.grammars]}) if self.grammars else lark
 
@@ -115,11 +117,13 @@ class _Writer:
     def part(self, given: Any, last: bool, end: str | None = None) -> str:
         """Convert one format. `last`: the output ends after it; `end`: this text follows it."""
         if not isinstance(given, dict):
-            raise Refused("a format must be an object with a `type`")
+            raise UnsupportedConstraint("a format must be an object with a `type`")
         kind = given.get("type")
         make = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
         if make is None or kind not in KINDS.split(", "):
-            raise Refused(f"a format of type {kind!r} cannot be enforced; there are {KINDS}")
+            raise UnsupportedConstraint(
+                f"a format of type {kind!r} cannot be enforced; there are {KINDS}"
+            )
         if kind in ("any_text", "triggered_tags", "sequence", "tag"):
             return str(make(given, last, end))
         return str(make(given)) + (f" {self.literal(end)}" if end else "")
@@ -130,8 +134,8 @@ class _Writer:
     def _json_schema(self, given: dict[str, Any]) -> str:
         try:
             return f"%json {read_schema(given.get('json_schema', {}), self.constraint)}"
-        except Refused as error:
-            raise Refused(f"json_schema: {error}") from error
+        except UnsupportedConstraint as error:
+            raise UnsupportedConstraint(f"json_schema: {error}") from error
 
     def _regex(self, given: dict[str, Any]) -> str:
         pattern = _text(given, "pattern")
@@ -145,7 +149,9 @@ class _Writer:
         try:
             self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
         except Exception as error:  # the converter raises many types
-            raise Refused(f"grammar: it is no EBNF that we can read: {error}") from error
+            raise UnsupportedConstraint(
+                f"grammar: it is no EBNF that we can read: {error}"
+            ) from error
         return f"@{name}"
 
     def _any_text(self, given: dict[str, Any], last: bool, end: str | None) -> str:
@@ -158,7 +164,7 @@ class _Writer:
                 self._free_regex(without), f"[suffix={_quoted(end)}]" if not without else "[lazy]"
             )
         if not last:
-            raise Refused("any_text must come last, or before the `end` of its tag")
+            raise UnsupportedConstraint("any_text must come last, or before the `end` of its tag")
         return self._free(without)
 
     def _free(self, without: Sequence[str]) -> str:
@@ -195,7 +201,7 @@ class _Writer:
         ends = given.get("end")
         closing = ends if isinstance(ends, list) else [ends]
         if not closing or not all(isinstance(one, str) for one in closing):
-            raise Refused("the `end` of a tag must be a text, or a list of texts")
+            raise UnsupportedConstraint("the `end` of a tag must be a text, or a list of texts")
         content, made = given.get("content"), []
         for one in closing:
             made.append(self.part(content, last=last and not one and not end, end=one or None))
@@ -206,7 +212,9 @@ class _Writer:
     def _triggered_tags(self, given: dict[str, Any], last: bool, end: str | None) -> str:
         """Free text in which a trigger may occur only as the start of a tag."""
         if not last or end:
-            raise Refused("triggered_tags must come last: nothing says where their free text ends")
+            raise UnsupportedConstraint(
+                "triggered_tags must come last: nothing says where their free text ends"
+            )
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
         without = _texts(given, "excludes") if given.get("excludes") else []
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
@@ -215,18 +223,20 @@ class _Writer:
             begin = _text(tag, "begin")
             fits = [trigger for trigger in triggers if begin.startswith(trigger)]
             if not fits:
-                raise Refused(f"the tag {begin!r} begins with none of the triggers")
+                raise UnsupportedConstraint(f"the tag {begin!r} begins with none of the triggers")
             by_trigger[fits[0]].append(self._tag(tag, False, None, skip=len(fits[0])))
             whole.append(self._tag(tag, False, None))
         segments = []
         for trigger, rest in by_trigger.items():
             if not rest:
-                raise Refused(f"the trigger {trigger!r} begins no tag")
+                raise UnsupportedConstraint(f"the trigger {trigger!r} begins no tag")
             bodies = self.rule(" | ".join(f"({one})" for one in rest))
             if self._special is not None and self._special.search(trigger):
                 opening = f"{self._free(without)} {self.literal(trigger)}"
             elif without:
-                raise Refused("triggered_tags: `excludes` beside a trigger that is plain text")
+                raise UnsupportedConstraint(
+                    "triggered_tags: `excludes` beside a trigger that is plain text"
+                )
             else:
                 text = self.rule(f"/{ANY}/", terminal=True)
                 opening = self.rule(f"{text} {_quoted(trigger)}", "[lazy]")
@@ -261,7 +271,7 @@ def _slashed(pattern: str) -> str:
 def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
     value = given.get(name) if isinstance(given, dict) else None
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise Refused(f"`{name}` must be a text that is not empty")
+        raise UnsupportedConstraint(f"`{name}` must be a text that is not empty")
     if name not in ("grammar", "pattern"):
         check_text(value)
     return value
@@ -270,12 +280,12 @@ def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
 def _texts(given: dict[str, Any], name: str) -> list[str]:
     values = given.get(name)
     if not isinstance(values, list) or not values:
-        raise Refused(f"`{name}` must be a list of texts")
+        raise UnsupportedConstraint(f"`{name}` must be a list of texts")
     return [_text({name: value}, name) for value in values]
 
 
 def _formats(given: dict[str, Any], name: str) -> list[Any]:
     values = given.get(name)
     if not isinstance(values, list) or not values:
-        raise Refused(f"`{name}` must be a list that is not empty")
+        raise UnsupportedConstraint(f"`{name}` must be a list that is not empty")
     return values

@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 
 from quire.errors import ValidationError
 from quire.features.structured import xgrammar_subset
+from quire.features.structured.errors import UnsupportedConstraint, is_panic
 from quire.features.structured.grammar import explained, grammar_of, limits
 from quire.features.structured.matcher import PANIC
-from quire.features.structured.refusal import Refused, is_panic
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 
 
@@ -34,13 +34,13 @@ def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> s
             return "it has been refused"
         try:
             xgrammar_subset.check(constraint)
-        except Refused as error:
+        except UnsupportedConstraint as error:
             return str(error)
         return None
     try:
         text = grammar_of(constraint)
         failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
-    except Refused as error:
+    except UnsupportedConstraint as error:
         return str(error)
     except BaseException as error:
         if not is_panic(error):

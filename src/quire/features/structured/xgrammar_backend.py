@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.json_schema import MAX_BYTES
-from quire.features.structured.refusal import Refused
 from quire.features.structured.vocabulary import Vocabulary
 from quire.features.structured.xgrammar_subset import anchored_regex, schema_of
 from quire.protocol.structured_outputs import StructuredOutputsParams
@@ -27,6 +27,11 @@ SPACES = 80  # as json_schema.SPACES
 
 def installed() -> bool:
     return importlib.util.find_spec("xgrammar") is not None
+
+
+XGRAMMAR_FAILED = (
+    "the grammar library xgrammar cannot compile it; write the constraint in another way"
+)
 
 
 class XMatcher:
@@ -95,11 +100,11 @@ class XCompiler:
         self.compiler = GrammarCompiler(about, max_threads=1, cache_enabled=False)
 
     def compile(self, constraint: StructuredOutputsParams) -> XMatcher:
-        """Raises Refused: xgrammar cannot compile it."""
+        """Raises UnsupportedConstraint: xgrammar cannot compile it."""
         try:
             return XMatcher(self._compile(constraint))
         except Exception as error:  # its C++ errors have several types
-            raise Refused(str(error).strip().rpartition("] ")[2]) from None
+            raise UnsupportedConstraint(XGRAMMAR_FAILED) from error
 
     def _compile(self, constraint: StructuredOutputsParams) -> Any:
         kind, compiler = constraint.kind, self.compiler
@@ -119,5 +124,5 @@ class XCompiler:
             quoted = (json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(value))
             text = "root ::= " + " | ".join(quoted)
         if len(text) > MAX_BYTES:
-            raise Refused(f"it has {len(text)} characters")
+            raise UnsupportedConstraint(f"it has {len(text)} characters")
         return compiler.compile_grammar(text)

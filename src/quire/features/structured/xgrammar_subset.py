@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.features.structured.cost import check_grammar, check_regex, check_schema
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.json_schema import depth, most_nested
-from quire.features.structured.refusal import Refused
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_BYTES = 64 << 10  # its compiler takes a hundred times as long as llguidance's
@@ -49,13 +49,13 @@ ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[^\W_nrtfvxu0]|\[[^\]]*(&&|--|~~|\[)")
 
 
 def check(constraint: StructuredOutputsParams) -> None:
-    """Raises Refused: xgrammar is not known to enforce the constraint."""
+    """Raises UnsupportedConstraint: xgrammar is not known to enforce the constraint."""
     kind = constraint.kind
     if constraint.whitespace_pattern is not None:
-        raise Refused("whitespace_pattern: the engine xgrammar cannot enforce it")
+        raise UnsupportedConstraint("whitespace_pattern: the engine xgrammar cannot enforce it")
     value: Any = getattr(constraint, kind)
     if isinstance(value, str) and len(value) > MAX_BYTES:
-        raise Refused(
+        raise UnsupportedConstraint(
             f"it has {len(value)} characters; the engine xgrammar is given at most {MAX_BYTES}"
         )
     match kind:
@@ -68,36 +68,40 @@ def check(constraint: StructuredOutputsParams) -> None:
                 TypeError,
                 AttributeError,
             ) as error:  # for example a list in place of a string
-                raise Refused(f"it is no schema: {error}") from error
+                raise UnsupportedConstraint(f"it is no schema: {error}") from error
         case "json_object":
             return
         case "choice":
             if sum(map(len, value)) > MAX_BYTES:
-                raise Refused(f"its texts have more than {MAX_BYTES} characters together")
+                raise UnsupportedConstraint(
+                    f"its texts have more than {MAX_BYTES} characters together"
+                )
         case "regex":
             anchored_regex(value)
         case "grammar":
             if "::=" not in value:
-                raise Refused(
+                raise UnsupportedConstraint(
                     "the engine xgrammar reads EBNF (`root ::= ...`); Lark needs guidance"
                 )
             check_grammar(value)
         case _:
-            raise Refused(f"{kind}: the engine xgrammar is not used for it; it needs guidance")
+            raise UnsupportedConstraint(
+                f"{kind}: the engine xgrammar is not used for it; it needs guidance"
+            )
 
 
 def schema_of(constraint: StructuredOutputsParams) -> Any:
     """The parsed schema, closed if the constraint disables additional properties.
 
     Raises:
-        Refused: it is not JSON, or nested too deep.
+        UnsupportedConstraint: it is not JSON, or nested too deep.
     """
     try:
         schema = json.loads(str(constraint.json))
     except (ValueError, RecursionError) as error:
-        raise Refused(f"it is no JSON: {error}") from error
+        raise UnsupportedConstraint(f"it is no JSON: {error}") from error
     if depth(schema) > (most := most_nested()):
-        raise Refused(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested more than {most} deep")
     return _closed(schema) if constraint.disable_additional_properties else schema
 
 
@@ -120,8 +124,8 @@ def _closed(schema: Any) -> Any:
     return made
 
 
-def _no(what: str) -> Refused:
-    return Refused(f"{what}: this is not known to be enforced by the engine xgrammar")
+def _no(what: str) -> UnsupportedConstraint:
+    return UnsupportedConstraint(f"{what}: this is not known to be enforced by the engine xgrammar")
 
 
 class _Reader:
@@ -180,7 +184,7 @@ class _Reader:
         if not isinstance(kind, str) or kind not in OF_TYPE:
             raise _no(f"{', '.join(sorted(said)) or 'type'} without one type")
         if strange := sorted(set(said) - OF_TYPE[kind]):
-            raise Refused(
+            raise UnsupportedConstraint(
                 f"{', '.join(strange)}: the engine xgrammar cannot enforce"
                 f" {'these keywords' if len(strange) > 1 else 'this keyword'}; leave it out, or use guidance"
             )
@@ -227,7 +231,7 @@ class _Reader:
             raise _no("a name with quotes, backslashes or control characters")
         rest = said.get("additionalProperties", True)
         if own and rest is not False:
-            raise Refused(
+            raise UnsupportedConstraint(
                 "additionalProperties: beside properties the engine xgrammar would take a name twice; say"
                 " false (disable_additional_properties does), or use guidance"
             )
@@ -253,7 +257,7 @@ def _count(said: dict[str, Any], *names: str) -> None:
 
 def _ordered(said: dict[str, Any], least: str, most: str) -> None:
     if least in said and most in said and said[least] > said[most]:
-        raise Refused(f"Unsatisfiable schema: {least} is greater than {most}")
+        raise UnsupportedConstraint(f"Unsatisfiable schema: {least} is greater than {most}")
 
 
 def _pattern(pattern: str) -> None:
@@ -285,7 +289,7 @@ def anchored_regex(pattern: str) -> str:
     """Adapt a regex that must match the whole output: xgrammar's dot matches line breaks, and it ignores inner anchors.
 
     Raises:
-        Refused: it has an anchor inside, or `_pattern` or `check_regex` refuses it.
+        UnsupportedConstraint: it has an anchor inside, or `_pattern` or `check_regex` refuses it.
     """
     _pattern(pattern)
     check_regex(pattern)

@@ -105,8 +105,13 @@ class LogitsPipeline:
                 if processor.enter(new):
                     self.uses[index, new.row] = True
                     self.counts[index] += 1
-            except Exception as error:
+            except ValueError as error:
                 return f"{processor.name}: {error}"
+            except Exception:
+                log.exception("logits processor %s failed", processor.name)
+                return (
+                    f"logits processor {processor.name} failed; the server's log has the exception"
+                )
         return None
 
     def leave(self, row: int) -> None:
@@ -140,8 +145,8 @@ class LogitsPipeline:
             picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
                 logits_SV = processor.apply(logits_SV, picked)
-            except Exception as error:
-                _fail_rows(processor, picked, error)
+            except Exception:
+                _fail_rows(processor, picked)
         return logits_SV
 
     def masks(
@@ -160,8 +165,8 @@ class LogitsPipeline:
             picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
                 processor.mask(words_SW, picked)
-            except Exception as error:
-                _fail_rows(processor, picked, error)
+            except Exception:
+                _fail_rows(processor, picked)
         return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
 
     def on_tokens(self, rows_S: np.ndarray, tokens: list[int]) -> None:
@@ -184,9 +189,13 @@ def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
     return words_W.view(np.int32)
 
 
-def _fail_rows(processor: Processor, picked: ProcessorRows, error: Exception) -> None:
+def _fail_rows(processor: Processor, picked: ProcessorRows) -> None:
     """Fail all picked rows."""
     log.exception("logits processor %s failed", processor.name)
-    message = f"logits processor {processor.name} failed: {type(error).__name__}: {error}"
     for index in picked.at.tolist():
-        picked.errors.setdefault(index, message)
+        picked.errors.setdefault(index, failure(processor.name))
+
+
+def failure(name: str) -> str:
+    """A request's error for an exception of a processor."""
+    return f"logits processor {name} failed; the server's log has the exception"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.forward_context import ForwardBatch
+from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.worker.request_rows import RequestRows
@@ -36,6 +37,8 @@ from quire.worker.sampling.sampler_ops import TORCH_OPS, SamplerOps
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+
+log = get_logger(__name__)
 
 PROMPT_CHUNK = 128  # prompt positions whose logits are computed at a time
 
@@ -82,9 +85,10 @@ class Sampler:
         """Read a request's parameters. If they cannot be used, the request fails in its first step."""
         try:
             self._read(new)
-        except Exception as error:
+        except Exception:
+            log.exception("row %d: its parameters cannot be used", new.row)
             self.invalid[new.row] = (
-                f"its parameters cannot be used: {type(error).__name__}: {error}"
+                "its parameters cannot be used; the server's log has the exception"
             )
         row, tables = new.row, (self.logprobs, self.prompt_logprobs, self.invalid)
         if (

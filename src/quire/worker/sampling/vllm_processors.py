@@ -26,9 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.logging import get_logger
 from quire.protocol.plan import EnteredRow
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.sampling.logits_processors import Processor, ProcessorRows
+from quire.worker.sampling.logits_processors import Processor, ProcessorRows, failure
+
+log = get_logger(__name__)
 
 
 class MoveDirectionality(Enum):
@@ -182,9 +185,8 @@ class VllmProcessorAdapter(Processor):
             place = dict(zip(index_P.tolist(), picked.at.tolist(), strict=True))
             for index, why in failed.items():
                 if index in place:
-                    picked.errors.setdefault(
-                        place[index], f"logits processor {self.name} failed: {why}"
-                    )
+                    log.error("logits processor %s failed: %s", self.name, why)
+                    picked.errors.setdefault(place[index], failure(self.name))
         return logits_SV
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Refused(ValueError):
+class UnsupportedConstraint(ValueError):
     """A constraint cannot be enforced. The message names the keyword or the place; the caller prefixes the field."""
 
 
