@@ -50,7 +50,7 @@ def test_a_later_feature_can_be_imported_and_says_so_when_used(name):
 
 
 def test_ray_is_refused():
-    with pytest.raises(Unsupported, match=r"Ray.*start one server a device"):
+    with pytest.raises(Unsupported, match=r"Ray.*start one server for each device"):
         quire.initialize_ray_cluster()
 
 

@@ -293,17 +293,17 @@ REFUSED = [
     (
         {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "there are f",
+        "the tools are f",
     ),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "no `tools`",
+        "`tools` is missing",
     ),
     (
         {"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
-        "one form",
+        "one constraint",
     ),
 ]
 

@@ -253,13 +253,13 @@ def test_the_choice_of_messages(asked: dict[str, Any], kind: str, several: bool)
 
 REFUSED = [
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
-    (MESSAGES, {"tools": BLOCKS, "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool"),
+    (MESSAGES, {"tools": BLOCKS, "tool_choice": {"type": "tool", "name": "g"}}, "unknown tool"),
     (MESSAGES, {"tools": BLOCKS, "tool_choice": {"type": "must"}}, "tool_choice.type"),
     (MESSAGES, {"thinking": {"type": "much"}}, "thinking.type"),
     (
         MESSAGES,
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-        "must have a name",
+        "must have a `name`",
     ),
     (
         MESSAGES,
@@ -267,12 +267,12 @@ REFUSED = [
         "blocks of type",
     ),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "web_search"),
-    (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "arguments as text"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "`arguments` as a string"),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "only messages"),
     (
         RESPONSES,
         {"tools": FLAT, "tool_choice": {"type": "function", "name": "g"}},
-        "there is no tool",
+        "unknown tool",
     ),
 ]
 

@@ -368,7 +368,7 @@ def test_one_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_pat
     with Served(make_checkpoint(tmp_path), "--api-server-count", "2", env=limit) as server:
         first, second = fronts(server)
         os.kill(first, signal.SIGKILL)
-        server.until("it is not started again")
+        server.until("it is not restarted")
         for _ in range(12):  # none of these waits in the queue of the dead one
             assert httpx.get(server.url + "/health/ready", timeout=PATIENCE_S).status_code == 200
         family = children(server.process.pid)

@@ -57,7 +57,7 @@ def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
 
         keys.write_text(json.dumps([{"name": "light", "key": "new", "weight": 2}]))
         server.process.send_signal(signal.SIGHUP)
-        server.until("SIGHUP: 1 keys read")
+        server.until("SIGHUP: read 1 keys")
         statuses = [
             httpx.get(f"{server.url}/v1/models", headers=bearer(key)).status_code
             for key in ("h", "l", "new")

@@ -21,7 +21,7 @@ def test_a_cut_by_the_model_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         assert not caplog.records
         assert [capped(asked, defaults) for asked in (84, 700)] == [83, 83]
     (record,) = caplog.records
-    assert "caps answers at 83 tokens" in record.getMessage()
+    assert "limits outputs to 83 tokens" in record.getMessage()
     assert "--generation-config vllm" in record.getMessage()
 
 

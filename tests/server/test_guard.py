@@ -292,7 +292,7 @@ def test_no_request_names_a_function_for_the_model(body: dict):
     state.dev_mode = True
     answer = ask(None, "POST", "/collective_rpc", body, state=state)
     assert answer.status_code == 400
-    assert "takes a function, which only a program has" in answer.json()["error"]["message"]
+    assert "needs a function, which JSON cannot contain" in answer.json()["error"]["message"]
     assert not engine.called
 
 

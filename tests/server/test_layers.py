@@ -69,7 +69,7 @@ def test_an_error_of_theirs_is_answered_without_its_text():
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("Marked", "write package.module.Name"),
+        ("Marked", "must be package.module.Name"),
         ("no_such_module.Marked", "No module named"),
         ("own_layers.Missing", "has no attribute 'Missing'"),
         ("own_layers.NOT_A_LAYER", "neither a class"),

@@ -98,7 +98,7 @@ def test_what_is_too_long_is_refused_by_its_name(path: str, field: str, value: A
     answer = ask(ScriptedEngine(), "POST", path, body | {field: value})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert "at most" in message
+    assert "the limit is" in message or "has more than" in message
     assert "stop" in message if "stop" in field else field in message
 
 

@@ -41,7 +41,8 @@ def test_a_panic_is_a_500_in_json(path: str):
     assert answer.status_code == 500
     assert answer.headers["content-type"] == "application/json"
     assert (
-        answer.json()["error"]["message"] == "the server failed on this request; its log says why"
+        answer.json()["error"]["message"]
+        == "the server failed on this request; see the server's log"
     )
     if path == MESSAGES:
         assert answer.json()["type"] == "error"

@@ -218,10 +218,10 @@ def test_yaml(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "neither JSON nor YAML"), ("{}", "a list"), ("[]", "a list"), ("[1]", "entry 1"), ('[{"name": "a"}]', "`key`"),
-     ('[{"name": "a", "key": "secret", "wait": 1}]', "no wait"), ('[{"name": "a", "key": "secret", "weight": 0}]', "`weight`"),
+     ('[{"name": "a", "key": "secret", "wait": 1}]', "unknown field wait"), ('[{"name": "a", "key": "secret", "weight": 0}]', "`weight`"),
      ('[{"name": "a", "key": "secret", "max_concurrency": 0}]', "`max_concurrency`"),
-     ('[{"name": "a", "key": "secret"}, {"name": "a", "key": "x"}]', "same name"),
-     ('[{"name": "a", "key": "secret"}, {"name": "b", "key": "secret"}]', "same key")],
+     ('[{"name": "a", "key": "secret"}, {"name": "a", "key": "x"}]', "same `name`"),
+     ('[{"name": "a", "key": "secret"}, {"name": "b", "key": "secret"}]', "same `key`")],
 )  # fmt: skip
 def test_mistakes_in_the_file_are_named_and_no_key_is_told(tmp_path: Path, text: str, words: str):
     path = tmp_path / "keys.json"
@@ -259,18 +259,18 @@ def test_processes_share_what_a_key_may(tmp_path: Path):
         tenant.begin(1)
         tenant.tokens.take(tokens)
     assert here.running == there.running == 2
-    with pytest.raises(ApiError, match="run already"):
+    with pytest.raises(ApiError, match="are running"):
         here.begin(1)
     for tenant in (here, there):
         tenant.end(1)
     assert here.headers() == there.headers()
     assert there.headers()["x-ratelimit-remaining-tokens"] == "10"
     there.tokens.take(20)
-    with pytest.raises(ApiError, match="tokens a minute"):
+    with pytest.raises(ApiError, match="tokens per minute"):
         here.begin(1)
     clock.now += 12  # 20 tokens; of requests there was one left
     here.begin(1)
-    with pytest.raises(ApiError, match="requests a minute"):
+    with pytest.raises(ApiError, match="requests per minute"):
         there.begin(1)
     here.end(1)
     # Whoever comes later, as one that is started again, finds what was used.

@@ -97,10 +97,10 @@ def test_new_files_are_taken_and_broken_ones_are_not(
             assert await asked(port, made / "one.pem") == b"HTTP/1.1 200 OK"
             await asyncio.sleep(0.05)
             (folder / "c.pem").write_text("nonsense")
-            await logged("cannot be used")
+            await logged("are not valid")
             assert await asked(port, made / "one.pem") == b"HTTP/1.1 200 OK"
             put(made, folder, "two")
-            await logged("read again")
+            await logged("reloaded")
             assert await asked(port, made / "two.pem") == b"HTTP/1.1 200 OK"
             with pytest.raises(ssl.SSLError):
                 await asked(port, made / "one.pem")

@@ -52,8 +52,8 @@ def check_answer_size(
         told.append(f"{prompt_tokens} prompt tokens with {of_prompt} each")
     told.append(f"up to {output_tokens} output tokens with {of_output} each")
     raise invalid(
-        f"the answer could have {total} entries, tokens and log-probabilities ({' and '.join(told)}); this server makes"
-        f" at most {most} for one request (--max-answer-entries). Send fewer prompts at a time, or ask for less:"
+        f"the response could have {total} tokens and log-probabilities ({' and '.join(told)}); the limit"
+        f" for one request is {most} (--max-answer-entries). Send fewer prompts, or lower"
         " `n`, `max_tokens`, `logprobs`, `prompt_logprobs`",
         max(sums, key=lambda name: sums[name]),
     )

@@ -125,25 +125,25 @@ class Tenant:
             limit = getattr(self.key, name)
             if limit is not None and completions > limit:
                 raise invalid(
-                    f"this request asks for {completions} completions (its prompts times `n`), and this key's {name}"
+                    f"this request makes {completions} completions (its prompts times `n`), but the {name} of this key"
                     f" is {limit}: send fewer prompts, or a smaller `n`",
                     "n",
                 )
         most = self.key.max_concurrency
         if most is not None and self.running + completions > most:
             raise self._refused(
-                f"{self.running} completions of this key run already; its max_concurrency is {most}",
+                f"{self.running} completions of this key are running; its max_concurrency is {most}",
                 1.0,
             )
         if self.requests.level < completions:
             raise self._refused(
-                f"this key may make {self.key.requests_per_minute} requests a minute",
+                f"the limit of this key is {self.key.requests_per_minute} requests per minute",
                 self.requests.seconds_until(completions),
             )
         # The length of the answer is not known yet: its tokens are counted at its end, so the level may fall below 0.
         if self.tokens.level <= 0:
             raise self._refused(
-                f"this key may use {self.key.tokens_per_minute} tokens a minute",
+                f"the limit of this key is {self.key.tokens_per_minute} tokens per minute",
                 self.tokens.seconds_until(1),
             )
 

@@ -74,7 +74,7 @@ class AsyncTextEngine:
         """Raises ValidationError: there is no tokenizer."""
         if self.front.tokenizer is None:
             raise ValidationError(
-                "text needs a tokenizer, and --skip-tokenizer-init left it out: give token ids",
+                "the server runs without a tokenizer (--skip-tokenizer-init): send token ids",
                 parameter="prompt",
             )
         return self.front.tokenizer

@@ -71,14 +71,14 @@ async def collective_rpc(request: Request) -> Response:
         raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
     if body.method in PROGRAMS_ONLY:
         raise invalid(
-            f"`{body.method}` takes a function, which only a program has (LLM.{body.method}): JSON holds none",
+            f"`{body.method}` needs a function, which JSON cannot contain; call LLM.{body.method} from a program",
             "method",
         )
     call = engine.call("collective_rpc", body.method, body.args, body.kwargs)
     try:
         results = await asyncio.wait_for(call, patience)
     except TimeoutError as error:
-        raise ApiError(408, f"`{body.method}` did not answer in {patience:g} s") from error
+        raise ApiError(408, f"`{body.method}` did not finish within {patience:g} s") from error
     return json_response({"results": [plain_config(result) for result in results]})
 
 

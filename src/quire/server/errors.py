@@ -103,24 +103,26 @@ def as_api_error(error: BaseException) -> ApiError:
         case StartupError():
             return unavailable(f"the engine could not be started; {logged(error)}")
         case TimeoutError():
-            return ApiError(408, str(error) or "the request ran out of its time")
+            return ApiError(408, str(error) or "the request exceeded its time limit")
         case QuireError():
             return ApiError(500, str(error))
         case RecursionError():
             return ApiError(400, "the body is nested too deeply")
         case ValueError() | TypeError() | OverflowError():
             # A library raised it on a value of the request (a template, a tokenizer): the client can change the value.
-            return ApiError(400, f"the request holds a value that cannot be used; {logged(error)}")
+            return ApiError(
+                400, f"the request contains a value that cannot be used; {logged(error)}"
+            )
         case _:
             log.error("a request failed", exc_info=error)
-            return ApiError(500, "the server failed on this request; its log says why")
+            return ApiError(500, "the server failed on this request; see the server's log")
 
 
 def logged(error: BaseException) -> str:
     """Log an error and say where to find it: its message may contain file names, addresses and others' requests."""
     incident = sha256(f"{type(error).__name__}: {error}".encode(errors="replace")).hexdigest()[:8]
     log.warning("failure %s: %s: %s", incident, type(error).__name__, error)
-    return f"the server's log has the reason under {incident}"
+    return f"see the server's log under {incident}"
 
 
 def clean(message: str) -> str:

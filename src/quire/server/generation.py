@@ -233,7 +233,9 @@ class Generation:
                 await self._bell.wait()
         except TimeoutError as error:
             raise ApiError(
-                408, f"the request was not done in {self.timeout:g} s", param="timeout"
+                408,
+                f"the request did not finish within {self.timeout:g} s (`timeout`)",
+                param="timeout",
             ) from error
 
     def _take(self, running: RunningPrompt) -> list[OutputDelta]:
@@ -382,7 +384,7 @@ def output_deltas(output: OutputLike, which: int, n: int, count: TokenCount) -> 
     for one in output.outputs:
         if one.finish_reason == "error":
             kind = ERRORS[getattr(one, "error_kind", "internal")]
-            why = getattr(one, "error", None) or "the server's log says why"
+            why = getattr(one, "error", None) or "see the server's log"
             raise kind(f"the engine failed on this request: {why}")
         count.output_tokens[one.index] += len(one.token_ids)
         place = which * n + one.index

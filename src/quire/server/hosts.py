@@ -75,8 +75,8 @@ class KnownHosts:
             return
         error = ApiError(
             403,
-            "the header Host names another machine; if the server is meant to be reached by that name, start it with"
-            " --allowed-hosts NAME, or with an API key",
+            "the header Host has an unknown name; to allow it, start the server with --allowed-hosts NAME, or with an"
+            " API key",
         )
         await self.refusal(scope, error)(scope, receive, send)
 

@@ -33,4 +33,4 @@ async def invocations(request: Request) -> Response | EventStream:
         return await chat(request)
     if asked.prompt is not None:
         return await completions(request)
-    raise invalid("`/invocations` needs `messages` (a chat) or `prompt` (a completion)", "messages")
+    raise invalid("`/invocations` needs `messages` (chat) or `prompt` (completion)", "messages")

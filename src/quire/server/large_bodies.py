@@ -93,7 +93,7 @@ def _value(field: Field, part: bytes) -> Any:
     most = len(part) if name in PROMPTS else FIELD_BYTES.get(name, MOST_OF_A_FIELD)
     if len(part) > most:
         raise invalid(
-            f"`{name}` has {len(part)} bytes of JSON; at most {most} are taken: make it shorter",
+            f"`{name}` has {len(part)} bytes of JSON; the limit is {most}: shorten it",
             name,
         )
     try:
@@ -103,7 +103,7 @@ def _value(field: Field, part: bytes) -> Any:
             if number_of_values(part) > MOST_VALUES:
                 raise invalid(
                     f"`{name}` has more than {MOST_VALUES} JSON values (strings, numbers, lists, objects and their"
-                    " keys): send less in one request",
+                    " keys); send less in one request",
                     name,
                 )
         return field.decoder.decode(part)

@@ -45,15 +45,15 @@ def completions_of(prompts: int, params: SamplingParams, state: ServerState) -> 
     most = state.config.server.max_completions
     if (total := prompts * each) > most:
         raise invalid(
-            f"{prompts} prompts with `n` = {each} make {total} completions; this server takes"
-            f" at most {most} in one request (--max-completions)",
+            f"{prompts} prompts with `n` = {each} make {total} completions; the limit for one"
+            f" request is {most} (--max-completions)",
             "n",
         )
     entries = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())
     if total * entries > MOST_ENTRIES:
         raise invalid(
             f"{total} completions with {entries} entries of `allowed_token_ids` and `logit_bias` each make"
-            f" {total * entries} entries; at most {MOST_ENTRIES} are taken: ask for fewer of either",
+            f" {total * entries} entries; the limit is {MOST_ENTRIES}: lower either",
             "allowed_token_ids" if params.allowed_token_ids else "logit_bias",
         )
     return total

@@ -39,8 +39,7 @@ def encode_long(engine: TextEngine, text: str, special: bool, fits: bool) -> lis
     most = max(MOST_TEXT, BYTES_A_TOKEN * engine.max_model_len)
     if size > most:
         raise invalid(
-            f"the text has {size} bytes of UTF-8; at most {most} are tokenized in one piece: make it shorter, or send"
-            " it in parts",
+            f"the text has {size} bytes of UTF-8; the limit is {most}: shorten it, or send it in parts",
             "input_tokens",
         )
     if fits:
@@ -56,7 +55,7 @@ def truncated(tokens: list[int], request: Sampling, engine: TextEngine) -> list[
     if most == -1:
         most = engine.max_model_len - 1
     if most == 0:
-        raise invalid("`truncate_prompt_tokens` is 0: nothing of the prompt would be left", "truncate_prompt_tokens")  # fmt: skip
+        raise invalid("`truncate_prompt_tokens` is 0, which would leave an empty prompt; set at least 1, or -1", "truncate_prompt_tokens")  # fmt: skip
     return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 
@@ -100,7 +99,7 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
     else:
         many = given
     if len(many) > 1 and len(many) > (most := env.get("MAX_COMPLETION_PROMPTS")):
-        raise invalid(f"`prompt` has {len(many)} prompts; at most {most} are taken", "prompt")
+        raise invalid(f"`prompt` has {len(many)} prompts; the limit is {most}", "prompt")
     return many
 
 
@@ -118,7 +117,7 @@ async def one_prompt(
         tokens = prompt
     else:
         raise invalid(
-            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists",
+            "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists",
             "prompt",
         )
     kept = truncated(tokens, request, engine)
@@ -145,7 +144,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         raise invalid("`messages` is empty", "messages")
     if len(messages) > MOST_MESSAGES:
         raise invalid(
-            f"`messages` has {len(messages)} messages; at most {MOST_MESSAGES} are taken: leave out or join old ones",
+            f"`messages` has {len(messages)} messages; the limit is {MOST_MESSAGES}: drop or merge old ones",
             "messages",
         )
     for at, message in enumerate(messages):
@@ -158,7 +157,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
                 check_part(part, f"{where}.content[{part_at}]")
         elif not isinstance(content, str | None):
             raise invalid(
-                f"`{where}.content` must be a text or a list of parts", f"{where}.content"
+                f"`{where}.content` must be a string or a list of parts", f"{where}.content"
             )
         elif content is None and message["role"] != "assistant":
             raise invalid(f"`{where}.content` is missing", f"{where}.content")
@@ -170,8 +169,8 @@ def check_part(part: Any, where: str) -> None:
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind in ("text", "refusal", "thinking"):
         if not isinstance(part.get(kind), str):
-            raise invalid(f"`{where}.{kind}` must be a text", where)
+            raise invalid(f"`{where}.{kind}` must be a string", where)
     elif kind is None:
-        raise invalid(f"`{where}` has no type", where)
+        raise invalid(f"`{where}` has no `type`", where)
     else:
         raise invalid(f"`{where}`: parts of type {kind!r} are not supported by this model", where)

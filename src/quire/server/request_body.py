@@ -72,8 +72,8 @@ async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
     except TimeoutError as error:
         raise ApiError(
             408,
-            f"the body did not come: {len(body)} bytes of it are here, and the server waits for at most {patience:g} s"
-            f" (--receive-timeout) and 1 s more for each {BODY_BYTES_PER_S} bytes",
+            f"the body is incomplete: {len(body)} bytes arrived, and the server waits at most {patience:g} s"
+            f" (--receive-timeout) plus 1 s for each {BODY_BYTES_PER_S} bytes",
             headers={"Connection": "close"},
         ) from error
     return bytes(body)
@@ -135,7 +135,7 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
     looked_at = [name for name in islice(unknown, MOST_UNKNOWN) if len(name) < MOST_NAME]
     for name in looked_at:
         if close := difflib.get_close_matches(name, known, 1, 0.85):
-            log.warning_every(close[0], 60, "ignored field %r: was %r meant?", name, close[0])
+            log.warning_every(close[0], 60, "ignored field %r: did you mean %r?", name, close[0])
     log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
 
 

@@ -94,7 +94,7 @@ class UsageLedger:
         try:
             return SharedUsageAccount(path, self.front, self.fronts)
         except OSError as why:
-            log.warning("a key's limits hold in each HTTP process by itself: %s", why)
+            log.warning("the limits of a key apply to each HTTP process separately: %s", why)
             return UsageAccount(self.front, self.fronts)
 
 

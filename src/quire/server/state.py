@@ -82,7 +82,7 @@ class ServerState:
         if self.phase is ServerPhase.DRAINING:
             raise unavailable("the server is shutting down", 30)
         if self.phase is ServerPhase.DEAD:
-            raise ApiError(500, "the engine has stopped; the server's log says why")
+            raise ApiError(500, "the engine has stopped; see the server's log")
         if self.engine is None:
             raise unavailable(f"the model is not ready yet: {self.stage}", 1)
         return self.engine

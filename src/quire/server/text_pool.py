@@ -97,14 +97,14 @@ class TextPool:
         if jobs and (size > MOST_WAITING_OF_ONE or len(jobs) >= MOST_JOBS_OF_ONE):
             raise ApiError(
                 429,
-                f"{len(jobs)} requests of this client wait to be read, with {size >> 20} MiB (the limits are"
+                f"{len(jobs)} requests of this client wait to be tokenized, with {size >> 20} MiB (the limits are"
                 f" {MOST_JOBS_OF_ONE} and {MOST_WAITING_OF_ONE >> 20} MiB); send fewer long texts at once",
                 headers={"Retry-After": "2"},
             )
         if self._waiting and self._bytes.total() + job.size > MOST_WAITING:
             raise ApiError(
                 503,
-                f"long texts of {MOST_WAITING >> 20} MiB wait to be read already; try again",
+                f"texts of {MOST_WAITING >> 20} MiB are waiting to be tokenized; try again later",
                 headers={"Retry-After": "2"},
             )
         self._waiting.setdefault(job.client, []).append(job)

@@ -12,12 +12,12 @@ from starlette.routing import get_route_path  # type: ignore[attr-defined]
 from quire.config.vllm_flags import LORA
 from quire.server.errors import ApiError
 
-POOLING = "embedding, classifying and scoring", "serve a model that generates text"
+POOLING = "pooling (embedding, classifying, scoring)", "serve a model that generates text"
 AUDIO = "audio", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
-DEVICES = "several devices", "start one server a device"
+DEVICES = "several devices", "start one server for each device"
 WEIGHTS = "replacing weights while running", "start the server with the new checkpoint"
-MEDIA = "media input", "nothing of the kind is kept"
+MEDIA = "media input", "this server has no such data"
 PROFILER = "profiling", "use py-spy on the engine's process"
 
 ROUTES: dict[str, tuple[str, str]] = {
@@ -30,7 +30,7 @@ ROUTES: dict[str, tuple[str, str]] = {
     "/generative_scoring": POOLING,
     "/v1/realtime": AUDIO,
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
-    "/v1/chat/completions/batch": ("several conversations in one request", "send one each, or use quire run-batch"),
+    "/v1/chat/completions/batch": ("several conversations in one request", "send one request for each, or use quire run-batch"),
     "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),
     **dict.fromkeys(
         (
@@ -43,7 +43,7 @@ ROUTES: dict[str, tuple[str, str]] = {
         ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"), DEVICES,
     ),
     "/kv_event_sources": ("KV events", "watch /metrics"),
-    "/tokenizer_info": ("telling the tokenizer's configuration", "read tokenizer_config.json of the checkpoint"),
+    "/tokenizer_info": ("returning the tokenizer's configuration", "read tokenizer_config.json of the checkpoint"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
 }  # fmt: skip
 """Path -> (feature, alternative)."""

@@ -57,7 +57,7 @@ def own_layers(paths: Sequence[str]) -> list[Middleware]:
 def _found(path: str) -> Any:
     module, _, name = path.replace(":", ".").rpartition(".")
     if not module:
-        raise ConfigError(f"middleware={path!r}: write package.module.Name")
+        raise ConfigError(f"middleware={path!r}: must be package.module.Name")
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as why:

@@ -37,7 +37,7 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise invalid(f"`{where}` must be a text or a list of blocks", where)
+        raise invalid(f"`{where}` must be a string or a list of blocks", where)
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         need = {"text": "text", "thinking": "thinking"}.get(str(kind))
@@ -80,7 +80,7 @@ def _of_assistant(content: Any, where: str) -> JSON:
         name, given = block.get("name"), block.get("input")
         if not isinstance(name, str) or not isinstance(given, dict):
             raise invalid(
-                f"`{where}[{at}]` must have a name, and an object as input", f"{where}[{at}]"
+                f"`{where}[{at}]` must have a `name`, and an object as `input`", f"{where}[{at}]"
             )
         function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
         calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -98,7 +98,7 @@ def tools_of(tools: list[JSON]) -> list[JSON]:
     for at, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise invalid(
-                f"`tools[{at}].type` is {tool.get('type')!r}; this server has no tools of its own", "tools"
+                f"`tools[{at}].type` is {tool.get('type')!r}; this server has no built-in tools: send tools with a name and an input_schema", "tools"
             )  # fmt: skip
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         for name in ("description", "strict"):

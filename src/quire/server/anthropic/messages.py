@@ -95,13 +95,13 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         ApiError: 400 that names the field.
     """
     if not counted and (body.max_tokens is None or body.max_tokens < 1):
-        raise invalid("`max_tokens` is needed, and must be at least 1", "max_tokens")
+        raise invalid("`max_tokens` is required and must be at least 1", "max_tokens")
     thinking = (body.thinking or {}).get("type")
     if thinking is not None and thinking not in THINKS:
         raise invalid("`thinking.type` must be enabled, adaptive or disabled", "thinking")
     budget = (body.thinking or {}).get("budget_tokens") if thinking == "enabled" else None
     if budget is not None and (type(budget) is not int or budget < 0):
-        raise invalid("`thinking.budget_tokens` must be a whole number, at least 0", "thinking")
+        raise invalid("`thinking.budget_tokens` must be a whole number of at least 0", "thinking")
     output = body.output_config or {}
     of_format(output.get("format"), "output_config.format")
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
@@ -195,7 +195,7 @@ async def asked_of(
 ) -> Generation:
     wish = as_chat(body)
     if wish.include_reasoning and model_formats(state, engine).reasoning is None:
-        raise invalid("`thinking`: this server does not know how its model marks thoughts; leave it out, or start it with --reasoning-parser NAME", "thinking")  # fmt: skip
+        raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
     return await generation_of(request, wish, engine, "msg_")
 
 

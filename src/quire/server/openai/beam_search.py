@@ -44,7 +44,9 @@ def beams_of(
         return None
     for name in NOT_WITH_IT:
         if getattr(request, name, None):
-            raise invalid(f"`{name}` does not go together with `use_beam_search`", name)
+            raise invalid(
+                f"`{name}` is not supported with `use_beam_search`; leave one of them out", name
+            )
     asked = request.temperature
     return BeamSearchParams(
         beam_width=params.n,

@@ -48,7 +48,7 @@ def effort_of(asked: Any, said: str) -> str | None:
     """Raises ApiError 400 that names the field."""
     if asked is None or asked in EFFORTS:
         return None if asked is None else str(asked)
-    raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; what else a template knows goes into `chat_template_kwargs`", said)  # fmt: skip
+    raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; send other template variables in `chat_template_kwargs`", said)  # fmt: skip
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> RenderOptions:
@@ -56,8 +56,8 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Ren
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:
         raise invalid(
-            "`chat_template`: requests may bring their own only if the server was started with"
-            " --trust-request-chat-template",
+            "`chat_template` in a request needs a server started with --trust-request-chat-template;"
+            " leave it out",
             "chat_template",
         )
     if body.continue_final_message and body.add_generation_prompt:

@@ -79,10 +79,10 @@ def make_output_reader(
     last = body.messages[-1].get("content") if body.continue_final_message else None
     opened = formats.opened(prompt.text or "", last if isinstance(last, str) else "")
     if choice.kind == "auto" and formats.tools is None:
-        hint = "it was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start it with --tool-call-parser NAME"  # fmt: skip
+        hint = "the server was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start the server with --tool-call-parser NAME"  # fmt: skip
         raise invalid(
-            "`tools`: this server does not know how its model writes calls"
-            f' ({formats.tool_choice.why}); {hint}, or ask with `tool_choice: "required"`',
+            "`tools`: the format of this model's tool calls is unknown"
+            f' ({formats.tool_choice.why}); {hint}, or send `tool_choice: "required"`',
             "tools",
         )
     reading = formats.reading(choice.tools, choice.must, opened)
@@ -93,7 +93,7 @@ def make_output_reader(
         params.structured_outputs = demanded(body, choice, formats, opened, level)
     elif choice.must:
         said = params.structured_outputs.said
-        raise invalid(f"`{said}` and a `tool_choice` that makes the model call a tool: an output can have one form only", said)  # fmt: skip
+        raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
     else:
         calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
         asked = state.config.structured.structured_outputs_config
@@ -128,7 +128,7 @@ def demanded(
     elif tools and formats.tools is not None and (asked_for or level != "strict"):
         tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
         if tag is None and asked_for:
-            log.warning_every("strict", 3600, "`strict` does not hold: calls in the format %s, or a tool's schema in it, cannot be told to the grammar", formats.tool_choice.name)  # fmt: skip
+            log.warning_every("strict", 3600, "`strict` is not enforced: the grammar cannot express calls in the format %s, or the schema of a tool in it", formats.tool_choice.name)  # fmt: skip
     if tag is None:
         return None
     try:
@@ -215,7 +215,12 @@ class ChatOutputReader:
         if parser.calls and delta.finish_reason == "stop" and not self.named:
             delta.finish_reason = "tool_calls"
         for reason in parser.reasons:
-            log.warning_every(reason, 60, "an output was read as content in part: %s", reason)
+            log.warning_every(
+                reason,
+                60,
+                "part of an output could not be parsed and was sent as content: %s",
+                reason,
+            )
 
 
 def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:

@@ -165,7 +165,9 @@ async def completions(request: Request) -> Response | EventStream:
     body = await read(request, CompletionRequest)
     model = state.check_model(body.model)
     if body.use_beam_search and body.stream:
-        raise invalid("`stream` does not go together with `use_beam_search`", "stream")
+        raise invalid(
+            "`stream` is not supported with `use_beam_search`; leave one of them out", "stream"
+        )
     params, prompts = await prepared(request, asked_of, request, body, engine, state)
     of_prompt = body.echo or body.return_token_ids or body.return_prompt_text
     repeated = bool(of_prompt) or body.prompt_logprobs is not None

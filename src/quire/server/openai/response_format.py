@@ -40,14 +40,14 @@ def constraint(request: Sampling) -> StructuredOutputsParams | None:
     guided = from_guided(request)
     if ours is not None and guided is not None:
         raise invalid(
-            f"`{guided.said}` is an older name of a part of `structured_outputs`; give only one",
+            f"`{guided.said}` is an old name of a field of `structured_outputs`; give only one of them",
             guided.said,
         )
     other = ours or guided
     if form is not None and other is not None and form.kind != other.kind:
         raise invalid(
-            f"`response_format` asks for {form.kind} and `{other.said}` for {other.kind}: an answer can"
-            " have one form only",
+            f"`response_format` sets {form.kind} and `{other.said}` sets {other.kind}: an output has one"
+            " constraint; leave one of them out",
             "response_format",
         )
     return form or other
@@ -91,9 +91,9 @@ def from_guided(request: Sampling) -> StructuredOutputsParams | None:
     if not given:
         return None
     if len(given) > 1:
-        raise invalid(f"`{'` and `'.join(given)}`: an answer can have one form only", next(iter(given)))  # fmt: skip
+        raise invalid(f"`{'` and `'.join(given)}`: an output has one constraint; give only one of them", next(iter(given)))  # fmt: skip
     ((name, value),) = given.items()
-    log.warning_every("guided", 3600, "`%s` is an older name: use `structured_outputs: {%r: ...}`", name, GUIDED[name])  # fmt: skip
+    log.warning_every("guided", 3600, "`%s` is an old name: use `structured_outputs: {%r: ...}`", name, GUIDED[name])  # fmt: skip
     more = {}
     if request.guided_whitespace_pattern is not None:
         more["whitespace_pattern"] = request.guided_whitespace_pattern

@@ -34,10 +34,10 @@ from quire.server.schemas import ChatRequest, ResponsesRequest
 from quire.server.sse import EventStream, event, until_disconnect
 
 LATER = {
-    "background": "ask without it, and wait for the answer",
-    "previous_response_id": "nothing is stored; send the whole conversation as `input`",
-    "conversation": "nothing is stored; send the whole conversation as `input`",
-    "prompt": "nothing is stored; send the text as `input`",
+    "background": "leave it out, and wait for the response",
+    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
+    "conversation": "responses are not stored; send the whole conversation as `input`",
+    "prompt": "prompts are not stored; send the text as `input`",
     "kv_transfer_params": "leave it out",
     "previous_input_messages": "send the whole conversation as `input`",
     "enable_response_messages": "leave it out",
@@ -60,7 +60,7 @@ def refuse_later(body: ResponsesRequest) -> None:
         raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
     form = (body.text or {}).get("format")
     if of_format(form, "text.format") is not None and body.structured_outputs is not None:
-        raise invalid("`text.format` and `structured_outputs`: a request has at most one constraint", "structured_outputs")  # fmt: skip
+        raise invalid("`text.format` and `structured_outputs`: an output has one constraint; give only one of them", "structured_outputs")  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise invalid("`truncation` must be 'disabled'", "truncation")
 

@@ -23,7 +23,7 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(f"`{where}` must be a text or a list of parts", where)
+        raise invalid(f"`{where}` must be a string or a list of parts", where)
     texts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -78,7 +78,7 @@ def _open(found: list[JSON]) -> JSON | None:
 def _add_call(found: list[JSON], item: JSON, where: str) -> None:
     name, arguments = item.get("name"), item.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, str):
-        raise invalid(f"`{where}` must have a name, and arguments as text", where)
+        raise invalid(f"`{where}` must have a `name`, and `arguments` as a string", where)
     if (last := _open(found)) is None:
         last = {"role": "assistant", "content": ""}
         found.append(last)
@@ -97,7 +97,7 @@ def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
     for at, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise invalid(
-                f"`tools[{at}].type` is {tool.get('type')!r}; tools of this server's models are functions", "tools"
+                f"`tools[{at}].type` is {tool.get('type')!r}; only tools of type function are supported", "tools"
             )  # fmt: skip
         names = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}

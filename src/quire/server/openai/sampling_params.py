@@ -42,10 +42,10 @@ LATER: dict[str, str] = {
     "mm_processor_kwargs": "media input",
     "mm_payload": "media input",
     "watermarking": "watermarking",
-    "routed_experts_prompt_start": "telling which experts a token went to",
-    "return_token_offsets": "telling where tokens stand in the text",
-    "functions": "the old functions interface",
-    "function_call": "the old functions interface",
+    "routed_experts_prompt_start": "returning the experts of a token",
+    "return_token_offsets": "returning the offsets of tokens in the text",
+    "functions": "the deprecated functions interface",
+    "function_call": "the deprecated functions interface",
 }
 
 
@@ -72,11 +72,11 @@ def check(request: Sampling) -> None:
         raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
     if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
-        raise invalid(f"`stop` has {stops} strings; at most {most} are taken", "stop")
+        raise invalid(f"`stop` has {stops} strings; the limit is {most}", "stop")
     check_texts("stop", [request.stop] if isinstance(request.stop, str) else request.stop, MAX_STOP)
     for name, limit in LISTS.items():
         if (given := getattr(request, name)) and len(given) > (most := env.get(limit)):
-            raise invalid(f"`{name}` is too long: at most {most} entries are taken", name)
+            raise invalid(f"`{name}` is too long; the limit is {most} entries", name)
     check_texts("bad_words", request.bad_words, MAX_BAD_WORD)
     if request.stream and request.prompt_logprobs:
         raise invalid("`prompt_logprobs` is not available with `stream: true`", "prompt_logprobs")
@@ -103,7 +103,7 @@ def check_texts(name: str, texts: Sequence[str] | None, most: int) -> None:
     for text in texts or ():
         if len(text) > most:
             raise invalid(
-                f"`{name}` has a text of {len(text)} characters; at most {most} are taken: make it shorter",
+                f"`{name}` has a string of {len(text)} characters; the limit is {most}: shorten it",
                 name,
             )
 
@@ -161,8 +161,8 @@ def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:
         return asked
     if asked is not None:
         log.warning_once(
-            "generation_config of the model caps answers at %d tokens: a request for more gets no more than these;"
-            " serve with --generation-config vllm to remove the cap",
+            "generation_config of the model limits outputs to %d tokens, even if a request sets a larger max_tokens;"
+            " --generation-config vllm removes the limit",
             int(cap),
         )
     return int(cap)

@@ -31,7 +31,7 @@ async def tokenize(request: Request) -> Response:
     body = await read(request, TokenizeRequest)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("give either `prompt` or `messages`", "prompt")
+        raise invalid("send either `prompt` or `messages`", "prompt")
     take_from_key(request)
     return await prepared(request, tokenized, body, engine, state)
 
@@ -68,13 +68,13 @@ async def detokenized(tokens: list[int], engine: TextEngine) -> Response:
     most = max(MOST_TOKENS, engine.max_model_len)
     if len(tokens) > most:
         raise invalid(
-            f"`tokens` has {len(tokens)} entries; at most {most} are taken: send them in parts",
+            f"`tokens` has {len(tokens)} entries; the limit is {most}: send them in several requests",
             "tokens",
         )
     low, high = min(tokens, default=0), max(tokens, default=0)
     if low < 0 or high >= engine.vocab_size:
         raise invalid(
-            f"`tokens` has {low if low < 0 else high}, which is no token of this model: ids go from 0 to"
+            f"`tokens` has {low if low < 0 else high}, which is not a token id of this model; ids are 0 to"
             f" {engine.vocab_size - 1}",
             "tokens",
         )

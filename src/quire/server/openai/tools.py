@@ -45,7 +45,7 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     if asked == "none" or (asked == "auto" and not tools):
         return ToolChoice("none", [])
     if not tools:
-        raise invalid("`tool_choice` asks for a call, and there are no `tools`", "tool_choice")
+        raise invalid("`tool_choice` requires a call, but `tools` is missing", "tool_choice")
     if asked == "auto":
         return ToolChoice("auto", tools)
     if asked == "required":
@@ -61,7 +61,7 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     if not named:
         known = ", ".join(function(tool)["name"] for tool in tools[:20])
         raise invalid(
-            f"`tool_choice`: there is no tool {name[:200]!r}; there are {known}", "tool_choice"
+            f"`tool_choice`: unknown tool {name[:200]!r}; the tools are {known}", "tool_choice"
         )
     return ToolChoice("named", named)
 
@@ -73,13 +73,13 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if not tools:
         raise invalid("`tools` is empty; leave it out", "tools")
     if len(tools) > (most := env.get("MAX_TOOLS")):
-        raise invalid(f"`tools` has {len(tools)} entries; at most {most} are taken", "tools")
+        raise invalid(f"`tools` has {len(tools)} entries; the limit is {most}", "tools")
     seen = set()
     for at, tool in enumerate(tools):
         where = f"tools[{at}]"
         if tool.get("type", "function") != "function":
             raise invalid(
-                f"`{where}.type` is {tool.get('type')!r}; tools of this server's models are functions",
+                f"`{where}.type` is {tool.get('type')!r}; only tools of type function are supported",
                 "tools",
             )
         found = function(tool)
@@ -91,7 +91,7 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if schema is not None and not isinstance(schema, dict):
             raise invalid(f"`{where}.function.parameters` must be a JSON schema", "tools")
         if name in seen:
-            raise invalid(f"`{where}`: there are two tools named {name!r}", "tools")
+            raise invalid(f"`{where}`: two tools are named {name!r}", "tools")
         seen.add(name)
     return tools
 

@@ -75,13 +75,13 @@ async def ui_words(request: Request) -> Response:
     if TENANT not in request.scope and not state.dev_mode:
         raise ApiError(
             403,
-            "prompts and outputs are shown only where requests have keys: start the server with QUIRE_API_KEY or"
-            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, where no stranger reaches it)",
+            "prompts and outputs are shown only if requests need keys: start the server with QUIRE_API_KEY or"
+            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if nobody else can reach it)",
         )
     engine = state.serving()
     words = await engine.call("live_words", number(request, "n"))
     if words is None or words["tenant"] != tenant_of(request):
-        raise ApiError(404, "there is no such request here (any more)")
+        raise ApiError(404, "unknown request, or it has ended")
     return json_response({
         "prompt": engine.decode(words["prompt"]),
         "prompt_left": words["prompt_left"],
@@ -100,7 +100,7 @@ def same_site(request: Request) -> None:
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
     ours = origin is None or urlsplit(origin).netloc == request.headers.get("host")
     if not ours or site not in ("none", "same-origin"):
-        raise ApiError(403, "only the page of this server may ask for this")
+        raise ApiError(403, "only this server's page may send this request")
 
 
 def tenant_of(request: Request) -> str:
@@ -116,5 +116,5 @@ def number(request: Request, name: str) -> int:
     """
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise invalid(f"`{name}` must be a number from 0", name)
+        raise invalid(f"`{name}` must be a number of at least 0", name)
     return int(text)

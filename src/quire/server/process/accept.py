@@ -131,8 +131,8 @@ class Acceptor:
     def _make_room(self) -> bool:
         """Close the connection that has been without a request for longest, else the oldest handshake."""
         log.warning_every(
-            "descriptors", 60, "%d files are open: connections without a request are closed for new ones;"
-            " raise the limit of open files (ulimit -n) for more", self.most,
+            "descriptors", 60, "%d files are open: the server closes idle connections to accept new ones;"
+            " raise the limit of open files (ulimit -n)", self.most,
         )  # fmt: skip
         if self.waiting:
             oldest = next(iter(self.waiting))

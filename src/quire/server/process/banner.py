@@ -32,10 +32,10 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[
 
 def stages_table(stages: list[tuple[str, float]], total: float) -> str:
     """Where the start-up time went."""
-    beside = "the rest: imports of the server, processes, the tokenizer"
+    beside = "other: imports, processes, tokenizer"
     named = [*stages, (beside, total - sum(seconds for _, seconds in stages))]
     rows = [(name, f"{seconds:6.2f} s") for name, seconds in named if seconds >= LONGEST]
-    return table([*rows, ("all, since the process began", f"{total:6.2f} s")])
+    return table([*rows, ("total since process start", f"{total:6.2f} s")])
 
 
 def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
@@ -62,5 +62,5 @@ def failure(error: BaseException) -> str:
     """The report of a failed start: the error, and the engine's traceback if there is one."""
     lines = []
     if isinstance(error, StartupError) and error.detail:
-        lines += ["the engine process's traceback:", *error.detail.rstrip().splitlines(), ""]
+        lines += ["traceback of the engine process:", *error.detail.rstrip().splitlines(), ""]
     return "\n".join([*lines, f"quire serve: error: {error}"])

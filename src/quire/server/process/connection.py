@@ -116,12 +116,16 @@ class Connection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self.head_seen += size
         if self.head_seen > self.head_bytes:
-            raise HttpParserError(f"the head of the request is longer than {self.head_bytes} bytes")
+            raise HttpParserError(
+                f"the request line and headers are longer than {self.head_bytes} bytes (--h11-max-incomplete-event-size)"
+            )
 
     def on_headers_complete(self) -> None:
         self.moved = True
         if len(self.pipeline) >= MOST_PIPELINED:
-            raise HttpParserError(f"more than {MOST_PIPELINED} requests wait for an answer")
+            raise HttpParserError(
+                f"more than {MOST_PIPELINED} pipelined requests are waiting on this connection"
+            )
         self.due = math.inf
         self._wait(False)
         super().on_headers_complete()

@@ -178,7 +178,7 @@ class HttpSupervisor:
                     case EngineOpen(chats=chats):
                         child.is_open, self.chats = True, chats
                         if self.stats is not None:
-                            log.info("HTTP process %d serves again", child.number)
+                            log.info("HTTP process %d is ready again", child.number)
                     case EngineDied():
                         child.died = message
             if ear.broken:
@@ -198,7 +198,7 @@ class HttpSupervisor:
             self._ended(child, process)
         elif child.is_open and 0 < self.patience.heartbeat < time.monotonic() - child.heard:
             log.error(
-                "HTTP process %d gave no sign of life for %g s; its stacks follow",
+                "HTTP process %d sent no heartbeat for %g s; its stacks follow",
                 child.number, self.patience.heartbeat,
             )  # fmt: skip
             process.send_signal(signal.SIGUSR1)
@@ -213,7 +213,7 @@ class HttpSupervisor:
                 child.listener = bind_beside(self.family, self.name)
             reading, writing = os.pipe()
         except OSError as why:
-            log.error("HTTP process %d cannot be started now: %s", child.number, why)
+            log.error("HTTP process %d cannot be started: %s", child.number, why)
             child.due = time.monotonic() + self.patience.retry
             return
         listener = child.listener.fileno()
@@ -244,14 +244,18 @@ class HttpSupervisor:
             mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
             forget(self.keys, child.number, self.count)
         except OSError as why:
-            log.warning("the counts of HTTP process %d could not be settled: %s", child.number, why)
+            log.warning(
+                "the shared counts of HTTP process %d could not be corrected: %s", child.number, why
+            )
         if self.told is not None or self.host.state.condition == "dead":
             child.is_over = True
             self._shut(child)
             return
         what = f"HTTP process {child.number} (pid {process.pid}) ended {exit_code(process)}"
         if self.stats is None:
-            child.died = child.died or EngineDied(f"{what} before it was ready; why stands above")
+            child.died = child.died or EngineDied(
+                f"{what} before it was ready; its log lines above give the reason"
+            )
             return
         now = time.monotonic()
         child.deaths.append(now)
@@ -261,19 +265,19 @@ class HttpSupervisor:
         if self.patience.restarts == 0:
             child.is_over = True
             self._shut(child)
-            log.error("%s, %d times in a row: it is not started again", what, count)
+            log.error("%s, %d times in a row; it is not restarted", what, count)
         elif count > self.patience.restarts:
             child.due = now + self.patience.retry
             if any(other.is_open for other in self.children):  # they accept connections meanwhile
                 self._shut(child)
             log.error(
-                "%s, %d times in a row: it is started again in %.0f s",
+                "%s, %d times in a row; restarting it in %.0f s",
                 what,
                 count,
                 self.patience.retry,
             )
         else:
-            log.error("%s; it is started again", what)
+            log.error("%s; restarting it", what)
         child.disowning = threading.Thread(target=self._disown, args=(child.number,), daemon=True)
         child.disowning.start()
 
@@ -282,10 +286,10 @@ class HttpSupervisor:
         time.sleep(SETTLE_S)
         try:
             if count := self.client.call("abort_client", number):
-                log.info("%d requests of HTTP process %d were ended", count, number)
+                log.info("aborted %d requests of HTTP process %d", count, number)
             self.client.call("let_go_client", number)
         except QuireError as error:
-            log.warning("requests of HTTP process %d could not be ended: %s", number, error)
+            log.warning("could not abort the requests of HTTP process %d: %s", number, error)
 
     def _shut(self, child: HttpWorkerSlot) -> None:
         """Close its queue: no connection waits for this process any more."""
@@ -305,7 +309,7 @@ class HttpSupervisor:
         most = self.config.server.shutdown_timeout + ABORTED_S + LAST_ANSWERS_S + GRACE_S
         if time.monotonic() - told < most:
             return None
-        log.error("HTTP processes do not end; they are killed")
+        log.error("HTTP processes did not exit; killing them")
         for child in self.children:
             if child.process is not None:
                 child.process.kill()

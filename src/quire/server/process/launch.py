@@ -75,7 +75,7 @@ def serve(config: EngineConfig) -> int:
     )
     if count > 1 and not own_process:
         raise ConfigError(
-            f"api_server_count={count} needs the engine in a process of its own: leave out"
+            f"api_server_count={count} needs the engine in a separate process: leave out"
             " --disable-frontend-multiprocessing"
         )
     config = bounded(config)
@@ -90,8 +90,8 @@ def serve(config: EngineConfig) -> int:
     listeners = bind_all(config.server, count)
     if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
         log.warning(
-            "listening on %s without a key: whoever reaches this machine can use the model; --api-key ends that,"
-            " and so does --host 127.0.0.1",
+            "listening on %s without an API key: every host that reaches this machine can use the model; set --api-key,"
+            " or listen on --host 127.0.0.1 only",
             host_of(config.server),
         )
     try:
@@ -210,7 +210,7 @@ class ServerProcess:
     def stop(self, number: int) -> None:
         """The first signal drains the server, the second one aborts running requests."""
         if self.stopping.is_set():
-            log.warning("told again: not waiting for running requests")
+            log.warning("second signal: not waiting for running requests")
             self.http.force_exit = True
             for name in list(self.state.active):
                 self._abort_soon(name)
@@ -227,9 +227,9 @@ class ServerProcess:
         try:
             tenants.reload()
         except ConfigError as error:
-            log.error("SIGHUP: the keys stay as they were: %s", error)
+            log.error("SIGHUP: the keys are unchanged: %s", error)
             return
-        log.info("SIGHUP: %d keys read from %s", len(tenants.weights), tenants.path)
+        log.info("SIGHUP: read %d keys from %s", len(tenants.weights), tenants.path)
         if self.state.engine is not None:
             self._soon(self.state.engine.call("set_weights", tenants.weights))
 
@@ -370,7 +370,7 @@ class ServerProcess:
     def _done(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("what was asked of the engine failed: %s", error)
+            log.error("a call to the engine failed: %s", error)
 
 
 def closes_with_terminal() -> bool:

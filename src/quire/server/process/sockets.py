@@ -183,7 +183,7 @@ def bind_unix(path: str) -> socket.socket:
             except ConnectionRefusedError:
                 os.unlink(path)
             else:
-                raise ConfigError(f"another server listens on {path}; choose another --uds")
+                raise ConfigError(f"another server is listening on {path}; choose another --uds")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)

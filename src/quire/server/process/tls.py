@@ -24,7 +24,7 @@ def check(server: ServerConfig) -> None:
     if server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(server, name) is not None:
-                raise ConfigError(f"{name} without ssl_certfile: TLS needs the certificate too")
+                raise ConfigError(f"{name} without ssl_certfile: TLS also needs the certificate")
         return
     if server.ssl_cert_reqs not in (0, 1, 2):
         raise ConfigError(
@@ -53,7 +53,9 @@ def load(context: ssl.SSLContext, server: ServerConfig) -> None:
 
 
 def _no_password() -> str:
-    raise ValueError("the private key is locked by a password, and nobody is there to be asked")
+    raise ValueError(
+        "the private key is encrypted, and the server cannot ask for its password; use a key without a password"
+    )
 
 
 async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerConfig) -> None:
@@ -69,9 +71,9 @@ async def keep_fresh(find: Callable[[], ssl.SSLContext | None], server: ServerCo
             load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)  # all files, or none
             load(context, server)
         except (OSError, ValueError) as why:
-            log.error("the new TLS files cannot be used, the old ones stay: %s", why)
+            log.error("the new TLS files are not valid; keeping the old ones: %s", why)
         else:
-            log.info("TLS files read again from %s", server.ssl_certfile)
+            log.info("reloaded the TLS files from %s", server.ssl_certfile)
 
 
 def stamps(server: ServerConfig) -> list[tuple[int, int, int] | None]:
