@@ -42,6 +42,14 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def sighup_ends() -> Iterator[None]:
+    """SIGHUP ends the processes that a test starts, also where nohup runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: to walk through all of it takes the collector a second, in the middle of any test."""
     gc.collect()

@@ -167,6 +167,7 @@ def test_a_killed_server_leaves_nothing_for_ever(started: Start, tmp_path: Path)
 
 
 @pytest.mark.attack
+@pytest.mark.usefixtures("sighup_ends")
 def test_a_closed_terminal_ends_the_server(started: Start):
     server = started()
     pids = family(server.process.pid)

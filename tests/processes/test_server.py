@@ -284,6 +284,7 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
     until(lambda: server.metric("quire:process_restarts_total") == before + 1)
 
 
+@pytest.mark.usefixtures("sighup_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str, number: signal.Signals):
     """SIGHUP comes from a terminal that closes, to the engine's process too."""

@@ -93,6 +93,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.usefixtures("interruptible", "sighup_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, number: signal.Signals):
     """(It went on loading, and then it ended.)"""
