@@ -48,6 +48,8 @@ class ForwardBatch:
     lengths_S: np.ndarray = field(default_factory=_none)  # and their contexts
     # the attention backend's metadata, by KV group
     meta: dict[int, Any] = field(default_factory=dict)
+    # tensors that features add, by name. The name ends with the letters of the dimensions; the first is T or B
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _Thread(threading.local):

@@ -40,18 +40,21 @@ def wishes(kinds: list[dict[str, Any]], count: int) -> list[SamplingParams]:
 
 
 class Counted:
-    """How many steps went in one call, and how many did not."""
+    """How many steps went in one call (`fast`), and how many by parts."""
 
     def __init__(self, worker: Any):
-        self.taken, self.left, run = 0, 0, worker.fast_step.run
+        self.fast = self.by_parts = 0
+        run, build = worker.fast_step.run, worker.batcher.build
 
-        def counting(plan: Any) -> Any:
-            pending = run(plan)
-            self.taken += pending is not None
-            self.left += pending is None
-            return pending
+        def counting_run(plan: Any) -> Any:
+            self.fast += 1
+            return run(plan)
 
-        worker.fast_step.run = counting
+        def counting_build(plan: Any) -> Any:
+            self.by_parts += 1
+            return build(plan)
+
+        worker.fast_step.run, worker.batcher.build = counting_run, counting_build
 
 
 def worker_of(one: Any) -> Any:
@@ -82,8 +85,8 @@ def test_both_ways_draw_the_same(kind: str, quantization: str | None, tmp_path: 
             texts = [one.tokens(prompts(17), wishes(kinds, 17)) for kinds in (PLAIN, [PLAIN[0]])]
             found.append((texts, rows_of(worker)))
     assert found[0] == found[1]
-    assert count.taken > 30
-    assert count.left == 0
+    assert count.fast > 30
+    assert count.by_parts == 0
 
 
 def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> No
                 ]
             )
     assert found[0] == found[1]
-    assert min(count.taken, count.left) > 5
+    assert min(count.fast, count.by_parts) > 5
 
 
 def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +123,10 @@ def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with engine(path, dtype="bfloat16") as one:
         count = Counted(worker_of(one))
         assert one.tokens(prompts(2), greedy(60)) == wanted
-        assert min(count.taken, count.left) > 5
-        before = count.left
+        assert min(count.fast, count.by_parts) > 5
+        before = count.by_parts
         one.tokens([[5]], greedy(20))
-        assert count.left == before
+        assert count.by_parts == before
 
 
 def test_numbers_that_are_none_fail_their_row_alone(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_a_model_that_is_not_known_whole_goes_in_parts(tmp_path: Path) -> None:
     with engine(path, dtype="float32") as one:
         count = Counted(worker_of(one))
         one.tokens(prompts(2), greedy(3))
-        assert (count.taken, count.left > 0) == (0, True)
+        assert (count.fast, count.by_parts > 0) == (0, True)
 
 
 def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:

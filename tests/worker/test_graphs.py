@@ -35,7 +35,10 @@ class Sum:
         used = torch.arange(seen.block_tables[0].shape[1]) < -(-seen.lengths_B[:, None] // 16)
         tables = [(t * used).sum(1) for t in seen.block_tables]
         by_row = torch.stack([seen.rows_B, seen.lengths_B, *tables]).double()
+        by_row = torch.cat((by_row, *(x.T.double() for n, x in seen.extras.items() if "_B" in n)))
         by_token = torch.stack([seen.token_ids_T, seen.positions_T, *seen.slots]).double()
+        of_tokens = (x[None].double() for n, x in seen.extras.items() if "_B" not in n)
+        by_token = torch.cat((by_token, *of_tokens))
         return torch.cat((by_row.repeat_interleave(counts, 1), by_token)).T.contiguous()
 
 
@@ -97,6 +100,46 @@ def test_replayed_steps_equal_those_that_run_as_they_are(tokens: int) -> None:
     assert sorted(recorder.sizes) == [tokens, 2 * tokens, 4 * tokens]
 
 
+def with_extras(rng: random.Random, batch: ForwardBatch) -> ForwardBatch:
+    """As a hook adds them: indices of adapters by row, in two columns, and a weight by token."""
+    adapters = [[rng.randrange(9), rng.randrange(9)] for _ in range(batch.num_rows)]
+    batch.extras["adapters_BX"] = torch.tensor(adapters, dtype=torch.int32)
+    batch.extras["weights_T"] = torch.tensor([rng.random() for _ in range(batch.num_tokens)])
+    return batch
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_extra_tensors_are_copied_without_their_names_being_known(tokens: int) -> None:
+    rng, recorder = random.Random(8), Recorder()
+    graphs = source(recorder, tokens=(tokens,))
+    for number in range(40):
+        batch = a_batch(rng, [tokens] * rng.randint(1, 4))
+        if number % 2:
+            with_extras(rng, batch)
+        assert torch.equal(run(graphs, batch), run_plain(batch))
+    assert graphs.replays == 40
+    assert sorted(recorder.sizes) == sorted(2 * [tokens, 2 * tokens, 4 * tokens])
+
+
+def test_extra_tensors_of_padding_are_zero() -> None:
+    rng = random.Random(9)
+    graphs = source(Recorder(), sizes=(4,))
+    for rows in (4, 2):
+        run(graphs, with_extras(rng, a_batch(rng, [1] * rows)))
+    ((static, _),) = graphs.captured.values()
+    assert [int(x[2:].count_nonzero()) for x in static.batch.extras.values()] == [0, 0]
+    assert [int(x[:2].count_nonzero()) > 0 for x in static.batch.extras.values()] == [True, True]
+
+
+def test_an_extra_tensor_that_is_neither_by_token_nor_by_row_runs_without_a_graph() -> None:
+    rng, recorder = random.Random(10), Recorder()
+    graphs = source(recorder)
+    batch = a_batch(rng, [1, 1])
+    batch.extras["table"] = torch.ones(2)
+    assert torch.equal(run(graphs, batch), run_plain(batch))
+    assert (graphs.replays, graphs.eager, recorder.sizes) == (0, 1, [])
+
+
 def run_plain(batch: ForwardBatch) -> Tensor:
     with forward_context(batch):
         return Sum().forward(batch)
@@ -117,7 +160,7 @@ def test_padding_is_computed_and_touches_nobody() -> None:
     graphs = source(Recorder(), sizes=(4,))
     run(graphs, a_batch(rng, [1] * 4))
     run(graphs, a_batch(rng, [1] * 3))
-    static = graphs.recorded[4, 1][0].batch
+    static = graphs.captured[4, 1, ()][0].batch
     assert graphs.inner.rows[-1] == 4
     assert int(static.lengths_B[3]) == 1
     for tensor in (static.token_ids_T, static.positions_T, *static.slots, *static.block_tables):
@@ -129,7 +172,7 @@ def test_all_sizes_share_their_memory() -> None:
     graphs = source(Recorder())
     for count in (1, 4, 2):
         run(graphs, a_batch(rng, [1] * count))
-    found = {static.batch.block_tables[0].data_ptr() for static, _ in graphs.recorded.values()}
+    found = {static.batch.block_tables[0].data_ptr() for static, _ in graphs.captured.values()}
     assert len(found) == 1
 
 

@@ -44,7 +44,7 @@ class Watch(Hook):
     def __init__(self):
         self.steps = []
 
-    def before(self, plan):
+    def before(self, plan, batch):
         self.steps.append(plan.step)
 
     def report(self):

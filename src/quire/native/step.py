@@ -1,8 +1,8 @@
 """The fast path: one call of the CPU kernels runs a whole step, from the rows' tokens to drawn tokens written back.
 
 Knows rows, plans and the addresses of the sampler's arrays. Does not know how a step is computed (kernels/step.cpp).
-It rejects steps with a row that needs more than a plain draw; those run as batch, model input and model output. Both
-paths give the same tokens. The fast path never emits forced tokens, so it does not update `RequestRows.told`.
+The worker asks each part of a step first (`accepts_fast_step`); other steps run as batch, model input and model
+output. Both paths give the same tokens. The fast path never emits forced tokens, so it does not update `RequestRows.told`.
 
 The reason: between its parts a step runs Python code, which takes a third of a small model's step.
 """
@@ -53,11 +53,11 @@ class NativeStep:
     """Runs steps of plain rows, for models that the kernels can run in one call.
 
     Args:
-        sampler: its arrays give the sampling parameters by row; it says which rows are plain.
+        sampler: its arrays give the sampling parameters by row; it says which rows need no more.
     """
 
     def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler):
-        self.kernels, self.rows, self.sampler = kernels, rows, sampler
+        self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
@@ -86,18 +86,20 @@ class NativeStep:
         self.model = model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
 
-    def run(self, plan: StepPlan) -> StepResult | None:
-        """The step's result. None, with nothing changed: the kernels do not support the model, some row is not plain,
-        or some row is longer than the rotary table.
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether the kernels support the model, and no row is longer than the rotary table."""
+        if self.model is None:
+            return False
+        most, rows = self.model.positions, self.rows
+        return rows.max_model_len < most or bool(rows.length.max() <= most)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The step's result, for a plan that every part accepted.
 
         Raises:
             PlanMismatch: a row has fewer tokens than the plan wants to compute.
         """
         work, rows = plan.work, self.rows
-        if self.model is None or not self.sampler.plain(work):
-            return None
-        if rows.max_model_len >= self.model.positions and rows.length.max() > self.model.positions:
-            return None
         rows.grow(work)
         count = len(work)
         shares = [item.row for item in work] + [item.num_tokens for item in work]

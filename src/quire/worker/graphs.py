@@ -12,6 +12,9 @@ Nothing is captured before it is needed, so a server answers from the start. A s
 step first needs it, but capture takes at most a share of the time (`CaptureBudget`). Until then a step uses the next
 larger captured size, or runs without a graph. A capture that failed is not tried again.
 
+Extra tensors of a batch (`ForwardBatch.extras`) are copied like its own. The first dimension, T or B, is the first letter
+after the last underscore of the name; the others must not change between steps, or each change is a capture of its own.
+
 Shape suffixes: T tokens, B rows, M blocks of a row, D hidden size.
 """
 
@@ -20,13 +23,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.forward_context import ForwardBatch, running_instead
 from quire.logging import get_logger
+from quire.protocol.plan import StepPlan
 from quire.worker.model_input import ModelInput
 
 log = get_logger(__name__)
@@ -69,6 +73,28 @@ class CaptureBudget:
         self.free_at = self.clock() + seconds * (1 / self.share - 1)
 
 
+Extra = tuple[str, torch.dtype, tuple[int, ...]]
+"""An extra tensor: name, dtype, and its dimensions after the first."""
+
+
+class GraphKey(NamedTuple):
+    """What one captured step serves."""
+
+    size: int  # rows, padding included
+    tokens: int  # new tokens of each row
+    extras: tuple[Extra, ...]  # in the order of their names
+
+
+def first_letter(name: str) -> str:
+    """T or B, if the name of an extra tensor says that its first dimension is tokens or rows."""
+    return name.rpartition("_")[2][:1]
+
+
+def extras_of(batch: ForwardBatch) -> tuple[Extra, ...]:
+    named = sorted(batch.extras.items())
+    return tuple((name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in named)
+
+
 class StaticInputs:
     """Tensors that captured steps read: they keep their address; each step copies its batch into them."""
 
@@ -76,7 +102,7 @@ class StaticInputs:
         self.batch = batch
 
     @staticmethod
-    def room(
+    def allocate(
         size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int
     ) -> StaticInputs:
         """Allocate for `size` rows of `tokens` new tokens and contexts of `max_length`."""
@@ -102,10 +128,16 @@ class StaticInputs:
                 max_length=max_length,
                 num_tokens=num_tokens,
                 num_rows=size,
+                extras={
+                    name: new(
+                        num_tokens if first_letter(name) == "T" else size, *shape, dtype=dtype
+                    )
+                    for name, dtype, shape in extras_of(like)
+                },
             )
         )
 
-    def first(self, size: int) -> StaticInputs:
+    def view(self, size: int) -> StaticInputs:
         """A view of the same memory, for fewer rows."""
         all_of, tokens = self.batch, size * self.batch.max_query
         return StaticInputs(
@@ -121,17 +153,22 @@ class StaticInputs:
                 sample_at_S=all_of.sample_at_S[:size],
                 num_tokens=tokens,
                 num_rows=size,
+                extras={
+                    name: tensor[: tokens if first_letter(name) == "T" else size]
+                    for name, tensor in all_of.extras.items()
+                },
             )
         )
 
-    def rest(self) -> None:
+    def clear(self) -> None:
         """Make all rows padding."""
         mine = self.batch
-        for tensor in (mine.token_ids_T, mine.positions_T, *mine.slots, *mine.block_tables):
+        own = (mine.token_ids_T, mine.positions_T, *mine.slots, *mine.block_tables)
+        for tensor in (*own, *mine.extras.values()):
             tensor.zero_()
         mine.lengths_B.fill_(mine.max_query)
 
-    def take(self, batch: ForwardBatch) -> None:
+    def copy_from(self, batch: ForwardBatch) -> None:
         """Copy a step's batch in; the rows beyond it become padding."""
         mine, rows, tokens = self.batch, batch.num_rows, batch.num_tokens
         mine.token_ids_T[:tokens] = batch.token_ids_T
@@ -142,6 +179,9 @@ class StaticInputs:
             into[:rows, : table.shape[1]] = table
         for into, slots in zip(mine.slots, batch.slots, strict=True):
             into[:tokens] = slots
+        for name, tensor in batch.extras.items():
+            mine.extras[name][: len(tensor)] = tensor
+            mine.extras[name][len(tensor) :] = 0
         if rows < mine.num_rows:
             for tensor in (mine.token_ids_T, mine.positions_T, *mine.slots):
                 tensor[tokens:] = 0
@@ -172,9 +212,10 @@ class GraphModelInput:
         self.inner, self.recorder, self.pace = inner, recorder, pace or CaptureBudget()
         self.sizes, self.tokens = sorted(sizes), frozenset(tokens)
         self.max_blocks, self.max_length = max_blocks, max_length
-        self.rooms: dict[int, StaticInputs] = {}  # by tokens per row: for the largest size
-        self.recorded: dict[tuple[int, int], tuple[StaticInputs, CapturedGraph]] = {}
-        self.failed: set[tuple[int, int]] = set()
+        # By tokens per row and extra tensors: for the largest size.
+        self.largest: dict[tuple[int, tuple[Extra, ...]], StaticInputs] = {}
+        self.captured: dict[GraphKey, tuple[StaticInputs, CapturedGraph]] = {}
+        self.failed: set[GraphKey] = set()
         self.replays = self.eager = 0
         self.fused = True
 
@@ -194,8 +235,11 @@ class GraphModelInput:
         self.fused = fused
         self.drop_graphs()
 
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        return self.inner.accepts_fast_step(plan)
+
     def drop_graphs(self) -> None:
-        self.recorded.clear()
+        self.captured.clear()
         self.failed.clear()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -204,13 +248,13 @@ class GraphModelInput:
         if key is None:
             self.eager += 1
             return self.inner.forward(batch)
-        static, graph = self.recorded[key]
-        static.take(batch)
+        static, graph = self.captured[key]
+        static.copy_from(batch)
         graph.replay()
         self.replays += 1
         return graph.output[: batch.num_tokens]
 
-    def _which(self, batch: ForwardBatch) -> tuple[int, int] | None:
+    def _which(self, batch: ForwardBatch) -> GraphKey | None:
         """The captured step to replay; captures it now if the budget allows. None: run without a graph."""
         tokens = batch.max_query
         if (
@@ -219,22 +263,25 @@ class GraphModelInput:
             or tokens * batch.num_rows != batch.num_tokens
         ):
             return None
-        fitting = [(size, tokens) for size in self.sizes if size >= batch.num_rows]
+        extras = extras_of(batch)
+        if any(first_letter(name) not in ("T", "B") for name, *_ in extras):
+            return None
+        fitting = [GraphKey(size, tokens, extras) for size in self.sizes if size >= batch.num_rows]
         if not fitting:
             return None
         best = fitting[0]
-        if best not in self.recorded and best not in self.failed and self.pace.allows():
-            self._record(best, batch)
-        return next((key for key in fitting if key in self.recorded), None)
+        if best not in self.captured and best not in self.failed and self.pace.allows():
+            self._capture(best, batch)
+        return next((key for key in fitting if key in self.captured), None)
 
-    def _record(self, key: tuple[int, int], batch: ForwardBatch) -> None:
-        size, tokens = key
+    def _capture(self, key: GraphKey, batch: ForwardBatch) -> None:
+        size, tokens, extras = key
         began = time.monotonic()
-        if tokens not in self.rooms:
+        if (tokens, extras) not in self.largest:
             most = (self.sizes[-1], tokens, batch, self.max_blocks, self.max_length)
-            self.rooms[tokens] = StaticInputs.room(*most)
-        static = self.rooms[tokens].first(size)
-        static.rest()
+            self.largest[tokens, extras] = StaticInputs.allocate(*most)
+        static = self.largest[tokens, extras].view(size)
+        static.clear()
 
         def run() -> Tensor:
             static.batch.meta = {}  # attention plans again, so that its planning is captured too
@@ -242,7 +289,7 @@ class GraphModelInput:
                 return self.inner.forward(static.batch)
 
         try:
-            self.recorded[key] = static, self.recorder.record(run)
+            self.captured[key] = static, self.recorder.record(run)
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
@@ -253,4 +300,4 @@ class GraphModelInput:
             return
         seconds = time.monotonic() - began
         self.pace.took(seconds)
-        log.info("recorded steps of %d rows (%d tokens each) in %.2f s", size, tokens, seconds)
+        log.info("captured steps of %d rows (%d tokens each) in %.2f s", size, tokens, seconds)

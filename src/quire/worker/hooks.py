@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.protocol.plan import StepPlan
+    from quire.forward_context import ForwardBatch
+    from quire.protocol.plan import EnteredRow, StepPlan
 
 
 class Hook:
@@ -17,8 +18,25 @@ class Hook:
 
     name = "hook"
 
-    def before(self, plan: StepPlan) -> None:
-        """The requests are in their rows; the model has not run."""
+    def enter(self, new: EnteredRow) -> None:
+        """A request took a row (again, after a preemption); called before the other methods see its plan."""
+
+    def leave(self, row: int) -> None:
+        """A row was freed."""
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether this plan may run in one native call, without a batch and without the model's modules.
+
+        False, as in the base class: the step runs by parts, and `before` gets its batch.
+        """
+        return False
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        """The requests are in their rows; the model has not run.
+
+        `batch`: what the model will compute. The hook may add tensors to `batch.extras`; modules read them from
+        `current_batch()`. None: the step runs on the fast path, or the plan has no work.
+        """
 
     def after(self, plan: StepPlan) -> None:
         """The model's work is queued and so is the draw."""

@@ -13,6 +13,7 @@ from quire.forward_context import ForwardBatch
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+    from quire.protocol.plan import StepPlan
 
 
 class ModelInput(Protocol):
@@ -23,6 +24,10 @@ class ModelInput(Protocol):
     def set_fused(self, fused: bool) -> None:
         """Whether larger calls (captured graphs) may run in place of the model's modules."""
         ...
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether the model's input on the fast path (the rows' token ids) is what `forward` would give it."""
+        return False
 
     def forward(self, batch: ForwardBatch) -> Tensor: ...
 
@@ -35,6 +40,9 @@ class TokenModelInput:
 
     def set_fused(self, fused: bool) -> None:
         """It always calls the model's modules."""
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        return True
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from quire.forward_context import ForwardBatch
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
@@ -58,7 +59,10 @@ class KVPagePrefaulter(Hook):
         self.ahead = min(self.step, MOST // self._each(self.parts))
         self._ask(self.ahead)
 
-    def before(self, plan: StepPlan) -> None:
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        return True  # it reads the plan only
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if not self.parts or self.asked >= self.num_blocks:
             return
         columns = [column for new in plan.entered for column in new.blocks]

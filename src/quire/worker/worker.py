@@ -3,9 +3,10 @@
 Knows the order of a step. Does not know which features are on, nor any by name. Keep it so: a feature
 that must act here is a hook, a model input or a model output.
 
-    rows that left -> rows that enter -> hooks before -> batch -> model input -> model output -> hooks after
+    rows that left -> rows that enter -> batch -> hooks before -> model input -> model output -> hooks after
 
-If a fast path can run batch, model input and model output in one call, the worker tries it first.
+A fast path runs batch, model input and model output in one call, if these, and each hook, accept it for this plan. What
+does not answer is taken to refuse.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class ModelOutput(Protocol):
     def enter(self, new: EnteredRow) -> None: ...
     def leave(self, row: int) -> None: ...
     def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> QueuedStep: ...
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether the fast path gives the tokens that `finish` would give."""
+        return False
 
 
 class FastStep(Protocol):
@@ -60,9 +64,11 @@ class FastStep(Protocol):
         """Undo `fuse`: the model runs module by module, and no address of it is kept."""
         ...
 
-    def run(self, plan: StepPlan) -> StepResult | None:
-        """None: this plan does not fit the fast path, and nothing was changed."""
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether it can run the current model on this plan."""
         ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -78,6 +84,10 @@ def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     return run
+
+
+def _refuses(plan: StepPlan) -> bool:
+    return False
 
 
 class Worker:
@@ -154,33 +164,49 @@ class Worker:
         """
         if plan.left or plan.entered:
             self._seat(plan)
-        self._before(plan)
-        step = self._compute(plan)
+            self._seat_in_hooks(plan)
+        step = self._fast(plan) if self._accepts_fast_step(plan) else self._by_parts(plan)
         self._after(plan)
         return step
 
-    def _compute(self, plan: StepPlan) -> QueuedStep:
+    @_recoverable
+    def _seat_in_hooks(self, plan: StepPlan) -> None:
+        for hook in self.hooks:
+            for row in plan.left:
+                hook.leave(row)
+            for new in plan.entered:
+                hook.enter(new)
+
+    @_recoverable
+    def _accepts_fast_step(self, plan: StepPlan) -> bool:
         if not plan.work:
-            return self._told(FinishedStep(StepResult(plan.step, [])), [])
-        pending = None if self.fast_step is None else self._run_fast(plan, self.fast_step)
-        return self._by_parts(plan) if pending is None else self._told(pending, [])
+            return True
+        asked = (self.fast_step, self.model_input, self.model_output, *self.hooks)
+        answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in asked)
+        return all(answers)
+
+    def _fast(self, plan: StepPlan) -> QueuedStep:
+        self._before(plan, None)
+        return self._queued(FinishedStep(self._run_fast(plan)), [])
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
+        self._before(plan, batch)
         pending = self._forward(plan, batch)
         rows = batch.rows_S.tolist()
         told = [self.rows.told[row] for row in rows]
         drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
-        return self._told(pending, drew)
+        return self._queued(pending, drew)
 
-    def _told(self, pending: QueuedStep, drew: list[_Drew]) -> _Step:
+    def _queued(self, pending: QueuedStep, drew: list[_Drew]) -> _Step:
         return _Step(pending, self.hooks, self.rows, drew)
 
     @_recoverable
-    def _run_fast(self, plan: StepPlan, fast_step: FastStep) -> FinishedStep | None:
-        result = fast_step.run(plan)
-        return None if result is None else FinishedStep(result)
+    def _run_fast(self, plan: StepPlan) -> StepResult:
+        if not plan.work or self.fast_step is None:
+            return StepResult(plan.step, [])
+        return self.fast_step.run(plan)
 
     @_recoverable
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
@@ -189,9 +215,9 @@ class Worker:
         return self.model_output.finish(plan, batch, hidden_TD)
 
     @_recoverable
-    def _before(self, plan: StepPlan) -> None:
+    def _before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         for hook in self.hooks:
-            hook.before(plan)
+            hook.before(plan, batch)
 
     @_recoverable
     def _after(self, plan: StepPlan) -> None:

@@ -38,6 +38,7 @@ from quire.features.structured.gate import NAME, apply_compile_requests
 from quire.features.structured.grammar_messages import MaskReply, ProcessEnded
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
 from quire.features.structured.grammar_rows import GrammarRowSettings
+from quire.forward_context import ForwardBatch
 from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan
@@ -384,7 +385,10 @@ class GrammarHook(Hook):
     def __init__(self, masks: GrammarMasks):
         self.masks = masks
 
-    def before(self, plan: StepPlan) -> None:
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        return True  # the sampler refuses plans whose rows have a grammar
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         self.masks.begin_step()
         if (extra := plan.extras.get(self.name)) is not None:
             apply_compile_requests(self.masks.compiler, extra)

@@ -25,7 +25,7 @@ from torch import Tensor
 from quire.forward_context import ForwardBatch
 from quire.logging import get_logger
 from quire.ops import masked_argmax
-from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
+from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import builtin_processors
 from quire.worker.sampling.gumbel import keys
@@ -98,10 +98,10 @@ class Sampler:
         ):
             self.slow_path_rows.add(row)
 
-    def plain(self, work: Sequence[WorkItem]) -> bool:
-        """Whether all these rows need only a draw by the numbers of `params_R`."""
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether all rows of the plan need only a draw by the numbers of `params_R`."""
         slow = self.slow_path_rows
-        return not slow or slow.isdisjoint([item.row for item in work])
+        return not slow or slow.isdisjoint([item.row for item in plan.work])
 
     def _read(self, new: EnteredRow) -> None:
         row, params = new.row, new.params
