@@ -41,7 +41,7 @@ ORDER = [
     {"parallel"},
     {"ops"},
     {"platforms"},
-    {"kvcache", "embedded"},
+    {"kvcache", "processes", "embedded"},
     {"config"},
     {"protocol"},
     {"plugins"},
@@ -88,7 +88,7 @@ GLOBALS = {
 
 # Modules that must load without torch, and whose code never imports it, not even in a function.
 NEVER_TORCH = re.compile(
-    r"quire/(protocol|config|kvcache|scheduler|server|observe)/"
+    r"quire/(protocol|config|kvcache|scheduler|server|observe|processes)/"
     r"|quire/engine/(?!build\.py)|quire/worker/(build|memory_plan)\.py|quire/executor/(__init__|base|inline|process)\.py"
     r"|quire/models/(hf_config|registry|__init__)\.py|quire/platforms/detect\.py"
     r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/gate\.py"

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.supervisor import EngineSupervisor, RestartPolicy, own_folder, own_stacks
+from quire.engine.supervisor import EngineSupervisor, RestartPolicy, own_folder
 from quire.errors import StartupError
+from quire.processes.child import own_stacks
 
 CHILD = """
 import sys, time
-from quire.engine.status_pipe import StatusWriter
+from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineReady, Heartbeat
 status, how = StatusWriter(int(sys.argv[1])), sys.argv[2]
 if how == "fails":

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.run_folder import LOCK, hold, own_folder, remove_stale
+from quire.processes.run_folder import LOCK, hold, own_folder, remove_stale
 
 HOLDS = """
 import sys
-from quire.engine.run_folder import hold, own_folder
+from quire.processes.run_folder import hold, own_folder
 folder = own_folder()
 (folder / "flight-0").write_bytes(b"tokens of prompts")
 lock = hold(folder)

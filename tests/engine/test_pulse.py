@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from quire.engine.watchdog import FACTOR, FLOOR_S, Watchdog
+from quire.processes.watchdog import FACTOR, FLOOR_S, Watchdog
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 NUMBERS = itertools.count(1)

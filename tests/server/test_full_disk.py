@@ -182,7 +182,7 @@ def test_http_processes_that_die_often_are_started_later(
     monkeypatch: pytest.MonkeyPatch, others: bool
 ):
     """(Eight slow requests of one client had each killed four times: no HTTP process was left.)"""
-    monkeypatch.setattr(http_supervisor, "exit_code", lambda process: "by SIGKILL")
+    monkeypatch.setattr(http_supervisor, "how_it_ended", lambda process: "was ended by SIGKILL")
     monkeypatch.setattr(http_supervisor, "SETTLE_S", 0.0)
     made, child = keeper(3, 3, others)
     listener, start = child.listener, Mock()
@@ -200,7 +200,7 @@ def test_http_processes_that_die_often_are_started_later(
 
 
 def test_where_nothing_is_replaced_the_last_one_ends_the_server(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_supervisor, "exit_code", lambda process: "by SIGKILL")
+    monkeypatch.setattr(http_supervisor, "how_it_ended", lambda process: "was ended by SIGKILL")
     monkeypatch.setattr(http_supervisor, "SETTLE_S", 0.0)
     made, child = keeper(0, 0, others=False)
     made._ended(child, child.process)

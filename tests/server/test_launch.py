@@ -19,7 +19,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
-from quire.engine.status_pipe import STOP
+from quire.processes.child import STOP
 from quire.server.api_keys import ApiKeys
 from quire.server.process import http_supervisor, sockets
 from quire.server.process.launch import ServerProcess
@@ -158,7 +158,7 @@ def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
         keeper.told = 1.0  # the signal comes now, when this child is nobody's yet
         return started
 
-    monkeypatch.setattr(http_supervisor.subprocess, "Popen", start)
+    monkeypatch.setattr(http_supervisor, "start_child", start)
     keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
     keeper.host, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
     keeper.counted, keeper.told = Mock(), None

@@ -27,7 +27,6 @@ from quire.engine.core import EngineCore
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor, RestartPolicy
-from quire.engine.watchdog import Watchdog
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -42,6 +41,7 @@ from quire.observe.inspector import Inspector
 from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
+from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
 from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate

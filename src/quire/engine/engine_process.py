@@ -7,16 +7,12 @@ the loop.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
-import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,17 +22,17 @@ import zmq
 from quire import env
 from quire.engine import sleep_state
 from quire.engine.core import Answered, EngineCore
-from quire.engine.status_pipe import STOP, StatusWriter
-from quire.engine.watchdog import Watchdog
 from quire.errors import QuireError
-from quire.logging import configure, get_logger
+from quire.logging import get_logger
 from quire.platforms.cpu_affinity import leave_a_core
+from quire.processes.child import STOP, begin_child, exit_child
+from quire.processes.status_pipe import StatusWriter
+from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineDied, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import Head, RequestHead, ToEngine
 
 log = get_logger(__name__)
 
-PR_SET_PDEATHSIG = 1
 STATS_EVERY_S = 1.0
 # thresholds of gc: new objects, then collections of the younger epochs; Python's default begins with 700
 COLLECT_AFTER = (
@@ -114,23 +110,6 @@ def undecoded(data: bytes) -> Answered | None:
     return Reply(head.id, error=error, client=head.client)
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel send SIGKILL when the parent dies. Where prctl is missing, a thread checks every second."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        log.debug("no prctl here")
-    if os.getppid() != parent:
-        os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def stop(number: int, frame: FrameType | None) -> None:
     raise StopEngine
 
@@ -183,13 +162,8 @@ def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
 
 
 def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
-    configure("engine")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # a terminal sends it to the whole group; the parent decides
-        signal.signal(number, signal.SIG_IGN)
     signal.signal(STOP, stop)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    die_with(parent)
+    begin_child("engine", parent)
     speaker = StatusWriter(lifeline)
     try:
         serve(folder, frontends, speaker)
@@ -206,7 +180,4 @@ def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
 
 if __name__ == "__main__":
     place, epoch, count, pipe, keeper = sys.argv[1:]
-    code = main(Path(place) / epoch, int(count), int(pipe), int(keeper))
-    with suppress(OSError):  # the reader is gone, or the disk is full
-        sys.stdout.flush()
-    os._exit(code)
+    exit_child(main(Path(place) / epoch, int(count), int(pipe), int(keeper)))

@@ -12,13 +12,10 @@ message of an earlier process reaches a later one.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -32,17 +29,17 @@ from quire import env
 from quire.config.recording import for_recording
 from quire.engine import flight_recorder
 from quire.engine.quarantine import Suspects, digest_of_entered
-from quire.engine.run_folder import hold, own_folder, remove_stale
 from quire.engine.shared_state import EngineState, StateBoard
-from quire.engine.status_pipe import STOP, StatusReader
 from quire.logging import get_logger
+from quire.processes.child import STACKS, end_child, how_it_ended, own_stacks, start_child
+from quire.processes.run_folder import hold, own_folder, remove_stale
+from quire.processes.status_pipe import StatusReader
+from quire.processes.watchdog import SUSPENDED_S
 from quire.protocol.output import EngineDied, EngineReady, Heartbeat
 
 log = get_logger(__name__)
 
 CONFIG = "resolved"
-ASLEEP_S = 2.0  # the loop normally runs every tenth of that
-KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk blocks it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class EngineSupervisor:
             died = self._watch(child, listener)
         finally:
             listener.close()
-            end_process(child, 5.0)
+            end_child(child, 5.0)
         if died is None:
             self.board.publish(EngineState(epoch, "closed"))
             return False
@@ -152,20 +149,8 @@ class EngineSupervisor:
         return child, StatusReader(reading)
 
     def _spawn(self, epoch: int, lifeline: int) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable, "-P", "-m", "quire.engine.engine_process",
-            str(self.folder), str(epoch), str(self._frontends), str(lifeline), str(os.getpid()),
-        ]  # fmt: skip
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[lifeline], env=env.for_a_child()
-        )
-        if child.stdin is not None:
-            try:
-                child.stdin.write(self._payload)
-                child.stdin.close()
-            except BrokenPipeError:
-                pass  # it is already dead; its status pipe reports that
-        return child
+        args = self.folder, epoch, self._frontends, lifeline, os.getpid()
+        return start_child("quire.engine.engine_process", args, self._payload, [lifeline])
 
     def _watch(self, child: subprocess.Popen[bytes], listener: StatusReader) -> EngineDied | None:
         """Monitor the child until it has died or hangs, and return why; None: this supervisor was closed."""
@@ -174,7 +159,7 @@ class EngineSupervisor:
         ready, last_words = False, None
         while not self._closing.is_set():
             # this process was suspended (a frozen container, a closed lid)
-            if clock() - looked > ASLEEP_S:
+            if clock() - looked > SUSPENDED_S:
                 heard = clock()
             looked = clock()
             for message in listener.poll(0.2):
@@ -192,8 +177,7 @@ class EngineSupervisor:
                         )
                         return self._hung(child, why)
             if listener.broken:
-                code = exit_code(child)
-                return last_words or EngineDied(f"the engine process ended {code}")
+                return last_words or EngineDied(f"the engine process {how_it_ended(child)}")
             if ready and 0 < patience.heartbeat < clock() - heard:
                 return self._hung(child, f"no sign of life for {patience.heartbeat:.0f} s")
             if not ready and clock() - began > patience.start:
@@ -205,7 +189,7 @@ class EngineSupervisor:
         log.error("the engine hangs: %s; the stacks of both processes follow", why)
         log.error("%s", own_stacks())
         with contextlib.suppress(OSError):
-            child.send_signal(signal.SIGUSR1)  # engine/engine_process.py then writes its stacks
+            child.send_signal(STACKS)
         time.sleep(1.0)
         child.kill()
         return EngineDied(f"the engine hung: {why}")
@@ -296,38 +280,3 @@ def keep_recording(folder: Path) -> Path:
     for old in sorted(path for path in root.iterdir() if path.is_dir())[:-5]:
         shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def own_stacks() -> str:
-    """The stacks of all threads. Not written directly to the terminal, which may block all threads."""
-    with (
-        contextlib.suppress(OSError, AttributeError),
-        os.fdopen(os.memfd_create("stacks"), "w+b") as file,
-    ):
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
-    return "(the stacks of this process could not be read)"
-
-
-def exit_code(child: subprocess.Popen[bytes]) -> str:
-    try:
-        code = child.wait(2.0)
-    except subprocess.TimeoutExpired:
-        return "its lifeline, but not itself"
-    if code >= 0:
-        return f"with exit code {code}"
-    hint = " (out of memory, perhaps)" if code == -signal.SIGKILL else ""
-    return f"by {signal.Signals(-code).name}{hint}"
-
-
-def end_process(child: subprocess.Popen[bytes], patience: float) -> None:
-    """Stop a child that may be alive; kill it if it does not end."""
-    if child.poll() is None:
-        child.send_signal(STOP)
-        try:
-            child.wait(patience)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; ends later
-                child.wait(KILLED_S)

@@ -9,13 +9,10 @@ Only one thread may use it at a time, as EngineCore does. A wait ends when the c
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from quire import env
 from quire.config.serialize import import_path
 from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
 from quire.executor.base import StepFuture
@@ -32,6 +29,7 @@ from quire.executor.messages import (
     encode,
     exception,
 )
+from quire.processes.child import how_it_ended, start_child, wait_or_kill
 from quire.protocol.plan import StepPlan, StepResult
 
 # how often a wait checks that the child is alive, in case the socket does not close
@@ -90,11 +88,7 @@ class ProcessExecutor:
         if self._dead is None:
             self._dead = EngineDeadError("the worker was shut down")
         self._link.close()
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        wait_or_kill(self.process, PATIENCE_S)
 
     # -- messages -------------------------------------------------------------------------------
     def _ask(self, message: Down) -> int:
@@ -155,11 +149,7 @@ class ProcessExecutor:
     def _cause(self, last: WorkerEnded | None) -> Exception:
         starting = not self._asked
         if last is None:
-            try:
-                how = _how_it_ended(self.process.wait(PATIENCE_S))
-            except subprocess.TimeoutExpired:
-                how = "closed its socket and hangs"
-            text = f"the worker's process {how}"
+            text = f"the worker's process {how_it_ended(self.process, PATIENCE_S)}"
             return StartupError(text) if starting else EngineDeadError(text)
         error = exception(last)
         if starting and isinstance(error, ConfigError):
@@ -192,28 +182,11 @@ class _Step:
 def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = Pipe()
     fd = theirs.fileno()
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "quire.executor.worker_process",
-        str(fd),
-        str(os.getpid()),
-    ]
-    environment = env.for_a_child()
     try:
-        child = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=environment)
+        child = start_child("quire.executor.worker_process", [fd, os.getpid()], fds=[fd])
     except BaseException:
         ours.close()
         raise
     finally:
         theirs.close()  # or this process would never see the child's end close
     return ours, child
-
-
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    why = "; the system kills so when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{why}"

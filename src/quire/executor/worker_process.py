@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -34,18 +33,8 @@ from quire.executor.messages import (
     revive_callables,
     worker_ended,
 )
+from quire.processes.child import exit_child, watch_parent
 from quire.protocol.plan import StepPlan
-
-
-def watch_parent(parent: int) -> None:
-    """End this process within a second of its parent's end, in case the socket does not close."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
@@ -98,6 +87,7 @@ def main(fd: int, parent: int) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
     os.set_inheritable(fd, False)
+    # Not `end_with_parent`: the thread that makes a ProcessExecutor may end long before its process.
     watch_parent(parent)
     our_logging.configure("worker")
     link = Connection(fd)
@@ -112,6 +102,4 @@ def main(fd: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(code)  # the reading thread may block on the socket, and torch's threads end slowly
+    exit_child(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -29,11 +29,13 @@ from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.build import patience, resolve_config
 from quire.engine.process_client import ProcessClient
-from quire.engine.status_pipe import STOP, StatusReader
-from quire.engine.supervisor import ASLEEP_S, EngineSupervisor, end_process, exit_code
+from quire.engine.supervisor import EngineSupervisor
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
+from quire.processes.child import STACKS, STOP, end_child, how_it_ended, start_child
+from quire.processes.status_pipe import StatusReader
+from quire.processes.watchdog import SUSPENDED_S
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
@@ -116,7 +118,7 @@ class HttpSupervisor:
         finally:
             for child in self.children:
                 if child.process is not None:
-                    end_process(child.process, LAST_ANSWERS_S)
+                    end_child(child.process, LAST_ANSWERS_S)
             self.client.close()
 
     # -- signals --------------------------------------------------------------------------------
@@ -139,7 +141,9 @@ class HttpSupervisor:
     def _turn(self) -> int | None:
         """Read status messages and check each process; the exit status at the end, else None."""
         now = time.monotonic()
-        if now - self.looked > ASLEEP_S:  # this process was suspended, and perhaps its children too
+        if (
+            now - self.looked > SUSPENDED_S
+        ):  # this process was suspended, and perhaps its children too
             for child in self.children:
                 child.heard = now
         self.looked = now
@@ -201,7 +205,7 @@ class HttpSupervisor:
                 "HTTP process %d sent no heartbeat for %g s; its stacks follow",
                 child.number, self.patience.heartbeat,
             )  # fmt: skip
-            process.send_signal(signal.SIGUSR1)
+            process.send_signal(STACKS)
             time.sleep(0.5)
             process.kill()
             process.wait()
@@ -219,21 +223,12 @@ class HttpSupervisor:
         listener = child.listener.fileno()
         board = self.host.board.fd
         words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again), board)  # fmt: skip
-        child.process = process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, words)],
-            stdin=subprocess.PIPE,
-            pass_fds=[listener, writing, board],
-            env=env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted)),
-        )
+        environment = env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted))
+        fds = [listener, writing, board]
+        child.process = process = start_child(MODULE, words, self.payload, fds, environment)
         os.close(writing)
         child.ear, child.heard = StatusReader(reading), time.monotonic()
         child.is_open, child.died = False, None
-        if process.stdin is not None:
-            try:
-                process.stdin.write(self.payload)
-                process.stdin.close()
-            except BrokenPipeError:
-                pass  # it is dead already; the next turn sees it
         if self.told is not None:  # the stop signal came during its start
             process.send_signal(STOP)
 
@@ -251,7 +246,7 @@ class HttpSupervisor:
             child.is_over = True
             self._shut(child)
             return
-        what = f"HTTP process {child.number} (pid {process.pid}) ended {exit_code(process)}"
+        what = f"HTTP process {child.number} (pid {process.pid}) {how_it_ended(process)}"
         if self.stats is None:
             child.died = child.died or EngineDied(
                 f"{what} before it was ready; its log lines above give the reason"

@@ -8,10 +8,8 @@ to the supervisor (`http_supervisor.py`) that it is open, alive, or why it faile
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +18,14 @@ from socket import socket
 from quire import env
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
-from quire.engine.engine_process import COLLECT_AFTER, die_with
+from quire.engine.engine_process import COLLECT_AFTER
 from quire.engine.process_client import ProcessClient
 from quire.engine.shared_state import StateBoard
-from quire.engine.status_pipe import STOP, StatusWriter
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
+from quire.processes.child import STOP, begin_child, exit_child
+from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
 from quire.server.async_engine import AsyncTextEngine
@@ -119,12 +118,7 @@ def name_of(words: list[str]) -> str | None:
 def main(words: list[str]) -> int:
     folder, *numbers = words
     number, count, listener, lifeline, parent, again, board = (int(word) for word in numbers)
-    configure(f"server {number}")
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The terminal sends them to the whole group; only the parent handles them.
-        signal.signal(ignored, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    die_with(parent)
+    begin_child(f"server {number}", parent)
     gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.asked.observe.log_level)
@@ -140,8 +134,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    with suppress(OSError):  # a closed pipe, or a full disk
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # without waiting for threads that wait for the engine
+    exit_child(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The status pipe from an engine's process to its supervisor. It breaks when the process ends.
+"""The status pipe from a child process to its supervisor. It breaks when the process ends.
 
 Knows frames (4 bytes of length, msgpack) and file descriptors. Does not know how a death is handled.
 """
@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import struct
 import threading
 
 import msgspec
 
 from quire.protocol.output import Lifeline
-
-STOP = signal.SIGUSR2
-"""The parent's stop signal. Not SIGTERM, which service managers send to every process of a group."""
 
 MOST = 1 << 24  # bytes; a longer frame is invalid
 

@@ -19,7 +19,8 @@ from quire.protocol.output import Heartbeat
 from quire.protocol.plan import StepPlan, StepResult
 
 BEAT_EVERY_S = 0.5
-ASLEEP_S = 2.0
+SUSPENDED_S = 2.0
+"""A thread that runs every few tenths of a second was suspended if it has not run for so long: a frozen container."""
 FLOOR_S = 20.0
 FACTOR = 10.0
 FORGET = 0.9  # decay of the old rate at each step
@@ -72,7 +73,7 @@ class Watchdog:
 
     def slept(self, seconds: float) -> None:
         """The last heartbeat was `seconds` ago. If that is long, the process was suspended; no step is to blame."""
-        if self._since is not None and seconds > ASLEEP_S:
+        if self._since is not None and seconds > SUSPENDED_S:
             self._since = min(self._since + seconds, self.clock())
 
     def beat(self) -> Heartbeat:
