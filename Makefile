@@ -47,7 +47,7 @@ serve: install
 	$(BIN)/quire serve --host $(HOST) --port $(PORT) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow and not attack" -n 2 -p tests.halves --max-worker-restart=0 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not attack" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
 
 test-long: install
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)

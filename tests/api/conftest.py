@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "frontend"))
 
-import pagemodel
+import page_model_engine
 
 from quire.api.llm import LLM
 
@@ -26,7 +26,7 @@ def make(folder: Path) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def llm(**keywords: Any) -> LLM:
-        made.append(LLM.from_client(pagemodel.make(folder, **keywords)))
+        made.append(LLM.from_client(page_model_engine.make(folder, **keywords)))
         return made[-1]
 
     yield llm

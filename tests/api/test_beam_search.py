@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pagemodel
+import page_model_engine
 import pytest
 
 from quire.api.llm import LLM
@@ -14,7 +14,7 @@ from quire.frontend.outputs import BeamSearchOutput
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 
 
-def model(llm: LLM) -> pagemodel.Model:
+def model(llm: LLM) -> page_model_engine.Model:
     return llm.client.core.executor.model  # type: ignore[attr-defined]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spelling
+import small_tokenizers
 import torch
 import transformers
 
@@ -17,7 +17,7 @@ from quire.api.llm import LLM
 from quire.config.engine_args import AsyncEngineArgs
 from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-VOCAB = spelling.byte_level().get_vocab_size()
+VOCAB = small_tokenizers.byte_level().get_vocab_size()
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if weight.dim() > 1:
                 weight.normal_(std=0.3)
     model.save_pretrained(folder)
-    spelling.save_byte_level(folder)
+    small_tokenizers.save_byte_level(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pagemodel
+import page_model_engine
 import pytest
 
 from quire.api.llm import LLM
@@ -20,7 +20,7 @@ from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def model(llm: LLM) -> pagemodel.Model:
+def model(llm: LLM) -> page_model_engine.Model:
     return llm.client.core.executor.model  # type: ignore[attr-defined]
 
 
@@ -124,7 +124,7 @@ def test_best_of(llm: LLM):
 
 def test_the_checkpoints_defaults_are_used_when_none_are_given(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
-    llm = LLM.from_client(pagemodel.make(tmp_path))
+    llm = LLM.from_client(page_model_engine.make(tmp_path))
     (output,) = llm.generate([4], use_tqdm=False)
     assert output.outputs[0].token_ids == plain(llm, [4], 3)
     assert llm.default_sampling_params == {"temperature": 0.0, "max_tokens": 3}
@@ -244,8 +244,8 @@ def test_chat_options(llm: LLM):
 
 def test_a_chat_does_not_get_a_second_bos(tmp_path: Path):
     template = "{{ bos_token }}{{ messages[0].content }}"
-    pagemodel.save_byte_level(tmp_path, adds_bos=True, chat_template=template)
-    llm = LLM.from_client(pagemodel.make(tmp_path))
+    page_model_engine.save_byte_level(tmp_path, adds_bos=True, chat_template=template)
+    llm = LLM.from_client(page_model_engine.make(tmp_path))
     bos = llm.get_tokenizer().bos_token_id
     (output,) = llm.chat([{"role": "user", "content": "the"}], GREEDY, use_tqdm=False)
     assert output.prompt_token_ids.count(bos) == 1

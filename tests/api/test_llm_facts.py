@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pagemodel
+import page_model_engine
 import pytest
 from test_llm import GREEDY, model, plain
 
@@ -73,7 +73,7 @@ def test_without_a_tokenizer(make: Callable[..., LLM]):
 
 
 def test_another_tokenizer(make: Callable[..., LLM], tmp_path: Path):
-    pagemodel.save_byte_level(tmp_path, chat_template="other")
+    page_model_engine.save_byte_level(tmp_path, chat_template="other")
     assert make(tokenizer=str(tmp_path)).chat_template == "other"
 
 
@@ -110,7 +110,7 @@ def test_requests_are_logged_when_asked_for(
 
 
 def test_the_engine_ends_with_the_object(folder: Path):
-    client = pagemodel.make(folder)
+    client = page_model_engine.make(folder)
     executor: Any = client.core.executor
     llm = LLM.from_client(client)
     llm.generate("a", GREEDY, use_tqdm=False)
@@ -118,7 +118,7 @@ def test_the_engine_ends_with_the_object(folder: Path):
     del llm
     gc.collect()
     assert executor.closed
-    with LLM.from_client(pagemodel.make(folder)) as other:
+    with LLM.from_client(page_model_engine.make(folder)) as other:
         executor = other.client.core.executor  # type: ignore[attr-defined]
     assert executor.closed
     with pytest.raises(EngineDeadError, match="shut down"):
@@ -130,7 +130,7 @@ def test_engine_args_are_taken(monkeypatch: pytest.MonkeyPatch, folder: Path):
 
     def make_client(config: Any) -> Any:
         seen.append(config)
-        return pagemodel.make(folder)
+        return page_model_engine.make(folder)
 
     monkeypatch.setattr("quire.engine.build.make_client", make_client)
     with LLM.from_engine_args(EngineArgs(model=str(folder), max_num_seqs=3)):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from attacked import AttackedServer, only_this_machine
+from attacked_server import AttackedServer, only_this_machine
 
 Start = Callable[..., AttackedServer]
 

@@ -1,6 +1,6 @@
 """Sends thousands of bodies to every POST route of a server: `python tests/attacks/fuzz.py --bodies 10000 --seed 1`.
 
-Bodies are generated and mutated (`tests/server/odd.py`), have extreme values in every field, or in pairs of fields.
+Bodies are generated and mutated (`tests/server/malformed_requests.py`), have extreme values in every field, or in pairs of fields.
 Each must be answered in time; the only 5xx are the 503 of a limit and the 501 of an unsupported feature; the engine is
 not replaced; normal requests among and after them get the same tokens. Prints the statuses; exit status 1 on any
 violation.
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
-import odd
-from attacked import INNOCENT, TEXT, AttackedServer, only_this_machine
+import malformed_requests
+from attacked_server import INNOCENT, TEXT, AttackedServer, only_this_machine
 
 from quire.server.openapi import BODIES
 
@@ -49,22 +49,25 @@ def bodies(seed: int, count: int) -> Iterator[Body]:
     for _ in range(count):
         kind = draw.random()
         if kind < 0.4:
-            path, good = draw.choice(odd.GOOD)
-            yield path, odd.body(draw, path, good)
+            path, good = draw.choice(malformed_requests.GOOD)
+            yield path, malformed_requests.body(draw, path, good)
         elif kind < 0.65:
             yield extreme(draw, 1)
         elif kind < 0.9:
             yield extreme(draw, 2)  # pairs may pass where each alone is refused
         elif kind < 0.96:
-            yield draw.choice(sorted(BODIES)), json.dumps(odd.anything(draw)).encode()
+            yield (
+                draw.choice(sorted(BODIES)),
+                json.dumps(malformed_requests.anything(draw)).encode(),
+            )
         else:
-            yield draw.choice(sorted(BODIES)), draw.choice(odd.RAW)
+            yield draw.choice(sorted(BODIES)), draw.choice(malformed_requests.RAW)
 
 
 def extreme(draw: random.Random, fields: int) -> Body:
-    path, good = draw.choice(odd.GOOD)
+    path, good = draw.choice(malformed_requests.GOOD)
     found: dict[str, Any] = copy.deepcopy(good)
-    for name in draw.sample(odd.names(path), fields):
+    for name in draw.sample(malformed_requests.names(path), fields):
         found[name] = plausible(draw, name) if draw.random() < 0.75 else copy.deepcopy(draw.choice(EXTREMES))  # fmt: skip
     return path, json.dumps(found).encode()
 
@@ -80,13 +83,13 @@ def plausible(draw: random.Random, name: str) -> Any:
         "repetition_penalty": [0.5, 2], "presence_penalty": [-2, 2], "frequency_penalty": [-2, 2], "priority": [-1, 5],
         "structured_outputs": [{"regex": "ab+"}, {"choice": ["a", "b"]}, {"json": {"type": "integer"}}], "suffix": ["x"],
         "response_format": [{"type": "json_object"}, {"type": "text"}], "tool_choice": ["none", "auto", "required"],
-        "tools": [[odd.TOOL]], "stream_options": [{"include_usage": True}], "timeout": [0.01, 5], "request_id": ["same"],
+        "tools": [[malformed_requests.TOOL]], "stream_options": [{"include_usage": True}], "timeout": [0.01, 5], "request_id": ["same"],
         "vllm_xargs": [{"a": 1}, {"a": [1.5, "b"]}], "return_token_ids": [True], "cache_salt": ["s"], "user": ["u"],
         "repetition_detection": [{"max_pattern_size": 2, "min_count": 3}], "thinking_token_budget": [0, 4],
         "add_special_tokens": [False], "add_generation_prompt": [False], "continue_final_message": [True],
         "chat_template_kwargs": [{"a": 1}], "documents": [[{"title": "a", "text": "b"}]], "prompt_embeds": ["AA=="],
     }  # fmt: skip
-    return copy.deepcopy(draw.choice(known.get(name) or odd.ODD))
+    return copy.deepcopy(draw.choice(known.get(name) or malformed_requests.ODD))
 
 
 def short(raw: bytes) -> bytes:

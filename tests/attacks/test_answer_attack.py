@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from attacked import TEXT, AttackedServer, note, together
+from attacked_server import TEXT, AttackedServer, note, together
 from test_request_attack import outcome
 
 REFUSED: dict[str, dict[str, Any]] = {

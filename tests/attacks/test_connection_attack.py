@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from attacked import TEXT, AttackedServer, note, together
+from attacked_server import TEXT, AttackedServer, note, together
 from conftest import Start
 
 KEY = "k-of-the-attacks"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from attacked import TEXT, AttackedServer, family, note, together
+from attacked_server import TEXT, AttackedServer, family, note, together
 from conftest import Start
 from test_request_attack import healed, outcome
 

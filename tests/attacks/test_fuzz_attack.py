@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attacked import AttackedServer, note
+from attacked_server import AttackedServer, note
 from fuzz import bodies, fuzz, said
 
 

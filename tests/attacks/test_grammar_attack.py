@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from attacked import CHAT, TEXT, AttackedServer, note, together
+from attacked_server import CHAT, TEXT, AttackedServer, note, together
 
 PRIMES = (999983, 999979, 999961, 999959, 999953)
 LEAVES_S = 5.0

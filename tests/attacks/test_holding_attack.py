@@ -11,7 +11,7 @@ import socket
 from typing import Any
 
 import pytest
-from attacked import TEXT, AttackedServer
+from attacked_server import TEXT, AttackedServer
 from conftest import Start
 
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES

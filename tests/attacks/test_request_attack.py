@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from attacked import CHAT, TEXT, AttackedServer, note, rss_mib, together
+from attacked_server import CHAT, TEXT, AttackedServer, note, rss_mib, together
 from conftest import Start
 
 MIB = 1 << 20

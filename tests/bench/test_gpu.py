@@ -13,8 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import card
-import interpreted  # noqa: F401
+import fake_cuda_device
+import triton_interpreter  # noqa: F401
 from worker.test_graphs import Recorder
 
 from benchmarks.gpu import checks, engine, peers, timing
@@ -152,7 +152,7 @@ def test_calls_are_recorded_to_be_timed(monkeypatch) -> None:
     calls: list[str] = []
     run = gpu.Run("cuda", 100, True)
     monkeypatch.setattr(timing, "CACHE", 64)
-    with card.chosen(monkeypatch):
+    with fake_cuda_device.chosen(monkeypatch):
         assert timing.cold(run, lambda: calls.append("a"), times=3) == 1e-9  # all take 1 ms there
         assert len(calls) == 2 + 3
         monkeypatch.setattr(timing, "_recorded", fails)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import Wire, event, whole
+from scripted_server import Wire, event, whole
 
 from quire.bench.serve import cli, datasets, metrics
 from quire.bench.serve import run as serve

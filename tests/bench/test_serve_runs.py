@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from scripted_server import END, STREAM, chunk, event, model, whole
 from test_serve import bench
-from wire import END, STREAM, chunk, event, model, whole
 
 from quire.bench.serve import run, timeline
 from quire.bench.serve.endpoints import RequestRecord

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wire
+import scripted_server
 from tiny_llama import make_checkpoint
 
 from benchmarks import __main__ as laboratory
@@ -127,7 +127,7 @@ def test_medians_go_into_the_depth():
 
 
 def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[str]):
-    command = f"{sys.executable} {wire.__file__} {{port}}"
+    command = f"{sys.executable} {scripted_server.__file__} {{port}}"
     found: dict[str, Any] = {}
 
     async def look() -> None:
@@ -150,8 +150,10 @@ def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[st
 
 
 def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(serving_cost, "QUIRE", f"ours={sys.executable} {wire.__file__} {{port}}")
-    peer = f"theirs={sys.executable} {wire.__file__} {{port}}"
+    monkeypatch.setattr(
+        serving_cost, "QUIRE", f"ours={sys.executable} {scripted_server.__file__} {{port}}"
+    )
+    peer = f"theirs={sys.executable} {scripted_server.__file__} {{port}}"
     words = ["--clients", "1", "3", "--requests", "2", "--rounds", "1", "--flags", "", "--peer", peer]  # fmt: skip
     assert serving_cost.main(words) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]

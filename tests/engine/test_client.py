@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from toy import ToyDevice, next_token
+from toy_device import ToyDevice, next_token
 from workload import reference
 
 from quire.config.engine import EngineConfig, Resolved

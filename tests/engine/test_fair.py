@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy import ToyDevice
+from toy_device import ToyDevice
 
 from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import BlockPool

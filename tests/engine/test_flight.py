@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_client import Device, ask, collect, make
-from toy import StepFailed
+from toy_device import StepFailed
 
 from quire.engine import flight_recorder
 from quire.engine.client import InlineClient

@@ -6,7 +6,7 @@ import logging
 import random
 
 import pytest
-from toy import StepFailed, ToyDevice
+from toy_device import StepFailed, ToyDevice
 from workload import reference
 
 from quire.engine.core import EngineCore

@@ -10,7 +10,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
-from toy import VOCAB, ToyDevice, next_token
+from toy_device import VOCAB, ToyDevice, next_token
 
 from quire.engine.core import EngineCore
 from quire.engine.sleep import SleepController

@@ -1,4 +1,4 @@
-"""The engine as it is put together for CUDA, on a stand-in for a card (`card.py`): nothing is mixed up between the two places,
+"""The engine as it is put together for CUDA, on a stand-in for a card (`fake_cuda_device.py`): nothing is mixed up between the two places,
 no step waits for the device, and the tokens are those of the plain functions on the host.
 """
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import card
-import interpreted  # noqa: F401
+import fake_cuda_device
+import triton_interpreter  # noqa: F401
 
 from benchmarks.gpu.fixtures import CONFIGS, client_of, write_config
 from quire.engine.client import InlineClient
@@ -79,7 +79,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
-    with np.errstate(all="ignore"), card.chosen(monkeypatch):
+    with np.errstate(all="ignore"), fake_cuda_device.chosen(monkeypatch):
         yield
 
 
@@ -91,10 +91,10 @@ def test_no_step_waits_and_tokens_are_the_hosts(folder: str, monkeypatch) -> Non
     with on_a_card(monkeypatch), client_of(folder, **options) as client:
         assert client.ready.device == "cuda"
         ask(client, [0])  # the room for what is sent is made
-        card.waits.clear()
+        fake_cuda_device.waits.clear()
         assert ask(client, everyone) == want
         assert client.core.executor.worker.model_input.replays
-    assert card.waits == []
+    assert fake_cuda_device.waits == []
 
 
 def source_with(folder: str, **more: Any) -> Any:

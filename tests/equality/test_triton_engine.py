@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import interpreted  # noqa: F401
+import triton_interpreter  # noqa: F401
 from engines import engine, greedy, plain, prompts
 from worker.test_graphs import Recorder
 

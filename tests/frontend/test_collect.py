@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import spelling
+import small_tokenizers
 
 from quire.errors import QueueFull, ValidationError
 from quire.frontend.input_processor import InputProcessor
@@ -24,7 +24,7 @@ NOW = 1e10  # later than any request of a test
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load(spelling.save_byte_level(tmp_path_factory.mktemp("bytes")))
+    return load(small_tokenizers.save_byte_level(tmp_path_factory.mktemp("bytes")))
 
 
 def collector(tokenizer: Tokenizer | None, prompt: Any = "the", **given: Any) -> OutputProcessor:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import spelling
+import small_tokenizers
 
 from quire.frontend.detokenize import Detokenizer, borders
 from quire.frontend.tokenizer import Tokenizer, load
@@ -23,11 +23,15 @@ KINDS = ("byte_level", "byte_fallback")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
-        "byte_level": load(spelling.save_byte_level(folder / "bytes")),
+        "byte_level": load(small_tokenizers.save_byte_level(folder / "bytes")),
         "byte_fallback": load(
-            spelling.save(spelling.byte_fallback(), folder / "fallback", "<s>", "</s>")
+            small_tokenizers.save(
+                small_tokenizers.byte_fallback(), folder / "fallback", "<s>", "</s>"
+            )
         ),
-        "words": load(spelling.save(spelling.words(), folder / "words", None, "[SEP]")),
+        "words": load(
+            small_tokenizers.save(small_tokenizers.words(), folder / "words", None, "[SEP]")
+        ),
     }
 
 
@@ -204,6 +208,6 @@ def test_taking_is_in_order(tokenizers: dict[str, Tokenizer]):
 
 
 def test_save_writes_what_load_reads(tmp_path: Path):
-    tokenizer = load(spelling.save_byte_level(tmp_path))
+    tokenizer = load(small_tokenizers.save_byte_level(tmp_path))
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.bos_token == "<|bos|>"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import spelling
+import small_tokenizers
 
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, Unsupported, ValidationError
@@ -26,7 +26,7 @@ MAX_LEN = 40
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load(spelling.save_byte_level(tmp_path_factory.mktemp("bytes")))
+    return load(small_tokenizers.save_byte_level(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_truncation(inputs: InputProcessor):
 
 
 def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: Path):
-    tokenizer = load(spelling.save_byte_level(tmp_path, adds_bos=True))
+    tokenizer = load(small_tokenizers.save_byte_level(tmp_path, adds_bos=True))
     inputs = InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
     plain = tokenizer.encode("the", add_special_tokens=False)
     assert accept(inputs, "the").tokens == [tokenizer.bos_token_id, *plain]

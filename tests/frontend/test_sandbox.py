@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from growth import seconds
+from asymptotic import seconds
 
 from quire.errors import ConfigError, ValidationError
 from quire.frontend import jinja_sandbox, untrusted_templates

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spelling
+import small_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ConfigError, Unsupported, ValidationError
@@ -17,7 +17,7 @@ from quire.frontend.tokenizer import Tokenizer, load
 
 TINY = Path(__file__).parents[2] / "tools/tiny_model/chat_template.jinja"
 TEMPLATES = {
-    "chatml": spelling.TEMPLATE,
+    "chatml": small_tokenizers.TEMPLATE,
     "trimmed": (
         "{{ bos_token }}{%- for m in messages %}\n[{{ m['role'] }}] {{ m['content'] | trim }}\n{%- endfor %}\n"
         "{%- if add_generation_prompt %}\n[assistant]{% endif %}"
@@ -68,7 +68,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return spelling.save_byte_level(tmp_path_factory.mktemp("bytes"))
+    return small_tokenizers.save_byte_level(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_messages_of_no_form_are_refused(ours: Tokenizer, messages: list[Any], w
 
 
 def test_without_a_template_or_tokenizer_the_error_says_what_to_do(tmp_path: Path):
-    bare = load(spelling.save_byte_level(tmp_path, chat_template=None))
+    bare = load(small_tokenizers.save_byte_level(tmp_path, chat_template=None))
     with pytest.raises(ValidationError, match="no chat template: start with chat_template"):
         chat.render(bare, CHATS[0])
     with pytest.raises(ValidationError, match="give token ids"):
@@ -270,7 +270,7 @@ def test_one_conversation_or_several():
 
 
 def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path):
-    spelling.save_byte_level(tmp_path, chat_template="of the config")
+    small_tokenizers.save_byte_level(tmp_path, chat_template="of the config")
     assert load(str(tmp_path)).chat_template == "of the config"
     (tmp_path / "chat_template.jinja").write_text("of the file")
     assert load(str(tmp_path)).chat_template == "of the file"
@@ -284,6 +284,6 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path):
 
 def test_named_templates_serve_tools(tmp_path: Path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]  # fmt: skip
-    ours = load(spelling.save_byte_level(tmp_path, chat_template=named))
+    ours = load(small_tokenizers.save_byte_level(tmp_path, chat_template=named))
     assert chat.render(ours, CHATS[0]) == "plain"
     assert chat.render(ours, CHATS[0], ChatOptions(tools=TOOLS)) == "with tools"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spelling
+import small_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
@@ -19,12 +19,12 @@ from quire.frontend.detokenize import Detokenizer
 from quire.frontend.tokenizer import Tokenizer, load
 
 KINDS: dict[str, tuple[Callable[[], Backend], str | None, str]] = {
-    "byte_level": (spelling.byte_level, "<|bos|>", "<|end|>"),
-    "byte_level_bos": (lambda: spelling.with_bos(spelling.byte_level(), "<|bos|>"), "<|bos|>", "<|end|>"),
-    "byte_fallback": (spelling.byte_fallback, "<s>", "</s>"),
-    "byte_fallback_bos": (lambda: spelling.with_bos(spelling.byte_fallback(), "<s>"), "<s>", "</s>"),
-    "metaspace": (spelling.metaspace, None, "</s>"),
-    "words": (spelling.words, None, "[SEP]"),
+    "byte_level": (small_tokenizers.byte_level, "<|bos|>", "<|end|>"),
+    "byte_level_bos": (lambda: small_tokenizers.with_bos(small_tokenizers.byte_level(), "<|bos|>"), "<|bos|>", "<|end|>"),
+    "byte_fallback": (small_tokenizers.byte_fallback, "<s>", "</s>"),
+    "byte_fallback_bos": (lambda: small_tokenizers.with_bos(small_tokenizers.byte_fallback(), "<s>"), "<s>", "</s>"),
+    "metaspace": (small_tokenizers.metaspace, None, "</s>"),
+    "words": (small_tokenizers.words, None, "[SEP]"),
 }  # fmt: skip
 TEXTS = (
     "",
@@ -40,7 +40,7 @@ TEXTS = (
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     make, bos, eos = KINDS[request.param]
-    folder = spelling.save(make(), tmp_path_factory.mktemp(request.param), bos, eos)
+    folder = small_tokenizers.save(make(), tmp_path_factory.mktemp(request.param), bos, eos)
     return load(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -110,7 +110,7 @@ def test_a_stream_of_any_tokens_is_their_text(pair: tuple[Tokenizer, Any]):
 def test_flags_beside_a_tokenizer_file_mean_what_they_mean_to_transformers(
     tmp_path: Path, flag: bool, name: str, adds: bool
 ):
-    folder = spelling.save_byte_level(
+    folder = small_tokenizers.save_byte_level(
         tmp_path, adds, add_bos_token=flag, add_eos_token=flag, tokenizer_class=name
     )
     expected = AutoTokenizer.from_pretrained(folder).encode("the cat")
@@ -119,9 +119,11 @@ def test_flags_beside_a_tokenizer_file_mean_what_they_mean_to_transformers(
 
 def test_tokens_of_the_config_are_added(tmp_path: Path):
     """Older checkpoints name tokens in tokenizer_config.json that tokenizer.json does not have."""
-    size = spelling.byte_level().get_vocab_size()
+    size = small_tokenizers.byte_level().get_vocab_size()
     added = {str(size): {"content": "<extra>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}}  # fmt: skip
-    folder = spelling.save_byte_level(tmp_path, added_tokens_decoder=added, pad_token="<pad>")
+    folder = small_tokenizers.save_byte_level(
+        tmp_path, added_tokens_decoder=added, pad_token="<pad>"
+    )
     ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.encode("a<extra>b") == theirs.encode("a<extra>b")
     assert ours.decode([size], skip_special_tokens=True) == ""
@@ -149,7 +151,7 @@ def test_the_slow_tokenizer(tmp_path: Path):
 
 
 def test_names_that_only_transformers_has(tmp_path: Path):
-    ours = load(spelling.save_byte_level(tmp_path))
+    ours = load(small_tokenizers.save_byte_level(tmp_path))
     assert ours.full.encode("the") == ours.encode("the")
     assert ours.model_max_length == ours.full.model_max_length
     with pytest.raises(AttributeError):
@@ -167,7 +169,7 @@ def test_what_cannot_be_loaded_says_what_to_do(tmp_path: Path):
 
 
 def test_a_fast_tokenizer_needs_no_transformers(tmp_path: Path):
-    folder = spelling.save_byte_level(tmp_path)
+    folder = small_tokenizers.save_byte_level(tmp_path)
     code = (
         "import sys; from quire.frontend.tokenizer import load;"
         f"t = load({folder!r}); t.apply_chat_template([{{'role': 'user', 'content': t.decode(t.encode('x'))}}]);"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worker.survivors import all_survivors, limits_of, tied_logits
+from worker.reference_limits import all_survivors, limits_of, tied_logits
 
 from quire.ops import masked_argmax
 from quire.ops.cpu import bindings, build, isa

@@ -15,7 +15,7 @@ import torch
 from models.harness import make_batch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import interpreted  # noqa: F401
+import triton_interpreter  # noqa: F401
 
 from quire.attention import base, kv_quantization
 from quire.attention.base import Needs, load

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from chromium import PROGRAM, Chromium
-from serving import Served
+from server_process import Served
 from tiny_llama import make_checkpoint
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here")

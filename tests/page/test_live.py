@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from toy import ToyDevice
+from toy_device import ToyDevice
 
 from quire.engine.core import EngineCore
 from quire.kvcache.block_pool import BlockPool

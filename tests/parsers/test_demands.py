@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asymptotic import seconds
 from call_writers import TOOLS as WRITTEN
 from call_writers import WRITERS, calls
-from growth import seconds
 from parsed_text import together
 from tiny_llama import make_checkpoint
 

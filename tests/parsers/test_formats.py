@@ -6,8 +6,8 @@ import json
 import random
 
 import pytest
+from asymptotic import LIMIT, TIMES, growth
 from call_writers import ALONE, THOUGHTS, TOOLS, WRITERS, calls
-from growth import LIMIT, TIMES, growth
 from parsed_text import cuts, parser, together
 
 from quire.frontend.parsers.format_table import READERS

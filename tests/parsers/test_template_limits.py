@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asgi import browser
-from growth import uncollected
+from asymptotic import uncollected
 
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.untrusted_templates import UntrustedTemplateRenderer

@@ -1,8 +1,8 @@
 """A server under a random mixture for minutes: `python tests/processes/soak.py --seconds 600` (`make soak`).
 
 The embedded model in float32: streams and whole answers, chats and completions, hang-ups at any moment, half requests,
-odd bodies, broken bytes, several at once, everything that a request may ask for (`mixture.py`), and more new grammars
-at once than are kept; and attacks among them (`hostile.py`): grammars that never compile, pipelines, heads without end,
+odd bodies, broken bytes, several at once, everything that a request may ask for (`request_mix.py`), and more new grammars
+at once than are kept; and attacks among them (`attack_mix.py`): grammars that never compile, pipelines, heads without end,
 large fields, answers of gigabytes, answers that are not read, silent connections. Further words are the server's: `--scheduling-policy priority --api-server-count 2`. At the end every row and block is free; processes, file descriptors, threads and memory are where they
 were; and every completed answer has the tokens that were given alone (greedy). Prints what it did; exit status 1 if
 anything is not so.
@@ -25,11 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-import hostile
+import attack_mix
 import httpx
-import mixture
-import odd
-from serving import Served, children
+import malformed_requests
+import request_mix
+from server_process import Served, children
 
 MODEL = "quire-tiny"
 # A cache that 16 long requests do not fit into at once, so that some give way and come back.
@@ -121,7 +121,7 @@ class Soak:
                     case "odd":
                         await self.odd(http)
                     case "drawn":
-                        await self.drawn(http, *mixture.body(self.draw))
+                        await self.drawn(http, *request_mix.body(self.draw))
                     case "grammars":
                         await self.grammars(http)
                     case "hostile":
@@ -229,16 +229,16 @@ class Soak:
         kind = self.draw.choices(("asked", "poured", "unread", "silent"), (6, 2, 1, 1))[0]
         self.did[f"hostile, {kind}"] += 1
         if kind == "asked":
-            if wrong := await hostile.asked(self.draw, http):
+            if wrong := await attack_mix.asked(self.draw, http):
                 self.wrong.append(wrong)
             return
         try:
-            await getattr(hostile, kind)(self.draw, self.connected)
+            await getattr(attack_mix, kind)(self.draw, self.connected)
         except ConnectionError:
             self.did["hostile, refused"] += 1
 
     async def odd(self, http: httpx.AsyncClient) -> None:
-        method, path, headers, raw = odd.request(self.draw)
+        method, path, headers, raw = malformed_requests.request(self.draw)
         fields = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
         try:
             async with asyncio.timeout(ODD_PATIENCE_S):

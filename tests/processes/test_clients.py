@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from serving import Served
+from server_process import Served
 from tiny_llama import make_checkpoint
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from serving import PATIENCE_S, Served, children, has_torch
+from server_process import PATIENCE_S, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 from quire.engine.shared_state import EngineState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from serving import Served
+from server_process import Served
 from tiny_llama import make_checkpoint
 
 PLANTED = """

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import PATIENCE_S, SOURCE, Served, children, has_torch
+from server_process import PATIENCE_S, SOURCE, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 from quire.config.server import ServerConfig

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
-from serving import PATIENCE_S, Served
+from server_process import PATIENCE_S, Served
 from tiny_llama import make_checkpoint
 
 TEXT = "/v1/completions"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import soak
-from serving import Served
+from server_process import Served
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import interpreted  # noqa: F401
+import triton_interpreter  # noqa: F401
 
 from quire.layers.linear import UNQUANTIZED
 from quire.quantization import apply, checkpoint_scheme
@@ -26,7 +26,7 @@ from quire.quantization.int8 import quantize
 from quire.quantization.int8_codes import Int8Codes
 from quire.quantization.wna16 import FewBitsWeight
 from tests.models.test_native import build, texts
-from tests.quantization.pretending import answer, pretend
+from tests.quantization.cpu_as_accelerator import answer, pretend
 from tests.quantization.test_quantized_formats import (  # fmt: skip
     floats_of,
     linears,

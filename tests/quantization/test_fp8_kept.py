@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import interpreted  # noqa: F401
+import triton_interpreter  # noqa: F401
 from equality.engines import engine, greedy
 
 from quire.errors import Unsupported
@@ -26,7 +26,7 @@ from quire.quantization.apply import bytes_held, made_weights, move
 from quire.quantization.fp8 import E4M3, Float8Weight, quantize
 from tests.models.cases import Case, write
 from tests.models.test_native import build, texts
-from tests.quantization.pretending import answer, pretend
+from tests.quantization.cpu_as_accelerator import answer, pretend
 from tests.quantization.test_quantized_formats import linears, quantized, quantized_linears
 from tests.quantization.writers import FORMS, FP8, Form, float8
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from asgi import DIRECT
 from scripted import make_state
-from told import ToldClient, make_tokenizer, told_engine
+from scripted_core import ToldClient, make_tokenizer, told_engine
 
 from quire.errors import EngineDeadError
 from quire.protocol.output import EngineOutput

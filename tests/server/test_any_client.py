@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from told import ToldClient, make_tokenizer
+from scripted_core import ToldClient, make_tokenizer
 
 from quire.api.metrics import engine_stats
 from quire.config.engine import EngineConfig

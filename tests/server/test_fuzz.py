@@ -14,11 +14,11 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import odd
+import malformed_requests
 import pytest
 from asgi import browser
 from scripted import make_state
-from told import make_tokenizer, told_engine
+from scripted_core import make_tokenizer, told_engine
 
 from quire.server.state import ServerPhase, ServerState
 
@@ -33,11 +33,11 @@ class Fuzz:
 
     async def run(self, count: int) -> None:
         for _ in range(0, count, 10):
-            odds = [odd.request(self.draw) for _ in range(9)]
+            odds = [malformed_requests.request(self.draw) for _ in range(9)]
             ending = any("/abort_requests" in path for _, path, _, _ in odds)
             await asyncio.gather(self.good(ending), *map(self.odd, odds))
 
-    async def odd(self, one: odd.Odd) -> None:
+    async def odd(self, one: malformed_requests.Odd) -> None:
         method, path, headers, raw = one
         short = (method, path, headers, raw[:2000])
         sent = self.http.request(method, path, content=raw, headers=[(k.encode(), v.encode("latin-1")) for k, v in headers.items()])  # fmt: skip
@@ -114,4 +114,6 @@ def test_no_request_breaks_the_server_ever(seed: int, tmp_path: Path):
 
 def test_odd_requests_are_the_same_again():
     one, two = random.Random(5), random.Random(5)
-    assert [odd.request(one) for _ in range(200)] == [odd.request(two) for _ in range(200)]
+    assert [malformed_requests.request(one) for _ in range(200)] == [
+        malformed_requests.request(two) for _ in range(200)
+    ]

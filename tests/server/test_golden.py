@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from asgi import browser
-from exchanges import ADMIN, ANSWERS, FIELDS, MESSAGES, REFUSALS, RESPONSES, TEXT_FIELDS, Case
+from golden_cases import ADMIN, ANSWERS, FIELDS, MESSAGES, REFUSALS, RESPONSES, TEXT_FIELDS, Case
 
 GOLDEN = Path(__file__).parent / "golden"
 GROUPS = {

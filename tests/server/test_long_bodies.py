@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
+import malformed_requests
 import msgspec
-import odd
 import pytest
 from asgi import ask
 from scripted import ScriptedEngine
@@ -35,7 +35,7 @@ def outcome(call: Any) -> Any:
 def test_long_bodies_mean_what_short_ones_mean():
     draw, taken = random.Random(3), 0
     for _ in range(1500):
-        _, path, _, raw = odd.request(draw)
+        _, path, _, raw = malformed_requests.request(draw)
         kind = BODIES.get(path.partition("?")[0])
         if kind is None:
             continue

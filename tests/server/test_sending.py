@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from told import make_tokenizer, told_engine
+from scripted_core import make_tokenizer, told_engine
 
 from quire.api import async_llm
 from quire.protocol.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from asgi import ask, browser, frames
 from scripted import ScriptedEngine, make_state
-from told import make_tokenizer, told_engine
+from scripted_core import make_tokenizer, told_engine
 
 from quire.errors import EngineDeadError, EngineDelayed, StartupError
 from quire.observe.prometheus import ServerMetrics

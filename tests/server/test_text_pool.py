@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from loop_monitor import send
 from scripted import make_state
-from told import make_tokenizer, told_engine
+from scripted_core import make_tokenizer, told_engine
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.server import text_pool

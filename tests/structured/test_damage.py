@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grammar_reader import Reader
-from schemas import CASES
+from schema_cases import CASES
 from test_forms import ADMITS
 
 from quire.errors import ValidationError

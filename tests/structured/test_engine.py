@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from constraint_cases import KINDS
 from grammar_reader import Reader
-from kinds import KINDS
 from llguidance import LLMatcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))

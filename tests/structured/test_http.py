@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kinds import PERSON, TAG, is_person
+from constraint_cases import PERSON, TAG, is_person
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from constraint_cases import KINDS
 from grammar_reader import Reader
-from kinds import KINDS
 
 import quire
 from quire.api.llm import LLM

@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 from grammar_reader import Reader
-from schemas import CASES, INT, STR, obj
+from schema_cases import CASES, INT, STR, obj
 
 from quire.errors import ValidationError
 from quire.features.structured.validate import check_constraint

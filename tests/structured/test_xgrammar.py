@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from constraint_cases import KINDS
 from grammar_reader import Reader
-from kinds import KINDS
-from schemas import CASES, INT, STR, obj
+from schema_cases import CASES, INT, STR, obj
 from test_schemas import TEXTS, written
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from devices import LENGTH, VOCAB, Driver, TinyModel, enter, generate, make_worker
-from worker.survivors import limits_of
+from worker.reference_limits import limits_of
 
 from quire.protocol.plan import WorkItem
 from quire.protocol.sampling_params import SamplingParams

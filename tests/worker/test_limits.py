@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from worker.survivors import all_survivors, limits_of, tied_logits
+from worker.reference_limits import all_survivors, limits_of, tied_logits
 
 from quire.worker.sampling import top_k_top_p as module
 from quire.worker.sampling.gumbel import draw, keys, seed_words

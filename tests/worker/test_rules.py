@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from devices import TinyModel, follow, generate, make_worker
-from plain import log_softmax, plain
+from reference_sampler import log_softmax, plain
 
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logprobs import MODES

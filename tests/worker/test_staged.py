@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import interpreted  # noqa: F401
+import triton_interpreter  # noqa: F401
 
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams

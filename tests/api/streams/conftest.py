@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pagemodel
+import page_model_engine
 import pytest
 from streaming import executor
 
@@ -18,7 +18,7 @@ def make(folder: Path) -> Iterator[Callable[..., AsyncLLM]]:
     made: list[AsyncLLM] = []
 
     def one(**keywords: Any) -> AsyncLLM:
-        made.append(AsyncLLM.from_client(pagemodel.make(folder, **keywords)))
+        made.append(AsyncLLM.from_client(page_model_engine.make(folder, **keywords)))
         return made[-1]
 
     yield one

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-import pagemodel
+import page_model_engine
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
@@ -22,7 +22,7 @@ def greedy(**given: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **given})
 
 
-def executor(llm: AsyncLLM) -> pagemodel.Executor:
+def executor(llm: AsyncLLM) -> page_model_engine.Executor:
     return llm.client.core.executor  # type: ignore[attr-defined]
 
 
@@ -39,5 +39,5 @@ async def outputs(llm: AsyncLLM, prompt: Any, params: Any, id: str, **more: Any)
 
 def expected(folder: Path, prompts: list[Any], params: SamplingParams) -> list[str]:
     """By LLM, one prompt at a time."""
-    with LLM.from_client(pagemodel.make(folder)) as llm:
+    with LLM.from_client(page_model_engine.make(folder)) as llm:
         return [llm.generate(p, params, use_tqdm=False)[0].outputs[0].text for p in prompts]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pagemodel
+import page_model_engine
 import pytest
 from streaming import FINAL, GREEDY, executor, expected, greedy, outputs, run
 
@@ -172,7 +172,7 @@ def test_two_loops_at_once_are_refused(slow: AsyncLLM):
 
 
 def test_the_engine_ends_with_the_object(folder: Path):
-    client = pagemodel.make(folder)
+    client = page_model_engine.make(folder)
     held: Any = client.core.executor
     llm = AsyncLLM.from_client(client)
     run(outputs(llm, "x", GREEDY, "x"))
@@ -283,7 +283,7 @@ def test_prompt_text_and_long_texts(make: Callable[..., AsyncLLM]):
 
 
 def test_stepping_by_hand(folder: Path):
-    engine = LLMEngine(pagemodel.make(folder))
+    engine = LLMEngine(page_model_engine.make(folder))
     prompts = [[n] for n in range(1, 8)]
     for number, prompt in enumerate(prompts):
         assert engine.add_request(str(number), prompt, GREEDY) == str(number)

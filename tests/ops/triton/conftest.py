@@ -11,7 +11,7 @@ collect_ignore_glob = []
 if importlib.util.find_spec("triton") is None:  # it has builds for Linux alone
     collect_ignore_glob.append("test_*.py")
 else:
-    import interpreted  # noqa: F401
+    import triton_interpreter  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

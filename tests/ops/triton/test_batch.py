@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from ops.triton.place import DEVICE
+from ops.triton.kernel_device import DEVICE
 
 from quire.ops.triton.gather_inputs import gather, scatter, slots
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from ops.triton.place import DEVICE, DTYPES
+from ops.triton.kernel_device import DEVICE, DTYPES
 from torch import Tensor
 
 from quire.ops.triton import wna16_gemm

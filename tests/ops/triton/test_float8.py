@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from ops.triton.place import DEVICE, DTYPES, needs_row_invariance
+from ops.triton.kernel_device import DEVICE, DTYPES, needs_row_invariance
 from torch import Tensor
 
 from benchmarks.gpu import fp8_gemm_tma

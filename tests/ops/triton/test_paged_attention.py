@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from ops.test_attention import KINDS, Rows, formula, layer_of
-from ops.triton.place import DEVICE, needs_row_invariance
+from ops.triton.kernel_device import DEVICE, needs_row_invariance
 
 from quire.attention import kv_quantization
 from quire.attention.reference import ReferenceAttention

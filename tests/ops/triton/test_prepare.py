@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from ops.triton.place import DEVICE, DTYPES
+from ops.triton.kernel_device import DEVICE, DTYPES
 
 from quire.attention.base import QKNormRope
 from quire.attention.triton import TritonAttention

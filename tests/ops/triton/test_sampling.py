@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ops.triton.place import DEVICE
-from worker.survivors import all_survivors, limits_of, tied_logits
+from ops.triton.kernel_device import DEVICE
+from worker.reference_limits import all_survivors, limits_of, tied_logits
 
 from quire.ops.triton import sampling
 from quire.protocol.sampling_params import SamplingParams

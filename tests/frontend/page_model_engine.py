@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spelling import byte_level, save_byte_level
+from small_tokenizers import byte_level, save_byte_level
 
 from quire.config.engine import Resolved
 from quire.config.from_keywords import engine_config

@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that is not here, and print what the compiler says: one line of JSON a kernel.
 
-    python tests/ops/triton/on_paper.py 90
+    python tests/ops/triton/compile_report.py 90
 
 Knows the launches of a Llama-like model. Nothing runs: the driver is a stand-in that names the target. What steps differ in
 from one to the next (tokens, rows, lengths) is changed in the end, and must not have anything compiled anew, which would

@@ -26,7 +26,7 @@ E4M3 = {
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, HERE / "on_paper.py", str(capability)],
+        [sys.executable, HERE / "compile_report.py", str(capability)],
         capture_output=True, text=True, env=env, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -41,7 +41,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     }
     if capability < 89:
         written -= E4M3
-    assert kernels == written, "a kernel is not in on_paper.py"
+    assert kernels == written, "a kernel is not in compile_report.py"
     # What is exact stays so: no product and sum became one, with one rounding less.
     assert all(line["fma"] == 0 for line in found if line["what"] == "int8 products")
     for line in found:

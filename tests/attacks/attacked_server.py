@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 
 import httpx
-from serving import SOURCE, Served, children
+from server_process import SOURCE, Served, children
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 # The tests can attack another version of Quire: QUIRE_ATTACKED_SOURCE=/old/checkout/src.
