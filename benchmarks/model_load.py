@@ -74,10 +74,10 @@ def child(keywords: dict[str, Any]) -> int:
     engine = Quire(Path(options.pop("model")), "bfloat16", 4, 128, options)
     engine.run(Workload(1, 8, 1), [list(range(1, 9))])
     print(json.dumps({"token": True}), flush=True)
-    from quire.quantization.apply import bytes_held
+    from quire.quantization.apply import weight_bytes
 
     client: Any = engine.client
-    weights = bytes_held(client.core.executor.worker.model)
+    weights = weight_bytes(client.core.executor.worker.model)
     print(json.dumps({"weights": weights, "held": anonymous("self")}), flush=True)
     engine.close()
     return 0

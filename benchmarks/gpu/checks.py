@@ -166,7 +166,7 @@ def float8(run: Run, found: dict[str, Any]) -> None:
             same = torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
             found["bits"][f"codes of {tokens} tokens by {wide}"] = same and torch.equal(*(p[1] for p in (got, want)))  # fmt: skip
             pair = made.q_OI, made.scale
-            exact = made.plainly(x, None)
+            exact = made.reference(x, None)
             y = kernel.product(got, pair, None, dtype, wide)
             _note(found, f"product of {tokens} tokens by {wide}", y, exact, BOUNDS[dtype])
             if tokens == counts[-1]:
@@ -190,7 +190,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
     for tokens in counts:
         x = torch.randn(tokens, ins, device=run.device).to(dtype)
         bias = torch.randn(outs, device=run.device).to(dtype)
-        coded, want = kernel.codes(x), weight.plainly(x, bias)
+        coded, want = kernel.codes(x), weight.reference(x, bias)
         answers = {
             "codes": (coded[0], quantize(x)[0]),
             "product": (weight.multiply(x, bias), want),
@@ -222,7 +222,7 @@ def few_bits(run: Run, found: dict[str, Any]) -> None:
     }.items():
         for tokens in counts:
             x = torch.randn(tokens, ins, device=run.device).to(dtype)
-            y, want = made.multiply(x), made.plainly(x, None)
+            y, want = made.multiply(x), made.reference(x, None)
             _note(found, f"{name} bits by {tokens} tokens", y, want, BOUNDS[dtype])
 
 

@@ -13,11 +13,11 @@ from quire.ops.cpu.bindings import best
 
 CALLED = (
     "", "model", "model.embed_tokens", "model.layers", "model.layers.0", "model.layers.1.self_attn",
-    "model.layers.1.self_attn.qkv", "model.layers.0.mlp", "model.layers.0.mlp.down_proj", "lm_head",
+    "model.layers.1.self_attn.qkv", "model.layers.0.mlp", "model.layers.0.mlp.gate_up", "model.layers.0.mlp.down_proj", "lm_head",
 )  # fmt: skip
 PARTS_OF_CALLS = (
     "model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm",
-    "model.layers.0.self_attn.attend", "model.layers.1.mlp.gate_up",
+    "model.layers.0.self_attn.attend",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
 from quire.models.offload import GIB
 from quire.platforms.cpu import CpuPlatform
-from quire.quantization.apply import bytes_held
+from quire.quantization.apply import weight_bytes
 
 COUNT = 6
 LAYERS = 6
@@ -66,10 +66,10 @@ def test_tokens_are_the_same(quantization: str | None, apart: Apart, path: str, 
         want = one.tokens(asked, greedy(COUNT))
         whole = one.client.core.executor.worker.model
         layers = [sum(p.nbytes for p in parts(layer)) for layer in whole.model.layers]
-        held = bytes_held(whole)
+        held = weight_bytes(whole)
     with caplog.at_level(logging.INFO), engine(path, cpu_offload_gb=2.5 * layers[0] / GIB, **settings) as one:  # fmt: skip
         model = one.client.core.executor.worker.model
-        assert bytes_held(model) == held - 3 * layers[0]  # five travel, and two places stay
+        assert weight_bytes(model) == held - 3 * layers[0]  # five travel, and two places stay
         assert one.tokens(asked, greedy(COUNT)) == want
         passes = apart.copies
         assert one.tokens(asked, greedy(COUNT)) == want
@@ -85,10 +85,10 @@ def test_tokens_are_the_same(quantization: str | None, apart: Apart, path: str, 
 
 
 def parts(layer: torch.nn.Module) -> list[Tensor]:
-    from quire.models.offload import parts_of
+    from quire.layers.weights import weight_tensors
 
     assert any(isinstance(module, Linear) for module in layer.modules())
-    return [part.tensor for part in parts_of(layer)]
+    return [part.tensor for part in weight_tensors(layer)]
 
 
 def test_where_the_host_is_the_device_it_does_nothing(path: str, caplog) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
+from quire.layers.weights import PreparedWeight
 from quire.ops.cpu import bindings, build, isa
-from quire.quantization.base import Weight
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -20,7 +20,7 @@ BUILDS = [each.name for each in isa.usable()]
 ROWS = [1, 40, 100]  # ways that the kernels take; more is the same as with one engine
 
 
-def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> Weight:
+def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> PreparedWeight:
     outs_OI = torch.randn(96, 1024, generator=rng).bfloat16()
     if scheme == "bfloat16":
         return PackedBf16Weight(kernels, outs_OI)

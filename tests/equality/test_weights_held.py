@@ -8,7 +8,7 @@ import pytest
 from equality.engines import engine, make_checkpoint
 
 from quire.models.checkpoint_files import in_memory, on_disk, stored_tensors
-from quire.quantization.apply import bytes_held
+from quire.quantization.apply import weight_bytes
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 
@@ -25,6 +25,6 @@ def test_the_forecast_is_what_is_held(
     assert in_memory(found, 4) == on_disk(found)  # float32
     for scheme in schemes:
         with engine(path, dtype="bfloat16", quantization=scheme) as one:
-            held = bytes_held(one.client.core.executor.worker.model)  # type: ignore[attr-defined]
+            held = weight_bytes(one.client.core.executor.worker.model)  # type: ignore[attr-defined]
         assert in_memory(found, 2, scheme) == pytest.approx(held, rel=0.04), scheme
         assert held < 0.51 * on_disk(found)

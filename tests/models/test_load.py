@@ -202,7 +202,7 @@ def test_tied_head_is_one_table(copy: Path) -> None:
     rewrite(copy, found)
     model = build(copy)
     assert "lm_head.weight" not in parameters(model)
-    assert model.lm_head.table_VD is model.get_parameter("model.embed_tokens.weight")
+    assert model.lm_head.ref.weight is model.get_parameter("model.embed_tokens.weight")
 
 
 def test_tied_head_stored_under_the_heads_name(copy: Path) -> None:
@@ -210,7 +210,7 @@ def test_tied_head_stored_under_the_heads_name(copy: Path) -> None:
     found = weights(copy)
     table = found["lm_head.weight"] = found.pop("model.embed_tokens.weight")
     rewrite(copy, found)
-    assert torch.equal(build(copy).lm_head.table_VD, table)
+    assert torch.equal(build(copy).lm_head.ref.weight, table)
 
 
 def test_a_head_of_its_own_wins_over_a_wrong_config(original, copy: Path, caplog) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import set_parameter
+from quire.layers.weights import weight_tensors
 from quire.models import offload
-from quire.models.offload import Offload, Pair, Ring, parts_of
-from quire.quantization.base import install_weight
+from quire.models.offload import Offload, Pair, Ring
 from quire.quantization.fp8 import Float8Weight
 
 SEEDS = range(24)
@@ -95,8 +95,8 @@ class Looks(nn.Module):
             for name, weight in list(module.named_parameters()):
                 set_parameter(module, name, torch.randn(weight.shape))
         if rng.random() < 0.5:
-            install_weight(self.down, Float8Weight.of(self.down.weight, False))
-        self.want = [part.tensor.clone() for part in parts_of(self)]
+            self.down.ref.install(Float8Weight.of(self.down.weight, False))
+        self.want = [part.tensor.clone() for part in weight_tensors(self)]
 
     def forward(self) -> None:
         self.device.compute(self.look)
@@ -105,7 +105,7 @@ class Looks(nn.Module):
         self.device.compute(self.look)
 
     def look(self) -> None:
-        for part, want in zip(parts_of(self), self.want, strict=True):
+        for part, want in zip(weight_tensors(self), self.want, strict=True):
             here = part.tensor.view(torch.uint8).flatten()
             if not torch.equal(here, want.view(torch.uint8).flatten()):
                 self.device.wrong.append(f"{part.name} of layer {self.index}")
@@ -117,7 +117,7 @@ def played(seed: int) -> Device:
     torch.manual_seed(seed)
     device = Device(rng)
     layers = [Looks(device, rng, i) for i in range(rng.randint(1, 7))]
-    largest = max(sum(p.tensor.nbytes for p in parts_of(layer)) for layer in layers)
+    largest = max(sum(p.tensor.nbytes for p in weight_tensors(layer)) for layer in layers)
     taken = Offload(device, rng.randint(1, 5) * largest)
     taken.choose(layers)
     taken.take()

@@ -18,9 +18,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import triton_interpreter  # noqa: F401
 
-from quire.layers.linear import UNQUANTIZED
-from quire.quantization import apply, checkpoint_scheme
-from quire.quantization.apply import bytes_held, made_weights, move
+from quire.layers.weights import weight_tensors
+from quire.quantization import apply, checkpoint_format
+from quire.quantization.apply import move, prepared_weights, weight_bytes
 from quire.quantization.int4 import quantize_groups
 from quire.quantization.int8 import quantize
 from quire.quantization.int8_codes import Int8Codes
@@ -44,7 +44,7 @@ CODED = 0.05  # the same where activations are codes
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    for module in (apply, checkpoint_scheme):
+    for module in (apply, checkpoint_format):
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
 
 
@@ -55,11 +55,11 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path) 
     kept = 0
     for path, layer, names in quantized_linears(ours):
         want = torch.cat([means[name] for name in names])
-        if layer.quant_method is UNQUANTIZED:  # its groups do not agree
+        if layer.ref.prepared is None:  # its groups do not agree
             torch.testing.assert_close(layer.weight.float(), want)
             continue
         kept += len(names)
-        weight = layer.quant_method.weight
+        weight = layer.ref.prepared
         assert isinstance(weight, FewBitsWeight)
         assert torch.equal(weight.floats(), want), path
         assert weight.data.nbytes == want.numel() * weight.bits // 8
@@ -71,7 +71,7 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path) 
 
 def as_defined(model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     with monkeypatch.context() as patched:
-        patched.setattr(Int8Codes, "multiply", Int8Codes.plainly)
+        patched.setattr(Int8Codes, "multiply", Int8Codes.reference)
         return answer(model, text)
 
 
@@ -89,7 +89,7 @@ def test_a_scale_a_row_is_multiplied_as_codes(
     kept = 0
     for path, layer, names in quantized_linears(ours):
         kept += len(names)
-        assert isinstance(layer.quant_method.weight, Int8Codes)
+        assert isinstance(layer.ref.prepared, Int8Codes)
         assert torch.equal(floats_of(layer), torch.cat([means[name] for name in names])), path
     assert kept == len(means)
     text = [token % 131 for token in texts()[1]]
@@ -103,22 +103,23 @@ def test_made_while_loading(scheme: str, plain: Path, monkeypatch: pytest.Monkey
     """The head stays; the model is moved with all that it holds."""
     dense = build(plain)
     ours = build(plain, quantization=scheme)
-    assert ours.lm_head.plain
+    assert ours.lm_head.ref.prepared is None
     for (path, layer), (_, want) in zip(linears(ours), linears(dense), strict=True):
         if scheme == "int8":
             q, scale = quantize(want.weight)
             floats = q.float() * scale[:, None]
         else:
             floats = quantize_groups(want.weight, 32).dequantized()
-        weight = layer.quant_method.weight
+        weight = layer.ref.prepared
         mine = floats_of(layer) if scheme == "int8" else weight.floats()
         assert torch.equal(mine, floats), path
         want.weight.data.copy_(floats)
-    assert bytes_held(ours) < bytes_held(dense)
+    assert weight_bytes(ours) < weight_bytes(dense)
     text = texts()[1]
     got, want = answer(ours, text), answer(dense, text)
     close = CODED if scheme == "int8" else CLOSE
     assert (got - want).square().mean().sqrt() < close * want.std()
     assert torch.equal(got, as_defined(ours, text, monkeypatch))
     move(ours, torch.device("meta"))
-    assert all(t.is_meta for weight in made_weights(ours) for t in weight.tensors())
+    assert prepared_weights(ours)
+    assert all(each.tensor.is_meta for each in weight_tensors(ours))

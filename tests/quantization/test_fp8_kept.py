@@ -18,11 +18,12 @@ import triton_interpreter  # noqa: F401
 from equality.engines import engine, greedy
 
 from quire.errors import Unsupported
+from quire.layers.weights import WeightRef, weight_tensors
 from quire.models import load
 from quire.platforms.cpu import CpuPlatform
 from quire.quantization import apply
-from quire.quantization import checkpoint_scheme as stored
-from quire.quantization.apply import bytes_held, made_weights, move
+from quire.quantization import checkpoint_format as stored
+from quire.quantization.apply import move, prepared_weights, weight_bytes
 from quire.quantization.fp8 import E4M3, Float8Weight, quantize
 from tests.models.cases import Case, write
 from tests.models.test_native import build, texts
@@ -47,7 +48,7 @@ def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any
     seen = 0
     for path, layer, names in quantized_linears(ours):
         seen += len(names)
-        weight = layer.quant_method.weight
+        weight = layer.ref.prepared
         assert isinstance(weight, Float8Weight)
         assert weight.q_OI.dtype == E4M3
         assert torch.equal(weight.floats(), torch.cat([means[name] for name in names])), path
@@ -64,7 +65,7 @@ def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path, 
     """The scales of q, k and v, which are one matrix, are each their own."""
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     ours = check(checkpoint, dense, means, caplog)
-    qkv = ours.get_submodule("model.layers.0.self_attn.qkv").quant_method.weight
+    qkv = ours.get_submodule("model.layers.0.self_attn.qkv").ref.prepared
     assert len(qkv.scale.flatten().unique()) >= 3
 
 
@@ -74,17 +75,17 @@ def test_parts_that_end_inside_a_block(tmp_path: Path, caplog) -> None:
     write(Case("qwen3", "qwen3", {**sizes, "num_key_value_heads": 1}), tmp_path / "plain")
     form = Form("", {**FP8, "weight_block_size": [32, 32]}, float8, WIDE)
     ours = check(*quantized(tmp_path / "plain", tmp_path, form), caplog)
-    assert ours.get_submodule("model.layers.0.self_attn.qkv").quant_method.weight.high == 1
-    assert ours.get_submodule("model.layers.0.mlp.gate_up").quant_method.weight.high == 32
+    assert ours.get_submodule("model.layers.0.self_attn.qkv").ref.prepared.high == 1
+    assert ours.get_submodule("model.layers.0.mlp.gate_up").ref.prepared.high == 32
 
 
 def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> None:
     form = Form("", {**FP8, "weight_block_size": [24, 24]}, float8, {**WIDE, "block": 24})
     stored, _, means = quantized(plain, tmp_path, form)
     layer = build(stored).get_submodule("model.layers.0.self_attn.o_proj")
-    assert "blocks of 24 inputs are made anew" in caplog.text
+    assert "blocks of 24 inputs are quantized again" in caplog.text
     q, scale = quantize(means["model.layers.0.self_attn.o_proj"])
-    assert torch.equal(layer.quant_method.weight.floats(), q.float() * scale[:, None])
+    assert torch.equal(layer.ref.prepared.floats(), q.float() * scale[:, None])
 
 
 def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +94,19 @@ def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for module in (apply, stored):
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
     ours = build(plain, quantization="fp8")
-    assert ours.lm_head.plain
+    assert ours.lm_head.ref.prepared is None
     for (path, layer), (_, want) in zip(linears(ours), linears(dense), strict=True):
         q, scale = quantize(want.weight)
-        assert torch.equal(layer.quant_method.weight.floats(), q.float() * scale[:, None]), path
-    weights = sum(layer.num_in * layer.num_out for _, layer in linears(ours))
-    rows = sum(layer.num_out for _, layer in linears(ours))
-    assert bytes_held(dense) - bytes_held(ours) == 3 * weights - 4 * rows
+        assert torch.equal(layer.ref.prepared.floats(), q.float() * scale[:, None]), path
+    weights = sum(layer.ref.num_in * layer.ref.num_out for _, layer in linears(ours))
+    rows = sum(layer.ref.num_out for _, layer in linears(ours))
+    assert weight_bytes(dense) - weight_bytes(ours) == 3 * weights - 4 * rows
     text = texts()[1]
     got, want = answer(ours, text), answer(dense, text)
     assert (got - want).square().mean().sqrt() < 0.15 * want.std()  # weights are rounded too
     move(ours, torch.device("meta"))
-    assert all(t.is_meta for weight in made_weights(ours) for t in weight.tensors())
+    assert prepared_weights(ours)
+    assert all(each.tensor.is_meta for each in weight_tensors(ours))
 
 
 def test_an_engine_gives_the_tokens_of_the_definition(
@@ -115,7 +117,7 @@ def test_an_engine_gives_the_tokens_of_the_definition(
     with np.errstate(all="ignore"):
         with engine(str(plain), max_num_batched_tokens=16, **settings) as one:
             got = one.tokens(asked, greedy(4))
-        monkeypatch.setattr(Float8Weight, "multiply", Float8Weight.plainly)
+        monkeypatch.setattr(Float8Weight, "multiply", Float8Weight.reference)
         with engine(str(plain), **settings) as one:
             assert one.tokens(asked, greedy(4)) == got
 
@@ -124,7 +126,7 @@ def test_cards_without_instructions_for_it(plain: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: dtype != "float8_e4m3")
     with pytest.raises(Unsupported, match=r"8-bit floats on .*compute capability 8\.9"):
         build(plain, quantization="fp8")
-    assert made_weights(build(plain, quantization="int4"))
+    assert prepared_weights(build(plain, quantization="int4"))
 
 
 def test_dummy_weights(plain: Path, tmp_path: Path) -> None:
@@ -144,16 +146,14 @@ def test_each_weight_is_made_small_when_it_is_whole(
         ending.append(True)
 
     ending: list[bool] = []
-    settled = apply.install_weight
+    install = WeightRef.install
 
-    def noted(layer: Any, weight: Any) -> None:
+    def noted(ref: WeightRef, prepared: Any) -> None:
         waiting.append(bool(ending))
-        settled(layer, weight)
+        install(ref, prepared)
 
     monkeypatch.setattr(load, "tensors", watched)
-    monkeypatch.setattr(apply, "install_weight", noted)
+    monkeypatch.setattr(WeightRef, "install", noted)
     model = build(plain, quantization="fp8")
     assert waiting == [False] * len(linears(model))
-    assert [type(layer.quant_method).__name__ for _, layer in linears(model)] == [
-        "PreparedLinearMethod"
-    ] * len(waiting)
+    assert len(prepared_weights(model)) == len(waiting)

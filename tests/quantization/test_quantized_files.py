@@ -19,7 +19,6 @@ from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
 from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
-from quire.quantization.base import PreparedLinearMethod
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 from tests.models.cases import Case, edit_config, write
@@ -94,7 +93,6 @@ def test_a_quantized_head(made: Callable[[str], Path]) -> None:
     change(path, quantize_head)
     edit_config(path, vocab_size=128)
     model: Any = build(path)
-    assert isinstance(model.lm_head, Linear)
     assert torch.equal(floats_of(model.lm_head), means[0])
     text = [token % 128 for token in texts()[1]]
     assert Runner(model).prefill(0, text).shape[1] == 128
@@ -165,7 +163,7 @@ def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: An
     path = made("fp8 blocks")
     with caplog.at_level(logging.INFO):
         build(path)
-    assert "7 layers are quantized: fp8, 8-bit floats, converted to int8" in caplog.text
+    assert "7 weights are quantized: fp8, 8-bit floats, converted to int8" in caplog.text
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("int4", Int4Weight), ("int8", Int8Weight)])
@@ -175,14 +173,12 @@ def test_an_fp8_checkpoint_may_be_made_smaller(
     with caplog.at_level(logging.INFO):
         model = build(made("fp8"), quantization=scheme)
     assert (
-        f"7 layers are quantized: fp8, 8-bit floats with one scale per tensor, quantized to {scheme}\n"
+        f"7 weights are quantized: fp8, 8-bit floats with one scale per tensor, quantized to {scheme}\n"
         in caplog.text
     )
-    schemes: list[Any] = [m.quant_method for m in model.modules() if isinstance(m, Linear)]
-    assert len(schemes) == 8
-    assert all(
-        isinstance(one, PreparedLinearMethod) and isinstance(one.weight, kind) for one in schemes
-    )
+    converted = [m.ref.prepared for m in model.modules() if isinstance(m, Linear)]
+    assert len(converted) == 7
+    assert all(isinstance(one, kind) for one in [*converted, model.lm_head.ref.prepared])
 
 
 def test_dummy_weights_of_a_quantized_checkpoint(made: Callable[[str], Path]) -> None:

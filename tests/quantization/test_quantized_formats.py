@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.layers.linear import Linear, UnquantizedLinearMethod
-from quire.quantization.base import PreparedLinearMethod
+from quire.layers.linear import Linear
+from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight, quantize
 from tests.models.cases import edit_config
@@ -44,19 +44,13 @@ def quantized(plain: Path, folder: Path, form: Form) -> tuple[Path, Path, dict[s
     return paths[0], paths[1], means
 
 
-def parts_of(path: str, layer: Linear) -> list[str]:
-    parent = path.rpartition(".")[0]
-    return [f"{parent}.{part}" for part in layer.parts] or [path]
-
-
 def floats_of(layer: Linear) -> Tensor:
     """What a layer multiplies by."""
-    scheme: Any = layer.quant_method
-    if not isinstance(scheme, PreparedLinearMethod):
+    weight: Any = layer.ref.prepared
+    if weight is None:
         return layer.weight.data
-    weight = scheme.weight
     if isinstance(weight, Int4Weight):
-        return weight.plain.dequantized()
+        return Grouped(weight.q_OI, weight.scale_OG, weight.zero_OG, weight.order_I).dequantized()
     assert isinstance(weight, Int8Weight)
     return weight.q_OI.float() * weight.scale_O[:, None]
 
@@ -68,9 +62,9 @@ def linears(model: nn.Module) -> list[tuple[str, Linear]]:
 def quantized_linears(model: nn.Module) -> Iterator[tuple[str, Linear, list[str]]]:
     """Path, layer and the parts that it was stored as. Those that were stored plain must be."""
     for path, layer in linears(model):
-        names = parts_of(path, layer)
+        names = layer.ref.checkpoint_names(path)
         if PLAIN in names:
-            assert type(layer.quant_method) is UnquantizedLinearMethod
+            assert layer.ref.prepared is None
         else:
             yield path, layer, names
 
@@ -89,10 +83,7 @@ def test_every_format_is_the_weights_it_stands_for(form: Form, plain: Path, tmp_
         assert torch.equal(floats_of(layer), want), path
         kind = {"int4": Int4Weight, "plain": type(None)}.get(form.becomes, Int8Weight)
         if form.becomes != "plain" or not path.endswith("qkv"):
-            assert (
-                isinstance(getattr(layer.quant_method, "weight", None), kind)
-                or form.becomes == "plain"
-            )
+            assert isinstance(layer.ref.prepared, kind) or form.becomes == "plain"
     assert seen == len(means) == 13
     text = texts()[0]
     text = [token % 131 for token in text]

@@ -21,7 +21,7 @@ ONLINE = {
 }
 """Methods applied while loading, to weights of 16 or 32 bits (or to an fp8 checkpoint). This table: on a CPU."""
 
-APART = {
+ON_ACCELERATOR = {
     "int8": "8 bits, one scale per output channel; activations 8 bits, one scale per token; the head is not quantized",
     "int4": "4 bits, one scale and zero point per group of 128; activations and the head are not quantized",
     "int4_g64": "as int4 with groups of 64",
@@ -96,17 +96,17 @@ class WeightLayout:
     shifted: bool = False  # stored zero points are one too small (the first GPTQ format)
     inverse: bool = False  # the scale is called weight_scale_inv, but it is multiplied as well
 
-    def says(self, apart: bool = False, online: str | None = None) -> str:
-        """Describe it. apart: on an accelerator. online: the `--quantization` method applied to 8-bit floats."""
+    def says(self, accelerator: bool = False, online: str | None = None) -> str:
+        """Describe it. online: the `--quantization` method applied to 8-bit floats."""
         one = "output channel" if self.strategy in ("group", "channel") else self.strategy
         per = f"groups of {self.group}" if self.group > 0 else f"one scale per {one}"
         if self.kind == "float" and online not in (None, "fp8"):
             return f"8-bit floats with {per}, quantized to {online}"
-        if self.kind == "float" and apart:
+        if self.kind == "float" and accelerator:
             return f"8-bit floats with {per}; activations 8-bit floats, one scale per token"
-        if self.kind == "ct-int" and apart:
+        if self.kind == "ct-int" and accelerator:
             return "int8 with one scale per output channel; activations int8, one scale per token"
-        if apart:
+        if accelerator:
             return f"{self.bits} bits with {per}; activations are not quantized"
         if self.kind == "float":
             return "8-bit floats, converted to int8 with one scale per output channel (CPUs have no 8-bit float arithmetic)"
@@ -153,9 +153,9 @@ class CheckpointQuantization:
                         return layout
         return None
 
-    def says(self, apart: bool = False, online: str | None = None) -> str:
+    def says(self, accelerator: bool = False, online: str | None = None) -> str:
         """For the log: the stored format and what loading makes of it."""
-        kinds = [layout.says(apart, online) for layout in dict.fromkeys(self.layouts())]
+        kinds = [layout.says(accelerator, online) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     def layouts(self) -> Iterator[WeightLayout]:

@@ -27,6 +27,7 @@ class Attention(nn.Module):
         layer_index: index of the layer in its model, for messages.
     """
 
+    is_called = False  # see `Layer.is_called`
     backend: AttentionBackend | None = None
     kv_group: int = 0  # index of this layer's block table in the batch
 

@@ -98,10 +98,10 @@ class GatedMLP(nn.Module):
             raise ConfigError(f"hidden_act={self.act!r} is not known to the gated MLP")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.gate_up.silu:
-            return self.down_proj(self.gate_up.silu_gated(x_TD))
-        both = self.gate_up(x_TD)
-        return self.down_proj(gelu_and_mul(both, self.act == "gelu_pytorch_tanh"))
+        y_TI = self.gate_up(x_TD)
+        if not self.gate_up.ref.gated:
+            y_TI = gelu_and_mul(y_TI, self.act == "gelu_pytorch_tanh")
+        return self.down_proj(y_TI)
 
 
 class Fused(Protocol):

@@ -5,12 +5,13 @@ Shape suffixes: T tokens, S tokens that need logits, V vocabulary, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from quire.layers.weight_slots import Layer
-from quire.ops.reference import embedding, linear
+from quire.layers.weights import PreparedWeight, WeightRef
+from quire.ops.reference import embedding
 
 
 class Embedding(Layer):
@@ -21,51 +22,46 @@ class Embedding(Layer):
     def __init__(self, num_words: int, size: int, *, scale: float | None = None):
         super().__init__()
         self.scale = scale
-        self.rows: Callable[[Tensor], Tensor] | None = (
-            None  # replaces the lookup if the table is packed
+        self.packed: PreparedWeight | None = (
+            None  # replaces `weight` if the LM head packed the table
         )
         self.new("weight", num_words, size)
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        x_TD = embedding(ids_T, self.weight) if self.rows is None else self.rows(ids_T)
+        packed = self.packed
+        if packed is None or packed.rows is None:
+            x_TD = embedding(ids_T, self.weight)
+        else:
+            x_TD = packed.rows(ids_T)
         return x_TD if self.scale is None else x_TD * x_TD.new_tensor(self.scale)
 
 
 class Head(Layer):
     """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once."""
 
-    weight: Tensor
     may_defer = True
 
-    def __init__(
-        self, num_words: int, size: int, *, tied: Embedding | None = None, bias: bool = False
-    ):
+    def __init__(self, num_words: int, size: int, *, tied: Embedding | None = None):
         super().__init__()
-        self._tied = (tied,)  # a tuple keeps torch from registering it as a submodule
-        self.multiply: Callable[[Tensor, Tensor | None], Tensor] = self._multiply
-        if tied is None:
-            self.new("weight", num_words, size)
-        if bias:
-            self.new("bias", num_words)
-        else:
-            self.bias = None
+        self.ref = _HeadRef(self if tied is None else tied, size, num_words)
 
-    @property
-    def plain(self) -> bool:
-        """Whether the head is unquantized and not packed."""
-        return self.multiply == self._multiply
-
-    @property
-    def table(self) -> Layer:
-        """The layer that owns the table: this one, or the embedding."""
-        return self._tied[0] or self
-
-    @property
-    def table_VD(self) -> Tensor:
-        return self.table.get_parameter("weight")
+    def weights(self) -> Iterable[WeightRef]:
+        return (self.ref,)
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        return self.multiply(x_SD, self.bias)
+        """logits_SV"""
+        return self.ref.multiply(x_SD)
 
-    def _multiply(self, x_SD: Tensor, bias_V: Tensor | None) -> Tensor:
-        return linear(x_SD, self.table_VD, bias_V)
+
+class _HeadRef(WeightRef):
+    """The head's weight. The table of an embedding stays, unless the prepared weight gives its rows as well."""
+
+    is_head = True
+
+    def install(self, prepared: PreparedWeight) -> None:
+        if isinstance(self.layer, Embedding):
+            if prepared.rows is None:
+                self.prepared = prepared
+                return
+            self.layer.packed = prepared
+        super().install(prepared)

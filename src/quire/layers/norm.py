@@ -15,10 +15,12 @@ class RMSNorm(Layer):
     """x scaled to unit mean square, times weight (times 1 + weight with `plus_one`)."""
 
     weight: Tensor
+    is_called = False
 
     def __init__(self, size: int, eps: float, *, plus_one: bool = False):
         super().__init__()
         self.eps, self.plus_one = eps, plus_one
+        self.random_mean = 0.0 if plus_one else 1.0
         self.new("weight", size)
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -5,19 +5,23 @@ Knows names, shapes and parts. Does not know files or models: `models/load.py` b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
 
+if TYPE_CHECKING:
+    from quire.layers.weights import WeightRef
+
 
 class WeightSlot(NamedTuple):
     """The destination of one checkpoint tensor: a whole parameter, or `length` of dimension `dim` from `start`.
 
-    `per_part`: the parameter has one entry per part of the layer. `optional`: the checkpoint may lack it.
+    `per_part`: the parameter has one entry per part of the layer. `optional`: the checkpoint may lack it. `ref`: the
+    weight that the tensor belongs to.
     """
 
     layer: nn.Module
@@ -27,6 +31,7 @@ class WeightSlot(NamedTuple):
     length: int = 0
     per_part: bool = False
     optional: bool = False
+    ref: WeightRef | None = None
 
     def shape(self) -> tuple[int, ...]:
         shape = list(self.layer.get_parameter(self.name).shape)
@@ -105,23 +110,38 @@ def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class Layer(nn.Module):
-    """A module with weights of its own."""
+    """A module with tensors of its own."""
 
     deferred: tuple[tuple[WeightSlot, Tensor], ...] = ()  # loaded tensors that `join` will store
     may_defer = False  # whether conversion may wait for `join`: no code reads the parameter before
+    random_mean = 0.0
+    """Mean of the random values that replace a checkpoint (`models/dummy_weights.py`)."""
+    is_called = True
+    """Whether models call the layer itself, so that hooks on it run; of some layers they call other methods."""
 
-    def join(self) -> None:
-        """Store the deferred tensors in the parameters."""
+    def weights(self) -> Iterable[WeightRef]:
+        """The weights that this layer multiplies by."""
+        return ()
+
+    def join(self, names: Container[str] | None = None) -> None:
+        """Store the deferred tensors in the parameters; of these names only, if given."""
         waiting, self.deferred = self.deferred, ()
         for slot, tensor in waiting:
-            slot.put(tensor, torch.device("cpu"))
+            if names is None or slot.name in names:
+                slot.put(tensor, torch.device("cpu"))
+            else:
+                self.deferred = (*self.deferred, (slot, tensor))
 
     def slots(self, path: str) -> dict[str, WeightSlot]:
-        """Checkpoint name -> slot, for a layer at `path` in the model. By default the parameters' names."""
-        return {
-            f"{path}.{name}": WeightSlot(self, name)
-            for name, _ in self.named_parameters(recurse=False)
-        }
+        """Checkpoint name -> slot, for a layer at `path` in the model: those of its weights, and the names of its other
+        parameters."""
+        own = [ref for ref in self.weights() if ref.layer is self]
+        found = {name: slot for ref in own for name, slot in ref.slots(path).items()}
+        taken = {name for ref in own for name in ref.parameters()}
+        for name, _ in self.named_parameters(recurse=False):
+            if name not in taken:
+                found[f"{path}.{name}"] = WeightSlot(self, name)
+        return found
 
     def new(self, name: str, *shape: int) -> None:
         """Register an empty parameter of the default dtype."""

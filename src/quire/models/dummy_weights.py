@@ -12,9 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
-from quire.layers.weight_slots import slots_of
+from quire.layers.weight_slots import Layer, slots_of
 
 LARGE = 1 << 22  # elements; larger tensors are drawn on the device
 
@@ -33,7 +31,7 @@ def random_tensors(
         if slot.dim is None:
             if (id(slot.layer), slot.name) in done:
                 continue
-            if isinstance(slot.layer, Linear) and slot.layer.parts:
+            if slot.ref is not None and slot.ref.parts:
                 continue  # filled part by part, so that fused and split checkpoints get the same weights
         done.add((id(slot.layer), slot.name))
         like = slot.layer.get_parameter(slot.name)
@@ -52,6 +50,6 @@ def random_tensors(
             )
             continue
         tensor.normal_(0.0, 0.02, generator=draw)
-        if isinstance(slot.layer, RMSNorm) and not slot.layer.plus_one:
-            tensor += 1
+        if isinstance(slot.layer, Layer) and slot.layer.random_mean:
+            tensor += slot.layer.random_mean
         yield name, tensor

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire.config.engine import Resolved
-from quire.config.quantization import APART, BYTES, ONLINE, stored_quantization
+from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
-from quire.layers.linear import UNQUANTIZED, Linear
 from quire.layers.weight_slots import Layer, WeightSlot, slots_of
+from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
@@ -44,14 +44,14 @@ from quire.models.offload import Offload
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
 from quire.quantization.apply import (
-    bytes_held,
-    expect_stored,
-    made_weights,
     pack_model,
-    quantize_layer,
+    prepared_weights,
     quantize_model,
+    quantize_weight,
+    set_formats,
+    weight_bytes,
 )
-from quire.quantization.checkpoint_scheme import kernels_for
+from quire.quantization.checkpoint_format import kernels_for
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -103,8 +103,8 @@ def build_model(
     return _native(resolved, platform, offload)
 
 
-def is_apart(platform: Platform) -> bool:
-    """Whether the platform is an accelerator, whose kernels multiply floats."""
+def is_accelerator(platform: Platform) -> bool:
+    """Whether the platform's kernels multiply floats."""
     return "triton" in platform.kernels
 
 
@@ -112,7 +112,7 @@ def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
     remedy = "serve its float16 or bfloat16 form without --quantization"
     if impl == "transformers":
         check_weights(True, resolved.architecture)
-    if is_apart(platform):
+    if is_accelerator(platform):
         _can_be_floats(resolved, platform, remedy)
         return
     if kernels_for(getattr(torch, resolved.dtype)) is None:
@@ -141,13 +141,13 @@ def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> 
         model: CausalLM = _model_class(target)(
             TextConfig(resolved.hf_config), resolved.max_model_len
         )
-        _expect_quantized(model, resolved, is_apart(platform))
+        _set_formats(model, resolved, is_accelerator(platform))
     _drop_wide_windows(model, resolved.max_model_len)
     with separate_blocks():
         source = _with_weights(model, resolved, platform, offload)
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",
-        *(target.partition(":")[2], bytes_held(model) / 2**30, resolved.dtype),
+        *(target.partition(":")[2], weight_bytes(model) / 2**30, resolved.dtype),
         *(source, time.perf_counter() - began),
     )
     return model
@@ -157,11 +157,11 @@ def _with_weights(
     model: CausalLM, resolved: Resolved, platform: Platform, offload: Offload | None
 ) -> str:
     """Load the weights, then quantize and pack them. Returns a description of their source."""
-    at_home: set[nn.Module] = set()
+    offloaded: set[nn.Module] = set()
     if offload is not None:
         dtype = getattr(torch, resolved.dtype)
         shrink = BYTES[resolved.quantization] / dtype.itemsize if resolved.quantization else 1.0
-        at_home = offload.choose(list(model.model.layers), shrink)
+        offloaded = offload.choose(list(model.model.layers), shrink)
     load_format, files = resolved.asked.load.load_format, list[Path]()
     source = f"random weights (seed {resolved.asked.model.seed})"
     if load_format == "dummy":
@@ -173,19 +173,26 @@ def _with_weights(
         if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
             # disable=None: no progress bar unless stderr is a terminal.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
-    wrapped, scheme = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
-    apart = is_apart(platform)
-    # On an accelerator, quantize each linear as it is loaded: the 16-bit model need not fit.
-    early = partial(quantize_layer, name=scheme) if scheme and apart else None
-    fill(model, found, platform.device, wrapped=wrapped, at_home=at_home, early=early)
+    wrapped, method = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
+    accelerator = is_accelerator(platform)
+    # On an accelerator, quantize each weight as it is loaded: the 16-bit model need not fit.
+    on_loaded = (
+        partial(quantize_weight, method=method, accelerator=True)
+        if method and accelerator
+        else None
+    )
+    fill(model, found, platform.device, wrapped=wrapped, offloaded=offloaded, on_loaded=on_loaded)
     for module in model.modules():  # move buffers; weights are already on the device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
-    if scheme is not None:
-        quantize_model(model, scheme, apart)
-        made, says = len(made_weights(model)), (APART if apart else ONLINE)[scheme]
-        log.info("made %d weights %s: %s", made, scheme, says)
+    if method is not None:
+        quantize_model(model, method, accelerator)
+        count, about = (
+            len(prepared_weights(model)),
+            (ON_ACCELERATOR if accelerator else ONLINE)[method],
+        )
+        log.info("quantized %d weights to %s: %s", count, method, about)
     if "native" in platform.kernels:
         pack_model(model)
     for layer in model.modules():
@@ -200,15 +207,12 @@ def _with_weights(
     return source
 
 
-def _expect_quantized(model: Any, resolved: Resolved, apart: bool) -> None:
+def _set_formats(model: nn.Module, resolved: Resolved, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
-    stored = stored_quantization(resolved.hf_config)
-    if stored is None:
-        return
-    if stored.layout_of("lm_head") is not None and model.lm_head.table is model.lm_head:
-        model.lm_head = Linear(model.cfg.hidden_size, model.cfg.vocab_size)
-    count = expect_stored(model, stored, resolved.quantization, apart)
-    log.info("%d layers are quantized: %s", count, stored.says(apart, resolved.quantization))
+    if (stored := stored_quantization(resolved.hf_config)) is not None:
+        count = set_formats(model, stored, resolved.quantization, accelerator)
+        about = stored.says(accelerator, resolved.quantization)
+        log.info("%d weights are quantized: %s", count, about)
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
@@ -247,71 +251,78 @@ def fill(
     device: torch.device,
     *,
     wrapped: bool = False,
-    at_home: Collection[nn.Module] = (),
-    early: Callable[[Linear], object] | None = None,
+    offloaded: Collection[nn.Module] = (),
+    on_loaded: Callable[[WeightRef], object] | None = None,
 ) -> None:
-    """Put each (name, tensor) pair into its slot, once, then let quantization methods repack. Parts of plain weights
-    stay deferred until `Layer.join`.
+    """Put each (name, tensor) pair into its slot, once, then convert quantized weights. Parts of other weights stay
+    deferred until `Layer.join`.
 
-    `wrapped`: the checkpoint is a wrapper, whose other parts are skipped. `at_home`: layers whose weights stay on the
-    host. `early`: called with each plain linear as soon as it is complete.
+    `wrapped`: the checkpoint is a wrapper, whose other parts are skipped. `offloaded`: layers whose weights stay on the
+    host. `on_loaded`: called with each unquantized weight as soon as it is complete.
 
     Raises:
         ConfigError: tensors are missing, have other shapes, or belong to the decoder but fit no slot.
     """
     slots = slots_of(model)
     filled: set[str] = set()
-    aside: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
-    odd: list[str] = []
-    outside: list[str] = []
-    whole = _Whole()
+    heads: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
+    unexpected: list[str] = []
+    unused: list[str] = []
+    progress = _Progress()
     for called, tensor in found:
         name = _own_name(called, slots)
         if name in slots:
             slot = slots[name]
-            slot.fill(tensor, HOST if slot.layer in at_home else device, called)
+            slot.fill(tensor, HOST if slot.layer in offloaded else device, called)
             filled.add(name)
-            if early is not None and whole.takes(slot) and isinstance(slot.layer, Linear):
-                early(slot.layer)
+            if (
+                on_loaded is not None
+                and slot.ref is not None
+                and progress.completes(slot.ref, slot)
+            ):
+                on_loaded(slot.ref)
         elif name == "lm_head.weight":
-            aside[name] = tensor
+            heads[name] = tensor
         elif not UNUSED.search(name) and not _nothing(name, tensor):
-            (odd if _of_the_decoder(name, len(model.model.layers)) else outside).append(called)
-    _settle_head(model, slots, filled, aside, device)
+            (unexpected if _of_the_decoder(name, len(model.model.layers)) else unused).append(
+                called
+            )
+    _resolve_tied_head(model, slots, filled, heads, device)
     if missing := _missing(slots, filled):
         raise ConfigError(
             f"the checkpoint lacks {len(missing)} of the tensors that config.json asks for: {_some(missing)}"
-            + (f"; it has {_some(odd + outside)}, which have no place" if odd or outside else "")
+            + (
+                f"; it has {_some(unexpected + unused)}, which have no place"
+                if unexpected or unused
+                else ""
+            )
         )
-    if odd:
+    if unexpected:
         raise ConfigError(
-            f"the checkpoint has {len(odd)} tensors that {type(model).__name__} has no place for: {_some(odd)};"
+            f"the checkpoint has {len(unexpected)} tensors that {type(model).__name__} has no place for: {_some(unexpected)};"
             " if config.json is right, --model-impl transformers may run it"
         )
-    if outside:
+    if unused:
         (log.info if wrapped else log.warning)(
-            "%d tensors of the checkpoint are not used: %s", len(outside), _some(outside)
+            "%d tensors of the checkpoint are not used: %s", len(unused), _some(unused)
         )
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.quant_method is not UNQUANTIZED:
-            layer.join()
-            layer.quant_method.after_load(layer)
+    for ref in weights_of(model):
+        ref.convert()
 
 
-class _Whole:
-    """Tracks which plain linears are complete, by counting elements."""
+class _Progress:
+    """Tracks which unquantized weights are complete, by counting elements."""
 
     def __init__(self) -> None:
-        self.left: dict[nn.Module, int] = {}
+        self.left: dict[WeightRef, int] = {}
 
-    def takes(self, slot: WeightSlot) -> bool:
-        """Count this slot's tensor; whether it completes its layer."""
-        layer = slot.layer
-        if not isinstance(layer, Linear) or layer.quant_method is not UNQUANTIZED:
+    def completes(self, ref: WeightRef, slot: WeightSlot) -> bool:
+        """Count this slot's tensor; whether it completes its weight."""
+        if ref.format is not UNQUANTIZED:
             return False
-        numbers = sum(math.prod(p.shape) for p in layer.parameters())
-        self.left[layer] = self.left.get(layer, numbers) - math.prod(slot.shape())
-        return self.left[layer] == 0
+        numbers = sum(p.numel() for p in ref.parameters().values())
+        self.left[ref] = self.left.get(ref, numbers) - math.prod(slot.shape())
+        return self.left[ref] == 0
 
 
 def _own_name(called: str, slots: Mapping[str, WeightSlot]) -> str:
@@ -336,15 +347,15 @@ def _of_the_decoder(name: str, num_layers: int) -> bool:
     return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
 
 
-def _settle_head(
+def _resolve_tied_head(
     model: nn.Module,
     slots: dict[str, WeightSlot],
     filled: set[str],
-    aside: Mapping[str, Tensor],
+    heads: Mapping[str, Tensor],
     device: torch.device,
 ) -> None:
     """Handle a head in the checkpoint of a tied model: if it differs from the embeddings, it replaces the tied head."""
-    table = aside.get("lm_head.weight")
+    table = heads.get("lm_head.weight")
     if table is None:
         return
     embeddings = "model.embed_tokens.weight"

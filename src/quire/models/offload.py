@@ -16,15 +16,13 @@ wait for a copy that began before it, and with offload the host's share of a ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quire.layers.linear import Linear
-from quire.layers.weight_slots import set_parameter
+from quire.layers.weights import TensorRef, weight_tensors, weights_of
 from quire.logging import get_logger
-from quire.quantization.base import PreparedLinearMethod
 
 log = get_logger(__name__)
 
@@ -92,35 +90,6 @@ class Ring:
         self.copied[place] = self.copier.copy(self.copies[layer], after=self.copier.mark())
 
 
-class _Part(NamedTuple):
-    """A tensor of a layer, and the object that has it as an attribute."""
-
-    owner: Any
-    name: str
-    tensor: Tensor
-
-    def become(self, view: Tensor) -> None:
-        if isinstance(self.owner, nn.Module):
-            set_parameter(self.owner, self.name, view)
-        else:
-            setattr(self.owner, self.name, view)
-
-
-def linears(layer: nn.Module) -> list[Linear]:
-    return [module for module in layer.modules() if isinstance(module, Linear)]
-
-
-def parts_of(layer: nn.Module) -> list[_Part]:
-    """The tensors of the layer's linears, plain or quantized."""
-    found = []
-    for linear in linears(layer):
-        found += [_Part(linear, name, p.data) for name, p in linear.named_parameters() if not p.is_meta]  # fmt: skip
-        if isinstance(linear.quant_method, PreparedLinearMethod):
-            weight = linear.quant_method.weight
-            found += [_Part(weight, n, t) for n, t in vars(weight).items() if isinstance(t, Tensor)]
-    return found
-
-
 class Offload:
     """Implements `cpu_offload_gb`: frees at least so many bytes of the device, if the layers have them.
 
@@ -133,21 +102,25 @@ class Offload:
         self.chosen: list[nn.Module] = []
 
     def choose(self, layers: Sequence[nn.Module], shrink: float = 1.0) -> set[nn.Module]:
-        """Choose layers to offload, before the weights are loaded. Returns their linears, to be loaded on the host.
+        """Choose layers to offload, before the weights are loaded. Returns the layers in them that have weights, to be loaded on the host.
 
         Chooses two layers more than needed, since the two places stay on the device.
 
         Args:
             shrink: the size of a loaded weight, as a share of its size by shape and dtype.
         """
-        size = max(shrink * sum(p.numel() * p.element_size() for m in linears(layer) for p in m.parameters()) for layer in layers)  # fmt: skip
+        sizes = [
+            sum(p.nbytes for ref in weights_of(layer) for p in ref.parameters().values())
+            for layer in layers
+        ]
+        size = shrink * max(sizes)
         count = min(len(layers), -int(-self.wanted // size) + PLACES)
         self.chosen = [layers[index * len(layers) // count] for index in range(count)]
-        return {linear for layer in self.chosen for linear in linears(layer)}
+        return {ref.layer for layer in self.chosen for ref in weights_of(layer)}
 
     def take(self) -> None:
         """Move the loaded weights into pinned memory and install the copies. Call once, after loading."""
-        packed = [_Packed(self.copier, parts_of(layer)) for layer in self.chosen]
+        packed = [_Packed(self.copier, weight_tensors(layer)) for layer in self.chosen]
         room = max(each.size for each in packed)
         places = [self.copier.device(room) for _ in range(min(PLACES, len(packed)))]
         ring = Ring(self.copier, [p.laid_in(places[i % PLACES]) for i, p in enumerate(packed)])
@@ -166,8 +139,8 @@ class Offload:
 class _Packed:
     """A layer's tensors in pinned host memory, one after the other."""
 
-    def __init__(self, copier: Copier, parts: Sequence[_Part]):
-        self.parts: list[tuple[int, _Part]] = []
+    def __init__(self, copier: Copier, parts: Sequence[TensorRef]):
+        self.parts: list[tuple[int, TensorRef]] = []
         self.size = 0
         for part in parts:
             self.parts.append((self.size, part))
@@ -177,7 +150,7 @@ class _Packed:
         for index, (at, part) in enumerate(self.parts):
             self._write(at, part.tensor.contiguous().flatten().view(torch.uint8))
             # From now on only its shape is needed: free the memory, one tensor after the other.
-            part.become(part.tensor.to("meta"))
+            part.set(part.tensor.to("meta"))
             self.parts[index] = at, part._replace(tensor=part.tensor.to("meta"))
 
     def _write(self, at: int, source: Tensor) -> None:
@@ -192,7 +165,7 @@ class _Packed:
         """Make the tensors views of a place; returns the copies that fill it."""
         for at, part in self.parts:
             like = part.tensor
-            part.become(place[at : at + like.nbytes].view(like.dtype).view(like.shape))
+            part.set(place[at : at + like.nbytes].view(like.dtype).view(like.shape))
         starts = range(0, self.size, CHUNK)
         return [
             (place[at : at + len(chunk)], chunk)

@@ -22,8 +22,8 @@ from quire.layers.decoder_layer import GatedMLP, Layers, PreNormLayer, SelfAtten
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary
+from quire.layers.weights import PANEL
 from quire.ops.cpu.bindings import Kernels, best
-from quire.quantization.base import PANEL, PreparedLinearMethod
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -86,7 +86,7 @@ def can_fuse(layer: PreNormLayer) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if type(layer) is not PreNormLayer or type(attention) is not SelfAttention:
         return False
-    if type(mlp) is not GatedMLP or not mlp.gate_up.silu or attention.interleaved:
+    if type(mlp) is not GatedMLP or not mlp.gate_up.ref.gated or attention.interleaved:
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
@@ -107,15 +107,11 @@ def _norm_fits(norm: RMSNorm) -> bool:
 
 def _weight(linear: Linear) -> CWeight | None:
     """The C description of the weight; None if the kernels do not multiply it, or its last panel is not full."""
-    scheme, outs, ins = linear.quant_method, linear.num_out, linear.num_in
-    if (
-        outs % PANEL
-        or not isinstance(scheme, PreparedLinearMethod)
-        or scheme.weight.kernels is None
-    ):
+    prepared, bias_O = linear.ref.prepared, linear.ref.bias
+    if prepared is None or prepared.kernels is None or prepared.outs % PANEL:
         return None
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return CWeight(**scheme.weight.told(), bias=bias, outs=outs, ins=ins)
+    bias = None if bias_O is None else bias_O.data_ptr()
+    return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.outs, ins=prepared.ins)
 
 
 class FusedLayer:
@@ -167,7 +163,7 @@ class FusedLayer:
             None if k_norm is None else k_norm.weight.data_ptr(),
             *told[:4],
             None if self.sinks_H is None else self.sinks_H.data_ptr(),
-            told[4], attention.qkv.num_in, attention.heads, attention.kv_heads, attention.size,
+            told[4], attention.qkv.ref.num_in, attention.heads, attention.kv_heads, attention.size,
             attention.rope, block_size, spec.window or 0,
             self.layer.input_layernorm.eps, 0.0 if q_norm is None else q_norm.eps,
             spec.scale, spec.softcap or 0.0,

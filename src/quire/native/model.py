@@ -14,7 +14,6 @@ import torch
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
 from quire.native.fused_decoder import CWeight, FusedDecoder
-from quire.quantization.base import Weight
 from quire.quantization.bf16_packed import PackedBf16Weight
 
 _P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -60,17 +59,14 @@ def _table(embedding: Embedding) -> tuple[int, bool] | None:
     if type(embedding) is not Embedding or embedding.scale is not None:
         return None
     weight = embedding.weight
-    if embedding.rows is not None:
-        packed = getattr(embedding.rows, "__self__", None)
+    if (packed := embedding.packed) is not None:
         return (packed.address, True) if isinstance(packed, PackedBf16Weight) else None
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
     return (weight.data_ptr(), False) if fits else None
 
 
 def _head(head: Head) -> CWeight | None:
-    weight = getattr(head.multiply, "__self__", None)
-    if type(head) is not Head or head.bias is not None or not isinstance(weight, Weight):
+    prepared = head.ref.prepared
+    if type(head) is not Head or prepared is None or prepared.kernels is None:
         return None
-    if weight.kernels is None or weight.gated:
-        return None
-    return CWeight(**weight.told(), outs=weight.padded, ins=weight.ins)
+    return CWeight(**prepared.kernel_args(), outs=prepared.padded, ins=prepared.ins)

@@ -17,6 +17,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from torch import Tensor
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -72,3 +74,12 @@ def bind(kinds: Sequence[str]) -> dict[str, str]:
         kind = next((k for k in kinds if k in each.implementations), "reference")
         each.run, chosen[name] = each.implementations[kind], kind
     return chosen
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton kernels run on x's device."""
+    try:
+        from quire.ops.triton.launch import runs_on
+    except ImportError:
+        return False
+    return runs_on(x)

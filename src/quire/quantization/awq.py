@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, StoredTensor
-from quire.quantization.checkpoint_scheme import CheckpointLinearMethod, become_grouped
+from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.quantization.checkpoint_format import QuantizedFormat
 from quire.quantization.group_quant import fields
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Field PLACES[i] of a word holds output i of eight."""
 
 
-class Awq(CheckpointLinearMethod):
+class AwqFormat(QuantizedFormat):
     """qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -27,10 +27,10 @@ class Awq(CheckpointLinearMethod):
             "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
         }
 
-    def convert(self, layer: Linear) -> None:
-        q_OI, zero_OG = (_outputs(layer.get_parameter(name)) for name in ("qweight", "qzeros"))
-        scale_OG = layer.get_parameter("scales").data.T
-        become_grouped(layer, q_OI, scale_OG, zero_OG, 4, apart=self.apart)
+    def convert(self, ref: WeightRef) -> Converted:
+        q_OI, zero_OG = (_outputs(ref.tensor(name)) for name in ("qweight", "qzeros"))
+        scale_OG = ref.tensor("scales").T
+        return self.grouped(ref, q_OI, scale_OG, zero_OG, 4)
 
 
 def _outputs(words: Tensor) -> Tensor:

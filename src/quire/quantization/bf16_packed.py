@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.layers.weights import PANEL, PreparedWeight
 from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
-from quire.quantization.base import PANEL, Weight
 
 
-class PackedBf16Weight(Weight):
+class PackedBf16Weight(PreparedWeight):
     """A bfloat16 weight in panels; O is padded to whole panels."""
 
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):
@@ -32,7 +32,7 @@ class PackedBf16Weight(Weight):
     @staticmethod
     def takes(weight_OI: Tensor, gated: bool = False) -> bool:
         outs, ins = weight_OI.shape
-        return weight_OI.dtype == torch.bfloat16 and Weight.fits(outs, ins, gated, PANEL)
+        return weight_OI.dtype == torch.bfloat16 and PreparedWeight.fits(outs, ins, gated, PANEL)
 
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear(
@@ -40,7 +40,7 @@ class PackedBf16Weight(Weight):
             self.padded, self.ins, self.gated,
         )  # fmt: skip
 
-    def told(self) -> dict[str, Any]:
+    def kernel_args(self) -> dict[str, Any]:
         return {"data": self.address}
 
     def rows(self, ids_T: Tensor) -> Tensor:

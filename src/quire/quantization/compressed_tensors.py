@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, StoredTensor
-from quire.quantization.base import install_weight
-from quire.quantization.checkpoint_scheme import (
-    CheckpointLinearMethod,
-    become_grouped,
+from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.quantization.checkpoint_format import (
+    QuantizedFormat,
     by_output,
     optional_tensor,
 )
@@ -23,7 +21,7 @@ from quire.quantization.int8 import Int8Weight
 from quire.quantization.int8_codes import Int8Codes
 
 
-class CompressedInt8(CheckpointLinearMethod):
+class CompressedInt8Format(QuantizedFormat):
     """weight [O, I] int8, weight_scale [O, 1] or [1]."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -32,16 +30,15 @@ class CompressedInt8(CheckpointLinearMethod):
             "weight_scale": scales(self.layout.strategy, num_out),
         }
 
-    def convert(self, layer: Linear) -> None:
-        scale_O = scale_by_output(layer, self.layout.strategy)
-        weight = layer.get_parameter("weight").data
-        if self.apart:
-            install_weight(layer, Int8Codes(weight, scale_O, layer.silu))
-        else:
-            install_weight(layer, Int8Weight(weight, scale_O, layer.silu, self.kernels(layer)))
+    def convert(self, ref: WeightRef) -> Converted:
+        scale_O = scale_by_output(ref, self.layout.strategy)
+        weight = ref.tensor("weight")
+        if self.accelerator:
+            return Int8Codes(weight, scale_O, ref.gated)
+        return Int8Weight(weight, scale_O, ref.gated, self.kernels(ref))
 
 
-class CompressedPacked(CheckpointLinearMethod):
+class CompressedPackedFormat(QuantizedFormat):
     """weight_packed [O, I / n], weight_scale [O, G], weight_zero_point [O / n, G], weight_g_idx [I]; n fields per word.
 
     The checkpoint stores fields and zero points as unsigned integers: the signed value plus half the range.
@@ -61,25 +58,25 @@ class CompressedPacked(CheckpointLinearMethod):
             **({} if self.layout.symmetric else {"weight_zero_point": zeros}),
         }
 
-    def convert(self, layer: Linear) -> None:
+    def convert(self, ref: WeightRef) -> Converted:
         bits = self.layout.bits
-        q_OI = fields(layer.get_parameter("weight_packed"), bits).flatten(1)[:, : layer.num_in]
+        q_OI = fields(ref.tensor("weight_packed"), bits).flatten(1)[:, : ref.num_in]
         if self.layout.strategy == "group":
-            scale_OG = layer.get_parameter("weight_scale").data
+            scale_OG = ref.tensor("weight_scale")
         else:
-            scale_OG = scale_by_output(layer, self.layout.strategy)[:, None]
-        groups_PI = optional_tensor(layer, "weight_g_idx") if self.layout.ordered else None
-        zero_OG = self._zeros(layer, scale_OG)
-        become_grouped(layer, q_OI, scale_OG, zero_OG, bits, groups_PI, self.apart)
+            scale_OG = scale_by_output(ref, self.layout.strategy)[:, None]
+        groups_PI = optional_tensor(ref, "weight_g_idx") if self.layout.ordered else None
+        zero_OG = self._zeros(ref, scale_OG)
+        return self.grouped(ref, q_OI, scale_OG, zero_OG, bits, groups_PI)
 
-    def _zeros(self, layer: Linear, scale_OG: Tensor) -> Tensor:
+    def _zeros(self, ref: WeightRef, scale_OG: Tensor) -> Tensor:
         bits = self.layout.bits
         if self.layout.symmetric:
             return torch.full_like(scale_OG, 1 << (bits - 1), dtype=torch.uint8)
-        words = layer.get_parameter("weight_zero_point").data
+        words = ref.tensor("weight_zero_point")
         per = 32 // bits
         parts, at = [], 0
-        for width in layer.outputs:  # each part starts a new word
+        for width in ref.outputs:  # each part starts a new word
             rows = -(-width // per)
             part = fields(words[at : at + rows], bits).permute(0, 2, 1).flatten(0, 1)
             parts.append(part[:width])
@@ -94,6 +91,6 @@ def scales(strategy: str, num_out: int) -> StoredTensor:
     return StoredTensor((num_out, 1), torch.float32)
 
 
-def scale_by_output(layer: Linear, strategy: str) -> Tensor:
-    scale = layer.get_parameter("weight_scale").data
-    return by_output(scale, layer) if strategy == "tensor" else scale.flatten()
+def scale_by_output(ref: WeightRef, strategy: str) -> Tensor:
+    scale = ref.tensor("weight_scale")
+    return by_output(scale, ref) if strategy == "tensor" else scale.flatten()

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.layers.weights import PreparedWeight
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
+from quire.ops.dispatch import runs_triton
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import Weight, runs_triton
 
 log = get_logger(__name__)
 
@@ -42,7 +43,7 @@ def quantize(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
     return codes, scale if wide else scale[:, 0]
 
 
-class Float8Weight(Weight):
+class Float8Weight(PreparedWeight):
     """A weight that is q_OI times its scale.
 
     Args:
@@ -57,7 +58,7 @@ class Float8Weight(Weight):
         self.wide, self.high = wide, high
 
     @classmethod
-    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> Weight:
+    def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> PreparedWeight:
         """Quantize a weight of any float dtype, with one scale per output."""
         outs, ins = weight_OI.shape
         q_OI = torch.empty(outs, ins, dtype=E4M3, device=weight_OI.device)
@@ -71,7 +72,7 @@ class Float8Weight(Weight):
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
         if not runs_triton(x_TI):
-            return self.plainly(x_TI, bias_O)
+            return self.reference(x_TI, bias_O)
         from quire.ops.triton import fp8_gemm
 
         shape = (len(x_TI), self.outs, self.ins, x_TI.dtype, self.wide)
@@ -83,7 +84,7 @@ class Float8Weight(Weight):
             y_TO = fp8_gemm.product(coded, weight, bias_O, x_TI.dtype, self.wide, self.high)
         return silu_and_mul(y_TO) if self.gated else y_TO
 
-    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition. Factors have 4 significant bits, so their products sum exactly in float64."""
         x_q, scale_x = quantize(x_TI, self.wide)
         if self.wide:
@@ -106,9 +107,6 @@ class Float8Weight(Weight):
         by_row = self.scale.repeat_interleave(self.high, 0)[: self.outs]
         return self.q_OI.float() * by_row.repeat_interleave(self.wide, 1)[:, : self.ins]
 
-    def told(self) -> dict[str, Any]:
-        raise NotImplementedError("no kernel of a whole layer takes 8-bit floats")
-
 
 def scaled_product(
     x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias_O: Tensor | None, dtype: torch.dtype
@@ -128,7 +126,7 @@ def torch_can(device: torch.device) -> bool:
     made = torch.Generator().manual_seed(0)
     weight: Any = Float8Weight.of(torch.randn(256, 512, generator=made).to(device), False)
     x_TI = torch.randn(128, 512, generator=made).to(device).bfloat16()
-    want = weight.plainly(x_TI, None).float()
+    want = weight.reference(x_TI, None).float()
     try:
         pair = (weight.q_OI, weight.scale)
         bias = torch.zeros(256, dtype=x_TI.dtype, device=device)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.linear import Linear, StoredTensor
+from quire.layers.weights import Converted, StoredTensor, WeightRef
 from quire.logging import get_logger
-from quire.quantization.base import install_weight
-from quire.quantization.checkpoint_scheme import CheckpointLinearMethod
+from quire.quantization.checkpoint_format import QuantizedFormat
 from quire.quantization.compressed_tensors import scale_by_output, scales
 from quire.quantization.fp8 import WIDTHS, Float8Weight
 
 log = get_logger(__name__)
 
 
-class Float8(CheckpointLinearMethod):
+class RequantizedFp8Format(QuantizedFormat):
     """weight [O, I] float8_e4m3; weight_scale [1], [O, 1], or [R, G] for blocks (then maybe named weight_scale_inv)."""
 
     @property
@@ -39,47 +38,45 @@ class Float8(CheckpointLinearMethod):
             self.scale: found,
         }
 
-    def convert(self, layer: Linear) -> None:
-        install_weight(layer, self.make(self.floats(layer), layer.silu, self.kernels(layer)))
+    def convert(self, ref: WeightRef) -> Converted:
+        return self.make(self.floats(ref), ref.gated, self.kernels(ref))
 
-    def floats(self, layer: Linear) -> Tensor:
+    def floats(self, ref: WeightRef) -> Tensor:
         """The dequantized weight, [O, I]."""
-        weight_OI = layer.get_parameter("weight").float()
+        weight_OI = ref.tensor("weight").float()
         if self.layout.strategy == "block":
-            scale_OI = self.by_row(layer).repeat_interleave(self.layout.block[1], 1)
-            return weight_OI * scale_OI[:, : layer.num_in]
-        return weight_OI * scale_by_output(layer, self.layout.strategy)[:, None]
+            scale_OI = self.by_row(ref).repeat_interleave(self.layout.block[1], 1)
+            return weight_OI * scale_OI[:, : ref.num_in]
+        return weight_OI * scale_by_output(ref, self.layout.strategy)[:, None]
 
-    def by_row(self, layer: Linear) -> Tensor:
+    def by_row(self, ref: WeightRef) -> Tensor:
         """Scales of blocks, repeated for each output: [O, G]."""
         high = self.layout.block[0]
-        scale = layer.get_parameter(self.scale).data
+        scale = ref.tensor(self.scale)
         parts, at = [], 0
-        for width in layer.outputs:  # each part starts a new block
+        for width in ref.outputs:  # each part starts a new block
             rows = -(-width // high)
             parts.append(scale[at : at + rows].repeat_interleave(high, 0)[:width])
             at += rows
         return torch.cat(parts)
 
 
-class Float8Kept(Float8):
+class Fp8Format(RequantizedFp8Format):
     """The same, multiplied as fp8 without a second rounding.
 
     One scale for a whole part becomes one per output, so that parts with different scales form one matrix.
     """
 
-    def convert(self, layer: Linear) -> None:
-        q_OI, strategy = layer.get_parameter("weight").data, self.layout.strategy
+    def convert(self, ref: WeightRef) -> Converted:
+        q_OI, strategy = ref.tensor("weight"), self.layout.strategy
         high, wide = self.layout.block
         if strategy != "block":
-            weight = Float8Weight(q_OI, scale_by_output(layer, strategy), layer.silu)
-        elif wide not in WIDTHS:
-            log.warning("blocks of %d inputs are made anew, with a scale a row", wide)
-            install_weight(layer, Float8Weight.of(self.floats(layer), layer.silu))
-            return
-        elif any(width % high for width in layer.outputs[:-1]):
-            weight = Float8Weight(q_OI, self.by_row(layer), layer.silu, wide)
-        else:
-            scale_RG = layer.get_parameter(self.scale).data
-            weight = Float8Weight(q_OI, scale_RG, layer.silu, wide, high)
-        install_weight(layer, weight)
+            return Float8Weight(q_OI, scale_by_output(ref, strategy), ref.gated)
+        if wide not in WIDTHS:
+            log.warning(
+                "fp8 blocks of %d inputs are quantized again, with one scale per output", wide
+            )
+            return Float8Weight.of(self.floats(ref), ref.gated)
+        if any(width % high for width in ref.outputs[:-1]):
+            return Float8Weight(q_OI, self.by_row(ref), ref.gated, wide)
+        return Float8Weight(q_OI, ref.tensor(self.scale), ref.gated, wide, high)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.linear import Linear, StoredTensor
-from quire.quantization.checkpoint_scheme import (
-    CheckpointLinearMethod,
-    become_grouped,
+from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.quantization.checkpoint_format import (
+    QuantizedFormat,
     optional_tensor,
 )
 from quire.quantization.group_quant import fields
 
 
-class Gptq(CheckpointLinearMethod):
+class GptqFormat(QuantizedFormat):
     """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` bits per word."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -33,12 +32,12 @@ class Gptq(CheckpointLinearMethod):
             "g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
         }
 
-    def convert(self, layer: Linear) -> None:
+    def convert(self, ref: WeightRef) -> Converted:
         bits = self.layout.bits
-        q_OI = fields(layer.get_parameter("qweight"), bits).permute(1, 0, 2).flatten(1)
-        zero_GO = fields(layer.get_parameter("qzeros"), bits).flatten(1)
+        q_OI = fields(ref.tensor("qweight"), bits).permute(1, 0, 2).flatten(1)
+        zero_GO = fields(ref.tensor("qzeros"), bits).flatten(1)
         if self.layout.shifted:
             zero_GO = (zero_GO + 1) & ((1 << bits) - 1)
-        scale_OG = layer.get_parameter("scales").data.T
-        groups_PI = optional_tensor(layer, "g_idx")
-        become_grouped(layer, q_OI, scale_OG, zero_GO.T, bits, groups_PI, self.apart)
+        scale_OG = ref.tensor("scales").T
+        groups_PI = optional_tensor(ref, "g_idx")
+        return self.grouped(ref, q_OI, scale_OG, zero_GO.T, bits, groups_PI)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.layers.weights import PANEL, PreparedWeight
 from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import PANEL, Weight
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int8 import Int8Weight, quantize
 
@@ -62,7 +62,7 @@ def quantize_groups_by(kernels: Kernels | None, weight_OI: Tensor, group: int) -
     return Grouped(q_OI, scale_OG, zero_OG)
 
 
-class Int4Weight(Weight):
+class Int4Weight(PreparedWeight):
     """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers."""
 
     def __init__(self, grouped: Grouped, gated: bool, kernels: Kernels | None):
@@ -72,7 +72,7 @@ class Int4Weight(Weight):
         super().__init__(outs, ins, gated, kernels)
         self.group, self.order_I = grouped.group, grouped.order_I
         if kernels is None:
-            self.plain = grouped
+            self.q_OI, self.scale_OG, self.zero_OG = grouped.q_OI, grouped.scale_OG, grouped.zero_OG
             return
         self.data = self._panels(grouped.q_OI)
         self.scale_PGO = self._by_panel(grouped.scale_OG)
@@ -81,7 +81,7 @@ class Int4Weight(Weight):
     @classmethod
     def of(
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None, group: int = GROUP
-    ) -> Weight:
+    ) -> PreparedWeight:
         """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
         sizes = (size for size in (128, 64, 32) if size <= group)
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
@@ -96,26 +96,22 @@ class Int4Weight(Weight):
             self.padded, self.ins, self.group, self.gated,
         )  # fmt: skip
 
-    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition."""
-        weight, group = self.plain, self.group
+        group = self.group
         x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I.long()]
         y_TO = torch.zeros(len(x_TI), self.outs)
         for g in range(self.ins // group):
             at = slice(g * group, (g + 1) * group)
             x_TS, scale_T = quantize(x_TI[:, at])
             x_TS = x_TS.double()
-            sums = x_TS @ weight.q_OI[:, at].double().T
-            sums -= x_TS.sum(1, keepdim=True) * weight.zero_OG[:, g].double()
-            y_TO += sums.float() * (scale_T[:, None] * weight.scale_OG[:, g])
+            sums = x_TS @ self.q_OI[:, at].double().T
+            sums -= x_TS.sum(1, keepdim=True) * self.zero_OG[:, g].double()
+            y_TO += sums.float() * (scale_T[:, None] * self.scale_OG[:, g])
         y_TO = (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
         return silu_and_mul(y_TO) if self.gated else y_TO
 
-    def tensors(self) -> list[Tensor]:
-        plain = vars(self.plain).values() if self.kernels is None else ()
-        return super().tensors() + [value for value in plain if isinstance(value, Tensor)]
-
-    def told(self) -> dict[str, Any]:
+    def kernel_args(self) -> dict[str, Any]:
         parts = {
             "data": self.data,
             "scale": self.scale_PGO,

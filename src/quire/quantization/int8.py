@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.layers.weights import PreparedWeight
 from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import Weight
 
 STEP = 64
 MOST = 127
@@ -52,7 +52,7 @@ def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Ten
     return q_OI, scale_O
 
 
-class Int8Weight(Weight):
+class Int8Weight(PreparedWeight):
     """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers.
 
     Args:
@@ -87,7 +87,7 @@ class Int8Weight(Weight):
             bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI), self.padded, self.ins, self.gated,
         )  # fmt: skip
 
-    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition. Integers up to 127 * 127 * I are exact in float64."""
         x_q, scale_T = quantize(x_TI)
         sums = (x_q.double() @ self.q_OI.double().T).float()
@@ -95,6 +95,6 @@ class Int8Weight(Weight):
         y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
         return silu_and_mul(y) if self.gated else y
 
-    def told(self) -> dict[str, Any]:
+    def kernel_args(self) -> dict[str, Any]:
         parts = {"data": self.data, "scale": self.scale_O, "sum": self.sum_O}
         return {name: part.data_ptr() for name, part in parts.items()}

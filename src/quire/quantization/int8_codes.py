@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.ops.cpu.bindings import Kernels
+from quire.ops.dispatch import runs_triton
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import runs_triton
 from quire.quantization.int8 import Int8Weight
 
 
@@ -25,7 +25,7 @@ class Int8Codes(Int8Weight):
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
         if not runs_triton(x_TI):
-            return self.plainly(x_TI, bias_O)
+            return self.reference(x_TI, bias_O)
         from quire.ops.triton import int8_gemm
 
         weight = self.q_OI, self.scale_O

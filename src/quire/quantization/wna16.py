@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quire.layers.weights import PreparedWeight
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
-from quire.quantization.base import Weight
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import GROUP, quantize_groups
 from quire.quantization.int8_codes import Int8Codes
 
 
-class FewBitsWeight(Weight):
+class FewBitsWeight(PreparedWeight):
     """A packed weight of grouped integers.
 
     Args:
@@ -49,7 +49,7 @@ class FewBitsWeight(Weight):
     @classmethod
     def int4(
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None, group: int = GROUP
-    ) -> Weight:
+    ) -> PreparedWeight:
         """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
         sizes = (size for size in (128, 64, 32) if size <= group)
         group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
@@ -63,14 +63,14 @@ class FewBitsWeight(Weight):
 
         x_TI = x_TI.reshape(-1, self.ins)
         if not runs_on(x_TI):
-            return self.plainly(x_TI, bias_O)
+            return self.reference(x_TI, bias_O)
         if self.order_I is not None:
             x_TI = x_TI.index_select(1, self.order_I)
         way = wna16_gemm.product if len(x_TI) <= wna16_gemm.MANY else wna16_gemm.by_library
         y_TO = way(x_TI, self.data, self.scale_GO, self.zero_GO, bias_O, self.step)
         return silu_and_mul(y_TO) if self.gated else y_TO
 
-    def plainly(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition, in float64."""
         y = x_TI.double() @ self.floats().double().T
         y = (y if bias_O is None else y + bias_O.double()).to(x_TI.dtype)

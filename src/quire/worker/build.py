@@ -89,7 +89,7 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
         from quire.models.load import build_model
         from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
-        from quire.quantization.apply import bytes_held
+        from quire.quantization.apply import weight_bytes
         from quire.worker.module_hooks import ModuleHooks
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.sampling.load_processors import load_processors
@@ -104,7 +104,7 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
         model = build_model(resolved, platform, build_offload(resolved, platform))
     with stages("allocate the KV cache"):
         specs = layer_specs(resolved, model)
-        plan = replan(resolved, forecast, bytes_held(model), specs)
+        plan = replan(resolved, forecast, weight_bytes(model), specs)
         log.info("memory plan\n%s", table(plan.table()))
         storages = allocate_kv_cache(resolved, platform, model, plan)
     batcher = build_batcher(resolved, platform, plan)

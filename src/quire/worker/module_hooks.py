@@ -15,9 +15,6 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from quire.errors import QuireError, Unsupported, ValidationError
-from quire.layers.attention import Attention
-from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
 from quire.worker.worker import Worker
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -115,9 +112,7 @@ class ModuleHooks:
 
 def is_called(module: nn.Module) -> bool:
     """Whether unfused code calls this module itself. Of some modules it calls other methods."""
-    if isinstance(module, Linear):
-        return not module.silu
-    return not isinstance(module, RMSNorm | Attention)
+    return getattr(module, "is_called", True)
 
 
 def registered_hooks(model: Any) -> Found:

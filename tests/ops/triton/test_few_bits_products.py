@@ -47,7 +47,7 @@ def test_products_are_the_definitions(bits: int, dtype: torch.dtype) -> None:
         for tokens in (1, rng.randint(2, 40)):
             x = torch.randn(tokens, made.ins, device=DEVICE).to(dtype)
             bias = rng.choice([None, torch.randn(made.outs, device=DEVICE).to(dtype)])
-            want = made.plainly(x, bias)
+            want = made.reference(x, bias)
             assert away(made.multiply(x, bias), want) < CLOSE[dtype]
 
 
@@ -58,7 +58,7 @@ def test_tiles_parts_and_the_library_agree() -> None:
     x = torch.randn(19, made.ins, device=DEVICE)
     bias = torch.randn(40, device=DEVICE)
     given = (made.data, made.scale_GO, made.zero_GO, bias, made.step)
-    want = made.plainly(x, bias)
+    want = made.reference(x, bias)
     for parts in (1, 2, 4, 9):
         assert away(wna16_gemm.product(x, *given, tile=SMALL, parts=parts), want) < 2e-6
     assert away(wna16_gemm.by_library(x, *given), want) < 2e-6
@@ -70,4 +70,4 @@ def test_a_weight_is_made_16_bits_some_outputs_at_a_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(wna16_gemm, "AT_ONCE", 17 * made.ins)
     monkeypatch.setattr(wna16_gemm, "MANY", 2)
     x = torch.randn(3, made.ins, device=DEVICE)
-    assert away(made.multiply(x), made.plainly(x, None)) < 2e-6
+    assert away(made.multiply(x), made.reference(x, None)) < 2e-6

@@ -82,7 +82,7 @@ def test_products_equal_the_definition(wide: int, high: int, dtype: torch.dtype)
     torch.manual_seed(wide + high)
     for _ in range(3):
         weight, x, bias = problem(rng, wide, high, dtype)
-        want = weight.plainly(x, bias)
+        want = weight.reference(x, bias)
         coded, pair = fp8_gemm.codes(x, wide), (weight.q_OI, weight.scale)
         tile = SMALL._replace(inputs=wide or rng.choice([32, 64]))
         for parts in (1, 3):
@@ -99,7 +99,7 @@ def test_tiles_of_many_rows_are_all_visited() -> None:
     x = x.to(DEVICE)
     pair = weight.q_OI, weight.scale
     got = fp8_gemm.product(fp8_gemm.codes(x), pair, None, torch.float32, tile=SMALL, parts=1)
-    assert away(got, weight.plainly(x, None)) < 2e-6
+    assert away(got, weight.reference(x, None)) < 2e-6
 
 
 @needs_row_invariance
@@ -119,7 +119,7 @@ def test_a_gated_weight_and_a_view_of_x() -> None:
     weight = Float8Weight.of(torch.randn(64, 96).to(DEVICE), True)
     x = torch.randn(7, 200, device=DEVICE)[:, 50:146]
     assert weight.multiply(x).shape == (7, 32)
-    assert away(weight.multiply(x), weight.plainly(x, None)) < 2e-6
+    assert away(weight.multiply(x), weight.reference(x, None)) < 2e-6
     assert weight.multiply(x[:0]).shape == (0, 32)
 
 
@@ -171,7 +171,7 @@ def test_torchs_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.randn(64, device=DEVICE).bfloat16(),
     )
     got = scaled_product(quantize(x), (weight.q_OI, weight.scale), bias, torch.bfloat16)
-    assert away(got, weight.plainly(x, bias)) < CLOSE[torch.bfloat16]
+    assert away(got, weight.reference(x, bias)) < CLOSE[torch.bfloat16]
     fresh = fp8.torch_can.__wrapped__
     assert fresh(torch.device(DEVICE))
     monkeypatch.setattr(fp8, "scaled_product", lambda x, w, bias, dtype: x[0].to(dtype)[:, :256])

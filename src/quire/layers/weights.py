@@ -1,0 +1,303 @@
+"""The weights of layers: the one interface to load, quantize, pack, move, offload and count them.
+
+Knows where the tensors of a weight are, their names in checkpoints, and what multiplies by the weight. Does not know any
+checkpoint format or quantization method: `quantization/` has them.
+
+Shape suffixes: T tokens, I inputs, O outputs, W width of the result: O, or half of it if gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
+from quire.ops.cpu.bindings import Kernels
+from quire.ops.reference import linear, silu_and_mul
+
+PANEL = 32
+"""Outputs that the CPU kernels compute at once."""
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a checkpoint format.
+
+    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs; each part of the weight starts a new
+    element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
+    `optional`: a checkpoint may lack it; the parameter then stays on "meta".
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int = 0
+    pack_factor: int = 1
+    per_part: bool = False
+    optional: bool = False
+
+    def lengths(self, outputs: Sequence[int]) -> list[int]:
+        """Length of each part's tensor along `dim`."""
+        return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
+
+    def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the parameter that holds all parts."""
+        total = sum(self.lengths(outputs))
+        if self.per_part:
+            return (total, *self.shape)
+        return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])
+
+
+class CheckpointFormat:
+    """How a checkpoint stores a weight. The base: as one tensor in the model's dtype."""
+
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        """Name -> tensor; the name is the parameter's and the last component of the checkpoint's."""
+        return {"weight": StoredTensor((num_out, num_in), dtype)}
+
+    def convert(self, ref: WeightRef) -> Converted:
+        """The weight that the loaded tensors represent."""
+        return ref.tensor("weight")
+
+
+UNQUANTIZED = CheckpointFormat()
+
+
+class PreparedWeight:
+    """A weight [O, I] in the form of a quantization method, or packed: in panels for the CPU kernels, or in plain
+    tensors without them.
+
+    A subclass defines the form, the arguments of the kernels (`kernel_args`, `run`) and the meaning (`reference`).
+    With `gated`, the result is silu(first half of the outputs) * second half.
+    """
+
+    rows: Callable[[Tensor], Tensor] | None = None
+    """ids_T -> rows of the weight, [T, I]; None if they cannot be read from this form."""
+
+    def __init__(self, outs: int, ins: int, gated: bool, kernels: Kernels | None):
+        self.outs, self.ins, self.gated, self.kernels = outs, ins, gated, kernels
+        self.padded = -(-outs // PANEL) * PANEL  # whole panels
+
+    @staticmethod
+    def fits(outs: int, ins: int, gated: bool, step: int) -> bool:
+        """Whether the kernels can multiply a weight of this shape; `step`: inputs that they process at once."""
+        return ins % step == 0 and (outs % (2 * PANEL) == 0 or not gated)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x times the weight transposed, plus bias."""
+        if self.kernels is None:
+            return self.reference(x_TI, bias_O)
+        if x_TI.dim() != 2 or x_TI.stride(-1) != 1:
+            x_TI = x_TI.reshape(-1, self.ins).contiguous()
+        width = self.padded // 2 if self.gated else self.padded
+        y_TW = torch.empty((len(x_TI), width), dtype=torch.bfloat16)
+        bias_O = self.pad_bias(bias_O)
+        self.run(self.kernels, x_TI, None if bias_O is None else bias_O.data_ptr(), y_TW)
+        return y_TW if self.gated or self.padded == self.outs else y_TW[:, : self.outs]
+
+    def pad_bias(self, bias_O: Tensor | None) -> Tensor | None:
+        """The bias, padded to whole panels."""
+        if bias_O is None or self.kernels is None or len(bias_O) == self.padded:
+            return bias_O
+        return F.pad(bias_O, (0, self.padded - len(bias_O)))
+
+    def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
+        """Multiply by the kernels; `bias`: its address."""
+        raise NotImplementedError
+
+    def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Multiply in plain torch: the definition."""
+        raise NotImplementedError
+
+    def kernel_args(self) -> dict[str, Any]:
+        """Fields of the C struct `Weight` (kernels/layer.h), except the bias and the shape."""
+        raise NotImplementedError(f"no kernel of a whole layer takes a {type(self).__name__}")
+
+
+Converted = PreparedWeight | Tensor
+"""A weight, prepared or as floats [O, I]."""
+
+
+class TensorRef(NamedTuple):
+    """A tensor, and the object that has it as an attribute."""
+
+    owner: nn.Module | PreparedWeight
+    name: str
+    tensor: Tensor
+
+    def set(self, tensor: Tensor) -> None:
+        """Replace the tensor."""
+        if isinstance(self.owner, nn.Module):
+            set_parameter(self.owner, self.name, tensor)
+        else:
+            setattr(self.owner, self.name, tensor)
+
+
+class WeightRef:
+    """One weight [O, I] of a layer, which multiplies by it. `Layer.weights` lists them.
+
+    Args:
+        layer: registers the tensors as its parameters.
+        num_out: outputs; or parts {"q_proj": 64, "k_proj": 32, ...}, by their checkpoint names under the parent of
+            `layer`. The weight concatenates the parts.
+        bias: whether there is a bias [O].
+        packed: the name under which some checkpoints store all parts concatenated.
+        gated: the product is silu(first half of the outputs) * second half.
+        prefix: begins the names of the parameters, for a layer with several weights.
+
+    Attributes:
+        format: how the checkpoint stores it; `UNQUANTIZED` once it is loaded.
+        prepared: what multiplies; None: the parameter `weight`.
+    """
+
+    is_head = False
+    """Whether it computes logits: that allows less error than other weights."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        num_in: int,
+        num_out: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        packed: str | None = None,
+        gated: bool = False,
+        prefix: str = "",
+    ):
+        self.layer, self.num_in, self.prefix = layer, num_in, prefix
+        self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
+        self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
+        self.packed, self.gated = packed, gated
+        self.dtype = torch.get_default_dtype()
+        self.prepared: PreparedWeight | None = None
+        self.layout: dict[str, StoredTensor] = {}
+        self.use(UNQUANTIZED)
+        layer.register_parameter(prefix + "bias", None)
+        if bias:
+            layer.new(prefix + "bias", self.num_out)
+
+    # -- while the checkpoint is loaded
+    def use(self, form: CheckpointFormat) -> None:
+        """Set the checkpoint format and register its tensors, before any is loaded."""
+        self._set_layout(form)
+        for name, stored in self.layout.items():
+            empty = torch.empty(stored.shape_for(self.outputs), dtype=stored.dtype)
+            set_parameter(self.layer, self.prefix + name, empty)
+
+    def _set_layout(self, form: CheckpointFormat) -> None:
+        for name in self.layout:
+            delattr(self.layer, self.prefix + name)
+        self.format = form
+        self.layout = dict(form.stored(self.num_in, self.num_out, self.dtype))
+
+    def checkpoint_names(self, path: str) -> list[str]:
+        """Name of each part in a checkpoint, for a layer at `path` in the model."""
+        parent = path.rpartition(".")[0]
+        return [f"{parent}.{part}" for part in self.parts] or [path]
+
+    def slots(self, path: str) -> dict[str, WeightSlot]:
+        """Checkpoint name -> slot, for a layer at `path` in the model."""
+        layout = dict(self.layout)
+        if self.bias is not None:
+            layout["bias"] = StoredTensor((self.num_out,), self.dtype)
+        found = {}
+        for name, stored in layout.items():
+            whole = WeightSlot(
+                self.layer, self.prefix + name, per_part=stored.per_part, optional=stored.optional, ref=self
+            )  # fmt: skip
+            if not self.parts:
+                found[f"{path}.{name}"] = whole
+                continue
+            if self.packed:
+                found[f"{path.rpartition('.')[0]}.{self.packed}.{name}"] = whole
+            start, dim = 0, 0 if stored.per_part else stored.dim
+            lengths = stored.lengths(self.outputs)
+            for part, length in zip(self.checkpoint_names(path), lengths, strict=True):
+                found[f"{part}.{name}"] = whole._replace(dim=dim, start=start, length=length)
+                start += length
+        return found
+
+    def convert(self) -> None:
+        """Convert the loaded tensors of a quantized checkpoint; nothing if it is not quantized."""
+        if self.format is UNQUANTIZED:
+            return
+        self.join()
+        found = self.format.convert(self)
+        if isinstance(found, PreparedWeight):
+            self.install(found)
+        else:
+            self._set_layout(UNQUANTIZED)
+            set_parameter(self.layer, self.prefix + "weight", found.to(self.dtype))
+
+    def join(self) -> None:
+        """Store the deferred tensors of this weight."""
+        self.layer.join({self.prefix + name for name in (*self.layout, "bias")})
+
+    # -- once it is loaded
+    def install(self, prepared: PreparedWeight) -> None:
+        """Multiply by `prepared`, and free the other tensors."""
+        self.prepared = prepared
+        bias_O = prepared.pad_bias(self.bias)
+        if bias_O is not None and bias_O is not self.bias:
+            set_parameter(self.layer, self.prefix + "bias", bias_O)
+        self._set_layout(UNQUANTIZED)
+        shape = torch.empty(prepared.outs, prepared.ins, dtype=self.dtype, device="meta")
+        set_parameter(self.layer, self.prefix + "weight", shape)
+
+    def multiply(self, x_TI: Tensor) -> Tensor:
+        """y_TW: x times the weight transposed, plus bias; if gated, the gated product."""
+        if self.prepared is not None:
+            return self.prepared.multiply(x_TI, self.bias)
+        y_TO = linear(x_TI, self.weight, self.bias)
+        return silu_and_mul(y_TO) if self.gated else y_TO
+
+    @property
+    def outputs(self) -> list[int]:
+        """Number of outputs of each part; of the weight, if it has no parts."""
+        return list(self.parts.values()) or [self.num_out]
+
+    @property
+    def weight(self) -> Tensor:
+        """weight_OI, unless `prepared` replaces it."""
+        return self.layer.get_parameter(self.prefix + "weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer._parameters[self.prefix + "bias"]
+
+    def tensor(self, name: str) -> Tensor:
+        """The loaded tensor `name` of the checkpoint format."""
+        return self.layer.get_parameter(self.prefix + name).data
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> parameter of the layer; on "meta" while it has no memory."""
+        names = (self.prefix + name for name in (*self.layout, "bias"))
+        found = {name: self.layer._parameters[name] for name in names}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def tensors(self) -> list[TensorRef]:
+        """Everything of this weight that has memory."""
+        found = [
+            TensorRef(self.layer, name, each.data)
+            for name, each in self.parameters().items()
+            if not each.is_meta
+        ]
+        if self.prepared is not None:
+            own = vars(self.prepared).items()
+            found += [TensorRef(self.prepared, n, t) for n, t in own if isinstance(t, Tensor)]
+        return found
+
+
+def weights_of(model: nn.Module) -> list[WeightRef]:
+    """The weights of all layers, the LM head's first: it is the largest, and to convert it takes temporary memory, which
+    is free at the start."""
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    refs = [ref for layer in layers for ref in layer.weights()]
+    return sorted(refs, key=lambda ref: not ref.is_head)
+
+
+def weight_tensors(model: nn.Module) -> list[TensorRef]:
+    """All tensors of all weights that have memory."""
+    return [each for ref in weights_of(model) for each in ref.tensors()]
