@@ -323,4 +323,5 @@ def test_what_does_not_fit_is_done_by_the_definition() -> None:
 def test_every_kernel_is_called_under_the_sanitizers() -> None:
     checks = Path(__file__).parent / "sanitize"
     text = "".join(path.read_text() for path in checks.glob("*.cpp"))
-    assert {name for name in bindings.SIGNATURES if f"quire_{name}(" not in text} == set()
+    computing = bindings.signatures().keys() - {"init", "threads", "layouts"}
+    assert {name for name in computing if f"quire_{name}(" not in text} == set()

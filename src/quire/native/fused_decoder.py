@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,35 +24,9 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, Rotary
 from quire.layers.weights import PANEL
 from quire.ops.cpu.bindings import Kernels, best
+from quire.ops.cpu.structs import CLayer, CStep, CWeight
 
-_P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class CWeight(ctypes.Structure):
-    _fields_: ClassVar[Sequence[Any]] = [
-        *((name, _P) for name in ("data", "scale", "sum", "zero", "order", "bias")),
-        *((name, _L) for name in ("outs", "ins", "group")),
-    ]  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar[Sequence[Any]] = [
-        *((name, CWeight) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _P) for name in ("first_norm", "second_norm", "q_norm", "k_norm")),
-        *((name, _P) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
-        *((name, _L) for name in ("kind", "hidden", "heads", "kv_heads", "D", "turns", "block_size", "window")),
-        *((name, _F) for name in ("eps", "head_eps", "scale", "softcap")),
-    ]  # fmt: skip
-
-
-class _Step(ctypes.Structure):
-    _fields_: ClassVar[Sequence[Any]] = [
-        *(
-            (name, _P)
-            for name in ("cos", "sin", "positions", "slots", "table", "starts", "lengths")
-        ),
-        *((name, _L) for name in ("tokens", "rows", "table_step", "pairs")),
-    ]
+_P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 def fuse_model(model: object) -> int:
@@ -119,7 +93,7 @@ class FusedLayer:
 
     def __init__(self, layer: PreNormLayer, kernels: Kernels):
         self.layer, self.kernels = layer, kernels
-        self.told: _Layer | None = None
+        self.told: CLayer | None = None
         self.address = 0
         self.sinks_H: Tensor | None = None
 
@@ -155,7 +129,7 @@ class FusedLayer:
         if spec.sinks is not None:
             self.sinks_H = spec.sinks.float().contiguous()
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        self.told = _Layer(
+        self.told = CLayer(
             _weight(attention.qkv), _weight(attention.o_proj), _weight(mlp.gate_up), _weight(mlp.down_proj),
             self.layer.input_layernorm.weight.data_ptr(),
             self.layer.post_attention_layernorm.weight.data_ptr(),
@@ -233,7 +207,7 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
         plan = batch.meta[attend.kv_group] = attend.backend.plan(batch, attend.kv_group)
     if plan.step is None:
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
-        step = _Step(
+        step = CStep(
             cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
             plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
             plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),

@@ -6,29 +6,14 @@ Knows native models whose decoder is fused (`native/fused_decoder.py`). Does not
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import torch
 
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
-from quire.native.fused_decoder import CWeight, FusedDecoder
+from quire.native.fused_decoder import FusedDecoder
+from quire.ops.cpu.structs import CModel, CWeight
 from quire.quantization.bf16_packed import PackedBf16Weight
-
-_P, _L, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class CModel(ctypes.Structure):
-    """Mirrors `Model` of kernels/step.h. `alive` keeps references to what it points to."""
-
-    alive: tuple[Any, ...]
-    _fields_: ClassVar[Sequence[Any]] = [
-        ("head", CWeight),
-        *((name, _P) for name in ("layers", "groups", "cos", "sin", "norm", "table")),
-        *((name, _L) for name in ("count", "num_groups", "positions", "pairs", "packed", "vocab")),
-        ("eps", _F),
-    ]
 
 
 def native_model(model: object) -> CModel | None:

@@ -11,36 +11,20 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.errors import NOT_FINITE, PlanMismatch
 from quire.native.fused_decoder import fuse_model, unfuse_model
-from quire.native.model import CModel, native_model
+from quire.native.model import native_model
 from quire.ops.cpu.bindings import Kernels, best
+from quire.ops.cpu.structs import CModel, CRows
 from quire.protocol.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.worker.request_rows import RequestRows
     from quire.worker.sampling.sampler import Sampler
-
-_P, _L = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Rows(ctypes.Structure):
-    """Mirrors `RequestRows` of kernels/step.h."""
-
-    _fields_: ClassVar[Sequence[Any]] = [
-        *(
-            (name, _P)
-            for name in (
-                "tokens", "computed", "length", "blocks", "params",
-            )
-        ),
-        *((name, _L) for name in ("tokens_step", "blocks_step")),
-    ]  # fmt: skip
 
 
 def make_native_step(rows: RequestRows, sampler: Sampler) -> NativeStep | None:
@@ -61,8 +45,10 @@ class NativeStep:
         self.model: CModel | None = None
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
-        self._tables = (_P * len(rows.blocks))(*(blocks.ctypes.data for blocks in rows.blocks))
-        self._rows = _Rows(
+        self._tables = (ctypes.c_void_p * len(rows.blocks))(
+            *(blocks.ctypes.data for blocks in rows.blocks)
+        )
+        self._rows = CRows(
             tokens_RL.data_ptr(), rows.computed.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
             sampler.params_R.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip

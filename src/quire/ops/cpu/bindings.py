@@ -1,6 +1,6 @@
 """ctypes bindings of the CPU kernels: one library, loaded once.
 
-Knows argument types. Does not know layers. It imports torch before it loads the library, so that both share torch's
+Reads argument types from the kernels' headers. Does not know layers. It imports torch before it loads the library, so that both share torch's
 OpenMP runtime: two runtimes would compete for the same cores.
 
 Functions take tensors as addresses: the caller ensures dtype, layout and lifetime.
@@ -10,94 +10,52 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire import env
 from quire.errors import ConfigError
 from quire.logging import get_logger
-from quire.ops.cpu import build, isa
+from quire.ops.cpu import build, isa, structs
 
 log = get_logger(__name__)
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-SIGNATURES: dict[str, tuple[type, ...]] = {
-    "linear": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
-    "pack": (_P, _P, _L, _L, _L, _I),
-    "linear_int8": (_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
-    "linear_int4": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _I),
-    "quantize_rows": (_P, _L, _L, _P, _P),
-    "quantize_groups": (_P, _L, _L, _L, _P, _P, _P),
-    "unpack_rows": (_P, _P, _P, _L, _L),
-    "pack_int8": (_P, _P, _L, _L, _L, _I),
-    "attention": (
-        _P,
-        _L,
-        _P,
-        _P,
-        _P,
-        _P,
-        _P,
-        _L,
-        _P,
-        _L,
-        _P,
-        _P,
-        _P,
-        _L,
-        _L,
-        _L,
-        _L,
-        _L,
-        _L,
-        _L,
-        _F,
-        _F,
-    ),
-    "write_cache": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _I),
-    "rms_norm": (_P, _L, _P, _P, _L, _L, _L, _L, _F, _I),
-    "add_rms_norm": (_P, _P, _P, _L, _L, _F, _I),
-    "rotate": (_P, _L, _P, _P, _P, _L, _L, _L, _L, _L),
-    "silu_and_mul": (_P, _P, _L, _L),
-    "masked_argmax": (_P, _L, _I, _P, _L, _L, _P, _P, _P),
-    "mask_logits": (_P, _L, _P, _L, _L),
-    "draw": (_P, _L, _P, _P, _P, _P, _L, _L, _P),
-    "cut": (_P, _L, _P, _L, _L, _P, _P),
-    "sample": (_P, _L, _I, _P, _P, _L, _L, _P, _P),
-    "layer": (_P, _P, _P, _P, _I),
-    "layers": (_P, _P, _L, _P, _P, _P, _F),
-    "step": (_P, _P, _P, _L, _P, _P),
-}
-GIVES: dict[str, type] = {"step": _I}  # the others return nothing
+C_TYPES: dict[str, Any] = {
+    "void": None,
+    "int": ctypes.c_int,
+    "long": ctypes.c_long,
+    "float": ctypes.c_float,
+}  # fmt: skip
+DECLARATION = re.compile(r"EXPORT (\w+) quire_(\w+)\(([^)]*)\);")
+
+
+def signatures() -> dict[str, tuple[Any, list[Any]]]:
+    """By name: the types of the result and of the arguments, from the headers that the library is compiled from."""
+    texts = (text.decode() for name, text in build.sources().items() if name.endswith(".h"))
+    found = [match for text in texts for match in DECLARATION.findall(text)]
+    return {
+        name: (C_TYPES[gives], [_type_of(one) for one in takes.split(",") if one.strip()])
+        for gives, name, takes in found
+    }
+
+
+def _type_of(declared: str) -> Any:
+    return ctypes.c_void_p if "*" in declared else C_TYPES[declared.split()[0]]
 
 
 class Kernels:
-    """A loaded build: `kernels.linear(...)` and so on, with arguments as in SIGNATURES."""
+    """A loaded build: `kernels.linear(...)` calls `quire_linear`, and so on for every function of the headers.
 
-    linear: Callable[..., None]
-    pack: Callable[..., None]
-    linear_int8: Callable[..., None]
-    linear_int4: Callable[..., None]
-    quantize_rows: Callable[..., None]
-    quantize_groups: Callable[..., None]
-    unpack_rows: Callable[..., None]
-    pack_int8: Callable[..., None]
-    attention: Callable[..., None]
-    write_cache: Callable[..., None]
-    rms_norm: Callable[..., None]
-    add_rms_norm: Callable[..., None]
-    rotate: Callable[..., None]
-    silu_and_mul: Callable[..., None]
-    masked_argmax: Callable[..., None]
-    mask_logits: Callable[..., None]
-    draw: Callable[..., None]
-    cut: Callable[..., None]
-    sample: Callable[..., None]
-    layer: Callable[..., None]
-    layers: Callable[..., None]
-    step: Callable[..., int]
-    threads: Callable[[], int]
+    Raises:
+        CannotBuild: the library cannot be loaded, or has structs of another layout.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def __init__(self, which: isa.Isa):
         self.isa = which
@@ -105,13 +63,16 @@ class Kernels:
         path = build.library(which)
         library = ctypes.CDLL(str(path))
         build.loaded(path)
+        if wrong := structs.differences(structs.layouts_of(library), structs.MIRRORS):
+            raise build.CannotBuild(
+                f"{path.name} has structs of another layout ({'; '.join(wrong)}): install Quire again"
+            )
         if library.quire_init():
             raise build.Missing(f"the operating system gives no {which.name} to this process")
-        for name, types in SIGNATURES.items():
+        for name, (gives, takes) in signatures().items():
             function = getattr(library, f"quire_{name}")
-            function.argtypes, function.restype = types, GIVES.get(name)
+            function.argtypes, function.restype = takes, gives
             setattr(self, name, function)
-        self.threads = library.quire_threads
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The table of numbers by row that a draw reads. The CPU kernels read the same bytes.
 
 Knows each number, its type and the value that means "no limit". Does not know how a draw uses it. The sampler, the
-fast path and the bindings pass entries of the table and name no number. A new number is a field of ROW_PARAMS, its
-value in `row_params`, the same field in `RowParams` of ops/cpu/kernels/sampling.h, and the computation with it:
+fast path and the bindings pass entries of the table and name no number. A new number is a field of
+`CRowParams` (ops/cpu/structs.py) and of `RowParams` (ops/cpu/kernels/sampling.h), its value in `row_params`, and the computation with it:
 the definition (`top_k_top_p.py`), sampling.cpp and ops/triton/sampling.py.
 
 Shape suffixes: S rows.
@@ -14,19 +14,13 @@ import math
 
 import numpy as np
 
+from quire.ops.cpu.structs import CRowParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.gumbel import seed_word
 
-ROW_PARAMS = np.dtype(
-    [
-        ("temperature", np.float32),  # 0: greedy
-        ("seed", np.uint32),  # `gumbel.seed_word` of the request's seed
-        ("top_k", np.int64),  # 0: no limit
-        ("top_p", np.float64),  # 1: no limit
-        ("log_min_p", np.float64),  # -inf: no limit
-    ],
-    align=True,
-)
+ROW_PARAMS = np.dtype(CRowParams)
+"""temperature (0: greedy), seed (`gumbel.seed_word` of the request's), top_k (0: no limit), top_p (1: no limit), log_min_p
+(-inf: no limit)."""
 MAX_TOP_K = (1 << 31) - 1  # exceeds any vocabulary: no limit
 
 

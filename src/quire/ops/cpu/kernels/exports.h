@@ -1,4 +1,5 @@
-// Every function that Python calls; bindings.py has the same list.
+// The functions that Python calls, with those of layer.h, step.h and layout.h. bindings.py reads types from these headers:
+// pointers, int, long and float, by value.
 #pragma once
 #include "common.h"
 #include "sampling.h"

@@ -1,4 +1,4 @@
-// What layer.cpp is told. native/fused_decoder.py has the same structures.
+// The layers that layer.cpp reads. native/fused_decoder.py fills them in.
 #pragma once
 #include "exports.h"
 

@@ -1,4 +1,4 @@
-// The numbers of a row that a draw reads. ROW_PARAMS of worker/sampling/row_params.py is the same table, field by field.
+// The numbers of a row that a draw reads. ops/cpu/structs.py has the same fields.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// What step.cpp is told. native/model.py has the model, native/step.py the rows.
+// The model and the rows that step.cpp reads. native/model.py fills in the model, native/step.py the rows.
 #pragma once
 #include "layer.h"
 #include "sampling.h"

@@ -1,0 +1,120 @@
+"""The structs that Python fills and the CPU kernels read: ctypes mirrors of the C++ ones, compared when a library loads.
+
+Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, step.h and sampling.h say so.
+A field that is added on one side alone, or in another place, refuses the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import c_double, c_float, c_int64, c_uint32, c_void_p
+from typing import Any, ClassVar
+
+
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class CWeight(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "data scale sum zero order bias"),
+        *_all(c_int64, "outs ins group"),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(CWeight, "qkv o gate_up down"),
+        *_all(c_void_p, "first_norm second_norm q_norm k_norm keys values key_scales value_scales sinks"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns block_size window"),
+        *_all(c_float, "eps head_eps scale softcap"),
+    ]  # fmt: skip
+
+
+class CStep(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "cos sin positions slots table starts lengths"),
+        *_all(c_int64, "tokens rows table_step pairs"),
+    ]
+
+
+class CModel(ctypes.Structure):
+    """`alive` keeps references to what it points to."""
+
+    alive: tuple[Any, ...]
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("head", CWeight),
+        *_all(c_void_p, "layers groups cos sin norm table"),
+        *_all(c_int64, "count num_groups positions pairs packed vocab"),
+        ("eps", c_float),
+    ]
+
+
+class CRowParams(ctypes.Structure):
+    """`ROW_PARAMS` of worker/sampling/row_params.py is its numpy dtype."""
+
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("temperature", c_float),
+        ("seed", c_uint32),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("log_min_p", c_double),
+    ]
+
+
+class CRows(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "tokens computed length blocks params"),
+        *_all(c_int64, "tokens_step blocks_step"),
+    ]
+
+
+MIRRORS: tuple[type[ctypes.Structure], ...] = (CWeight, CLayer, CStep, CModel, CRowParams, CRows)
+
+Layout = dict[str, tuple[int, int]]
+"""By field: offset and size in bytes; by "": those of the whole struct."""
+
+
+class CFieldLayout(ctypes.Structure):
+    """Mirrors `FieldLayout` of kernels/layout.h, which has no check of its own."""
+
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(ctypes.c_char_p, "of field"),
+        *_all(c_int64, "offset size"),
+    ]
+
+
+def layouts_of(library: Any) -> dict[str, Layout]:
+    """The layouts in a loaded library, by the names of its structs."""
+    first = ctypes.POINTER(CFieldLayout)()
+    found: dict[str, Layout] = {}
+    for entry in first[: library.quire_layouts(ctypes.byref(first))]:
+        found.setdefault(entry.of.decode(), {})[entry.field.decode()] = entry.offset, entry.size
+    return found
+
+
+def layout_of(mirror: type[ctypes.Structure]) -> Layout:
+    fields = {name: getattr(mirror, name) for name, *_ in mirror._fields_}
+    places = {name: (field.offset, field.size) for name, field in fields.items()}
+    return {"": (0, ctypes.sizeof(mirror)), **places}
+
+
+def differences(
+    found: dict[str, Layout], mirrors: Iterable[type[ctypes.Structure]] = MIRRORS
+) -> list[str]:
+    """Each field that is not in the same place on both sides, as one sentence."""
+    wrong = []
+    for mirror in mirrors:
+        name = mirror.__name__.removeprefix("C")
+        here, there = layout_of(mirror), found.get(name, {})
+        for field in sorted(here.keys() | there.keys()):
+            if here.get(field) != there.get(field):
+                label = f"{name}.{field}" if field else name
+                sides = (_place(there.get(field)), _place(here.get(field)))
+                wrong.append("{} is {} in the library, {} in structs.py".format(label, *sides))
+    return wrong
+
+
+def _place(place: tuple[int, int] | None) -> str:
+    return "absent" if place is None else f"{place[1]} bytes at {place[0]}"
