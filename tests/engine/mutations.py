@@ -74,6 +74,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "preempts others while blocks are held back": (SCHEDULER, "Scheduler.plan", "self.held_blocks.of_preempted()", "False"),
     "sleep leaves blocks held back": (SCHEDULER, "Scheduler.set_back_all", "self.held_blocks.revoke()", "pass"),
     "a gate is not told that its blocks are gone": (HELD, "HeldBlocks.revoke", "gate.revoke(ANY)", "pass"),
+    "a request without tokens draws": (
+        BUILDING, "PlanBuilder.take", "WorkItem(ANY, ANY, ANY, ANY, request.generates)", "WorkItem(request.row, num_tokens, added, guesses)",
+    ),
+    "a request without tokens does not end": (SCHEDULER, "Scheduler.commit", 'self._end(request, "stop")', "pass"),
+    "a request without tokens lacks one": (SCHEDULER, "Scheduler.commit", "not request.generates", "False"),
     "rows are not given back": (SCHEDULER, "Scheduler._leave", "self.free_rows.append(ANY)", "pass"),
     "workers are not told which rows are free": (SCHEDULER, "Scheduler._leave", "self.left.append(ANY)", "pass"),
     "stops before min_tokens": (SCHEDULER, "Scheduler._extend", "ANY > request.min_length", "True"),

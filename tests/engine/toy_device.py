@@ -7,13 +7,17 @@ no code with the worker.
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.executor.messages import decode_up, encode
 from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.tensor_data import TensorData
 
 VOCAB = 97
 POISON = "poison"
@@ -38,6 +42,7 @@ class ToyRow:
     spoilt: bool = False
     told: int = 0  # tokens that results reported
     stale_until: int = 0  # steps up to this one may verify draft tokens that were dropped
+    pools: bool = False  # it draws no tokens; its output is a tensor
 
 
 def histories(sequence: list[int]) -> list[int]:
@@ -47,6 +52,11 @@ def histories(sequence: list[int]) -> list[int]:
         value = (value * 1_000_003 + token + 1) % 2_305_843_009_213_693_951
         out.append(value)
     return out
+
+
+def pooled(prompt: list[int]) -> TensorData:
+    """The output of a request that generates nothing."""
+    return TensorData("int64", [1], histories(prompt)[-1].to_bytes(8, sys.byteorder))
 
 
 class StepFailed(Exception):
@@ -160,11 +170,11 @@ class ToyDevice:
                 drew.append((index, item.row, row, end - item.drafts))
         self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
-        self.done[plan.step] = (
-            StepFailed()
-            if fails
-            else msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult)
-        )
+        for index, (item, row, sequence, _, end) in enumerate(work):
+            assert not (row.pools and item.samples), "a row that draws no tokens samples"
+            if row.pools and end == len(sequence):
+                result.tensors[index] = pooled(sequence)
+        self.done[plan.step] = StepFailed() if fails else decode_up(encode(result))
 
     def _enter(self, new: EnteredRow, step: int) -> None:
         assert new.row not in self.rows, f"row {new.row} is taken"
@@ -172,8 +182,9 @@ class ToyDevice:
         kin = self.kin[new.id]
         assert new.adapter == kin[0]
         self.rows[new.row] = ToyRow(
-            new.id, kin, list(new.tokens), new.computed, blocks, step, told=len(new.tokens)
-        )
+            new.id, kin, list(new.tokens), new.computed, blocks, step, told=len(new.tokens),
+            pools=isinstance(new.params, PoolingParams),
+        )  # fmt: skip
         self.entered_at.setdefault(new.id, step)
 
     def _fails(self, row: ToyRow) -> bool:

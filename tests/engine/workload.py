@@ -10,7 +10,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
-from toy_device import VOCAB, ToyDevice, next_token
+from toy_device import VOCAB, ToyDevice, next_token, pooled
 
 from quire.engine.core import EngineCore
 from quire.engine.sleep import SleepController
@@ -19,6 +19,7 @@ from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
+from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.fair_queue import FairQueue
@@ -211,6 +212,8 @@ class RememberingHasher(Hasher):
 
 def reference(asked: EngineRequest) -> tuple[list[int], str]:
     tokens, params = list(asked.tokens), asked.params
+    if isinstance(params, PoolingParams):
+        return [], "stop"
     while True:
         tokens.append(next_token(tokens, asked.adapter))
         output = len(tokens) - len(asked.tokens)
@@ -236,6 +239,7 @@ class Setting:
     witness: WitnessGate
     holding: HoldingGate
     faulty: bool
+    pooling: float  # the share of requests that generate nothing
     arrivals: list[EngineRequest] = field(default_factory=list)
 
     @property
@@ -299,7 +303,8 @@ def draw_setting(seed: int) -> Setting:
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = piece.scheduler = holding.scheduler = scheduler
-    return Setting(rng, core, device, pool, gate, late, witness, holding, faulty)
+    pooling = own.choice([0, 0, 0.3, 1])
+    return Setting(rng, core, device, pool, gate, late, witness, holding, faulty, pooling)
 
 
 def draw_requests(s: Setting) -> None:
@@ -315,7 +320,7 @@ def draw_requests(s: Setting) -> None:
             if rng.random() < 0.2:  # another beginning, the same end
                 prompt[rng.randrange(len(prompt))] = rng.randrange(VOCAB)
             elif rng.random() < 0.4:  # the next turn of a conversation: the answer is in the prompt
-                answer = reference(earlier)[0]
+                answer = reference(earlier)[0] or [0]
                 prompt = (prompt + answer[: rng.randint(1, len(answer))])[-27:]
                 if prompt[0] != earlier.tokens[0]:
                     prompt = (earlier.tokens + answer)[: rng.randint(20, 27)]
@@ -330,6 +335,8 @@ def draw_requests(s: Setting) -> None:
         )
         if params.ignore_eos:
             params.eos_token_ids = []
+        if s.pooling and random.Random(len(prompt) * i).random() < s.pooling:
+            params = PoolingParams(skip_reading_prefix_cache=params.skip_reading_prefix_cache)
         asked = EngineRequest(
             str(i), prompt, params,
             priority=rng.randint(0, 2),
@@ -362,7 +369,11 @@ class Check:
             if output.finish:
                 self.finish[output.id] = output.finish
                 asked = self.asked[output.id]
-                if output.finish == "stop":
+                pools = isinstance(asked.params, PoolingParams)
+                if output.finish == "stop" and pools:
+                    assert output.tensor == pooled(asked.tokens)
+                    assert output.cached < len(asked.tokens)
+                elif output.finish == "stop":
                     last = self.got[output.id][-1]
                     assert output.stopped_by == (
                         last if last in asked.params.stop_token_ids else None
@@ -402,7 +413,7 @@ def moves(s: Setting, check: Check) -> None:
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
     for request in scheduler.running:
-        assert request.computed < request.limit, "works past the limit"
+        assert request.computed < request.limit + (not request.generates), "works past the limit"
         assert scheduler.limits.run_ahead or request.pending <= 1 + scheduler.limits.drafts
         held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
         limits = scheduler.limits

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,7 @@ from quire.processes.status_pipe import StatusWriter
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineDied, EngineOutput, EngineStats, FromEngine, Reply
 from quire.protocol.request import Head, RequestHead, ToEngine
+from quire.protocol.tensor_data import FrameEncoder
 
 log = get_logger(__name__)
 
@@ -60,24 +62,30 @@ class FrontendSockets:
         self.down.bind(f"ipc://{folder}/down")
         for number, socket in enumerate(self.up):
             socket.connect(f"ipc://{folder}/up-{number}")
-        self.encoder = msgspec.msgpack.Encoder()
+        self.encoder = FrameEncoder()
 
     def send(self, messages: list[EngineOutput | Reply]) -> None:
         """Send each message to the frontend that it is for."""
         if len(self.up) == 1:
-            self.up[0].send(self.encoder.encode(messages))
+            self._send(self.up[0], messages)
             return
         parts: dict[int, list[FromEngine]] = {}
         for message in messages:
             parts.setdefault(message.client, []).append(message)
         for client, part in parts.items():
             if 0 <= client < len(self.up):
-                self.up[client].send(self.encoder.encode(part))
+                self._send(self.up[client], part)
 
     def tell_all(self, stats: EngineStats) -> None:
-        data = self.encoder.encode([stats])
         for socket in self.up:
-            socket.send(data)
+            self._send(socket, [stats])
+
+    def _send(self, socket: zmq.Socket[bytes], messages: Sequence[FromEngine]) -> None:
+        frames = self.encoder.encode(messages)
+        if len(frames) == 1:
+            socket.send(frames[0])
+        else:
+            socket.send_multipart(frames, copy=False)
 
     def read_into(self, core: EngineCore) -> None:
         decoder = msgspec.msgpack.Decoder(ToEngine)

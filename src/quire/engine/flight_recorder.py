@@ -205,7 +205,7 @@ class FlightRecorder:
         ]
 
     def _result(self, result: StepResult) -> None:
-        self._write(result)
+        self._write(msgspec.structs.replace(result, tensors={}) if result.tensors else result)
         work = self._work.pop(result.step)
         for request, tokens in zip(work, result.tokens, strict=True):
             if request is not None and tokens:
@@ -243,7 +243,7 @@ class FlightRecorder:
             segment.restart()
         self._segment = segment
         rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
-        done = [min(self._done[row.row], len(row.tokens)) for row in rows]
+        done = [self._done[row.row] for row in rows]
         self._write(SeatedRows(rows, done, self._plans))
 
     def _write(self, frame: Frame) -> None:

@@ -39,6 +39,7 @@ from quire.protocol.output import (
     Reply,
 )
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
+from quire.protocol.tensor_data import FrameDecoder
 
 LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
 
@@ -94,7 +95,7 @@ class ProcessClient:
         self._folder, self._board = folder, board
         self._suspects, self._poison, self._cleared = Suspects(), frozenset[str](), set[str]()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
+        self._decoder = FrameDecoder[list[FromEngine]](list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
         self._mine: dict[str, _Mine] = {}
         self._held: list[EngineOutput] = []
@@ -227,7 +228,7 @@ class ProcessClient:
         """Receive messages; if none comes, check the engine's state. The caller has the lock `_reading`."""
         try:
             if self._wires.up.poll(wait_ms):
-                self._keep(self._decoder.decode(self._wires.up.recv()))
+                self._keep(self._decoder.decode(self._wires.up.recv_multipart()))
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
@@ -259,7 +260,7 @@ class ProcessClient:
     def _follow(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""
         while self._wires.up.poll(0):  # outputs from before the death are valid
-            self._keep(self._decoder.decode(self._wires.up.recv()))
+            self._keep(self._decoder.decode(self._wires.up.recv_multipart()))
         error = (
             "the engine was restarted while this request ran; the server's log has the reason under"
             f" {state.incident}"

@@ -6,6 +6,7 @@ and a clock. Does not know how a death is detected.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
@@ -13,6 +14,7 @@ from hashlib import sha256
 import msgspec
 
 from quire.protocol.plan import EnteredRow
+from quire.protocol.pooling_params import RequestParams
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
@@ -70,26 +72,32 @@ def digest_of_entered(entered: EnteredRow) -> str:
     return digest(entered.tokens[: entered.num_prompt], entered.params, entered.adapter)
 
 
-def digest(tokens: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
+def digest(tokens: Sequence[int], params: RequestParams, adapter: str | None) -> str:
     # Each of n outputs has its own seed, and only the first computes the prompt's log-probabilities.
-    asked = params.settled(seed=None, prompt_logprobs=None, checked=True)
+    if isinstance(params, SamplingParams):
+        params = params.settled(seed=None, prompt_logprobs=None, checked=True)
     try:
-        data = msgspec.msgpack.encode([tokens, short_form(asked), adapter])
+        data = msgspec.msgpack.encode([tokens, short_form(params), adapter])
     # it cannot have been sent to the engine
     except (TypeError, ValueError, OverflowError, RecursionError):
         data = repr((tokens, adapter)).encode()
     return sha256(data).hexdigest()[:32]
 
 
-def short_form(params: SamplingParams) -> SamplingParams:
+def short_form(params: RequestParams) -> RequestParams:
     """Parameters of more than MOST_PARAMS bytes with large fields replaced by digests; smaller ones unchanged."""
     if len(msgspec.msgpack.encode(params)) <= MOST_PARAMS:
         return params
     left_out: dict[str, str] = {}
-    for field in msgspec.structs.fields(SamplingParams):
+    for field in msgspec.structs.fields(params):
         data = msgspec.msgpack.encode(getattr(params, field.name))
         if len(data) > MOST_FIELD:
             left_out[field.name] = sha256(data).hexdigest()
-    plain = SamplingParams()
-    defaults = {name: getattr(plain, name) for name in left_out}
-    return params.settled(**defaults | {"extra_args": {"left_out": left_out}}, checked=True)
+    short, plain = copy.copy(params), type(params)()
+    for name in left_out:
+        setattr(short, name, getattr(plain, name))
+    if isinstance(short, SamplingParams):
+        short.extra_args, short.checked = {"left_out": left_out}, True
+    else:
+        short.extra_kwargs = {"left_out": left_out}
+    return short

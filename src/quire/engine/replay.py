@@ -14,6 +14,7 @@ import msgspec
 
 from quire.engine.flight_recorder import Recording
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult, WorkItem
+from quire.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
@@ -70,13 +71,18 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
 def _compute(
     rows: list[EnteredRow], done: list[int], left: list[int], budget: int
 ) -> Iterator[StepPlan]:
-    """Plans that enter these rows and compute the first `done` tokens of each, without draws."""
-    entered, togo = rows, dict(zip((new.row for new in rows), done, strict=True))
-    while entered or any(togo.values()):
+    """Plans that enter these rows and compute the first `done` tokens of each.
+
+    Steps that were in flight when the recording began drew tokens that it does not contain. They are drawn again here.
+    """
+    at, entered = {new.row: 0 for new in rows}, rows
+    while entered or any(at[new.row] < end for new, end in zip(rows, done, strict=True)):
         work, room = [], budget
-        for row, tokens in togo.items():
-            if n := min(tokens, room):
-                work.append(WorkItem(row, n, samples=False))
-                togo[row], room = tokens - n, room - n
+        for new, end in zip(rows, done, strict=True):
+            start = at[new.row]
+            known = max(len(new.tokens), start + 1)  # no later token exists before the next draw
+            if n := min(min(end, known) - start, room):
+                work.append(WorkItem(new.row, n, samples=isinstance(new.params, SamplingParams)))
+                at[new.row], room = start + n, room - n
         yield StepPlan(0, entered, work, left)
         entered, left = [], []

@@ -24,6 +24,7 @@ from quire.config.serialize import marked
 from quire.config.serialize import revived as revived_name
 from quire.errors import QuireError, Unsupported
 from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.tensor_data import decode_tensor, encode_tensor
 
 
 class StartWorker(Struct, array_like=True, tag="start"):
@@ -73,13 +74,11 @@ Up = WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
 
 
 def _by_its_name(value: Any) -> Any:
-    if callable(value):
-        return marked(value)
-    raise TypeError(f"a {type(value).__name__} cannot go to another process")
+    return marked(value) if callable(value) else encode_tensor(value)
 
 
 _down: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
-_up: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+_up: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up, dec_hook=decode_tensor)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_by_its_name)
 
 

@@ -40,7 +40,10 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     The first uses the request's own seed, so its output equals that of n=1. Only the first computes the prompt's
     log-probabilities.
     """
-    params, count = request.params, num_children(request.params)
+    params = request.params
+    if not isinstance(params, SamplingParams):
+        return [request]
+    count = num_children(params)
     logprobs = params.logprobs
     if count > params.n and logprobs is None and params.logprob_token_ids is None:
         logprobs = 0  # ranking needs the sampled tokens' logprobs (logprob_token_ids has them)

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
+from quire.protocol.tensor_data import TensorData
+
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 FINISHES: tuple[FinishReason, ...] = get_args(FinishReason)
 ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
@@ -44,6 +46,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     queued: float = 0.0  # seconds it waited before its first step
     client: int = 0
     extras: dict[str, Any] = {}
+    tensor: TensorData | None = None  # the output of a request that generates no tokens
 
 
 class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from quire.protocol.output import Logprobs
+from quire.protocol.pooling_params import RequestParams
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.tensor_data import TensorData
 
 
 class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -21,8 +23,15 @@ class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     num_prompt: int  # how many of them are the prompt
     computed: int
     blocks: list[list[int]]  # by KV group; 0 is the null block (outside a window)
-    params: SamplingParams
+    params: RequestParams
     adapter: str | None = None
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The parameters of a request that generates tokens. Raises TypeError: it generates none."""
+        if not isinstance(self.params, SamplingParams):
+            raise TypeError(f"request {self.id!r} generates no tokens")
+        return self.params
 
 
 class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -32,7 +41,9 @@ class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
     num_tokens: int
     new_blocks: list[list[int]] = []  # by KV group; [] when no group grew
     drafts: int = 0  # how many of num_tokens are draft tokens, which the worker already has
-    samples: bool = True  # False: a prompt chunk that is not the last
+    samples: bool = (
+        True  # False: a prompt chunk that is not the last, or a request that generates no tokens
+    )
     # With True the worker draws if all the row's tokens are computed then: it may have more than the scheduler knew.
 
 
@@ -58,3 +69,6 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     extras: dict[str, bytes] = {}  # hook -> gate
     # forced tokens, which follow without a draw; none of them is computed yet
     certain: dict[int, list[int]] = {}
+    tensors: dict[
+        int, TensorData
+    ] = {}  # outputs of requests that generate no tokens, with the last chunk

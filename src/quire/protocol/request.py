@@ -1,6 +1,6 @@
 """Engine protocol, frontend to engine: requests, aborts and calls.
 
-Knows token ids, sampling parameters and names. Does not know text, templates, blocks or devices.
+Knows token ids, parameters and names. Does not know text, templates, blocks or devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from quire.protocol.output import FinishReason
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.pooling_params import RequestParams
 
 
 class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -24,11 +24,14 @@ class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="request"):
-    """One generation. `params.n` is already 1: `frontend/parallel_sampling.py` makes one request for each output."""
+    """One generation, or one prompt to pool: `params` says which.
+
+    `params.n` is already 1: `frontend/parallel_sampling.py` makes one request for each output.
+    """
 
     id: str
     tokens: list[int]  # media placeholders already expanded
-    params: SamplingParams
+    params: RequestParams
     arrived: float = 0.0  # seconds, time.time()
     client: int = 0  # which frontend gets the outputs
     priority: int = 0  # a lower number is more important

@@ -52,7 +52,7 @@ class ThinkingMarkers(Struct, array_like=True):
     """The output may have more than one part of thinking."""
 
 
-class SamplingParams(Struct, omit_defaults=True, kw_only=True, dict=False):
+class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     """The parameters of one generation. The constructor validates them.
 
     Raises:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.kvcache.manager import KVManager
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.waiting_queue import WaitingQueue
 
 
@@ -36,17 +37,22 @@ class SchedulerLimits:
 
     def impossible(self, asked: EngineRequest, kv: KVManager) -> str | None:
         """Why this request could not run even alone, or None."""
-        prompt, most = len(asked.tokens), asked.params.max_tokens
-        if not prompt or not most:
-            return "a request needs at least one prompt token and max_tokens of at least 1"
-        asks = f"the prompt has {prompt} tokens and max_tokens is {most}"
+        prompt, most = len(asked.tokens), 0
+        asks = f"the prompt has {prompt} tokens"
+        if isinstance(asked.params, SamplingParams):
+            most = asked.params.max_tokens or 0
+            asks += f" and max_tokens is {most}"
+            if not most:
+                return f"{asks}: max_tokens must be at least 1"
+        if not prompt:
+            return "the prompt is empty: a request needs at least one token"
         if prompt + most > self.max_length:
-            return f"{asks}: together they exceed max_model_len={self.max_length}"
+            return f"{asks}: that exceeds max_model_len={self.max_length}"
         need = kv.most_blocks(prompt + most + self.drafts, self.most_ahead)
         if need > kv.pool.usable:
             return (
                 f"{asks}: that needs {need} KV blocks of {kv.block_size} tokens and there are"
-                f" {kv.pool.usable}; lower max_tokens, or raise gpu_memory_utilization or"
+                f" {kv.pool.usable}; shorten it, or raise gpu_memory_utilization or"
                 " kv_cache_memory_bytes"
             )
         return None

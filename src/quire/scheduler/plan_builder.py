@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.scheduler.request import Request
 
-Counted = tuple[Request, int]  # a request, and how many output tokens this step may add to it
+Counted = tuple[Request, int]  # a request, and how many outputs (tokens) this step may add to it
 
 
 CANCELLED = -1  # the count of an item whose tokens are ignored
@@ -71,8 +71,8 @@ class PlanBuilder:
         else:
             guesses = computed - length
             request.pending += 1 + guesses
-            request.drafted = drafts
-            self.work.append(WorkItem(request.row, num_tokens, added, guesses))
+            request.drafted = drafts and request.generates
+            self.work.append(WorkItem(request.row, num_tokens, added, guesses, request.generates))
             self.counted.append((request, 1 + guesses))
         self.budget -= num_tokens
 

@@ -1,4 +1,4 @@
-"""Request: one generation, as the scheduler sees it.
+"""Request: one generation, or one prompt to pool, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
 `inner`). A feature that needs more state for a request keeps a dict by request id, in its own package.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.protocol.output import FinishReason
+from quire.protocol.pooling_params import RequestParams
 from quire.protocol.request import EngineRequest, MediaItem
 from quire.protocol.sampling_params import SamplingParams
 
@@ -30,7 +31,8 @@ class Request:
     client: int
     tokens: list[int]
     num_prompt: int
-    params: SamplingParams
+    params: RequestParams
+    generates: bool  # False: it has one output, and ends, when its prompt is computed
     number: int  # counts the requests of this scheduler, from 1
     order: tuple[int, float, int]  # (priority, arrival time, number): lower is served first
     adapter: str | None
@@ -46,7 +48,7 @@ class Request:
     # progress
     row: int = NO_ROW
     computed: int = 0  # tokens whose KV is written or in flight (upper bound)
-    pending: int = 0  # output tokens in flight (upper bound)
+    pending: int = 0  # output tokens in flight (upper bound), or the one output that is no token
     drafted: bool = False  # the worker has draft tokens that continue it
     blocks: list[list[int]] = field(default_factory=list)  # by KV group
     capacity: int = 0  # tokens that fit in its blocks
@@ -62,23 +64,30 @@ class Request:
 
     @classmethod
     def of(cls, asked: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
-        """`number` counts arrivals. params.max_tokens must be set (frontend/input_processor.py does that)."""
-        params = asked.params
-        ends = () if params.ignore_eos else params.eos_token_ids
+        """`number` counts arrivals. SamplingParams.max_tokens must be set (frontend/input_processor.py does that)."""
+        params, num_prompt = asked.params, len(asked.tokens)
+        limit = min_length = num_prompt
+        stops: frozenset[int] = frozenset()
+        if isinstance(params, SamplingParams):
+            ends = () if params.ignore_eos else params.eos_token_ids
+            stops = frozenset((*ends, *params.stop_token_ids))
+            limit += params.max_tokens or 0
+            min_length += params.min_tokens
         return cls(
             id=asked.id,
             client=asked.client,
             tokens=list(asked.tokens),
-            num_prompt=len(asked.tokens),
+            num_prompt=num_prompt,
             params=params,
+            generates=isinstance(params, SamplingParams),
             number=number,
             order=(asked.priority if by_priority else 0, asked.arrived, number),
             adapter=asked.adapter,
             media=asked.media,
             root=root,
-            limit=len(asked.tokens) + (params.max_tokens or 0),
-            stops=frozenset((*ends, *(params.stop_token_ids or ()))),
-            min_length=len(asked.tokens) + params.min_tokens,
+            limit=limit,
+            stops=stops,
+            min_length=min_length,
             arrived=asked.arrived,
             tenant=asked.tenant,
             inner=asked.inner,

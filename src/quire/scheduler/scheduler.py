@@ -34,6 +34,7 @@ from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
 from quire.scheduler.held_blocks import HeldBlocks
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.output import output_of
 from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, cancel_redundant_draws
 from quire.scheduler.request import NO_ROW, Request
 from quire.scheduler.waiting_queue import WaitingQueue
@@ -41,6 +42,9 @@ from quire.scheduler.waiting_queue import WaitingQueue
 log = get_logger(__name__)
 
 FIRST_IN_LINE = 256
+NO_TENSOR = (
+    "this engine generates tokens; it has no output for a request without sampling parameters"
+)
 
 
 @dataclass(slots=True)
@@ -306,15 +310,20 @@ class Scheduler:
                 continue
             if most < 0:  # cancelled: it was drawn for a row that the request has left
                 continue
-            if most:
+            if most and not request.generates:
+                if index not in result.tensors:
+                    outputs.append(self._fail(request, NO_TENSOR))
+                    continue
+                self._end(request, "stop")
+            elif most:
                 if request.row != NO_ROW:
                     # rejected draft tokens do not count as computed
                     request.computed -= most - len(tokens)
                 tokens = self._extend(request, tokens)
             if request.finish is None and (certain := result.certain.get(index)):
                 tokens = tokens + self._take_certain(request, certain)
-            if tokens or index in result.prompt_logprobs:
-                outputs.append(self._output(request, tokens, index, result))
+            if tokens or request.finish is not None or index in result.prompt_logprobs:
+                outputs.append(output_of(request, tokens, index, result))
             if request.row != NO_ROW:
                 self.kv.publish(request)
         for gate in self.gates:
@@ -351,24 +360,6 @@ class Scheduler:
             break
         self.count.generation_tokens += len(tokens)
         return tokens
-
-    def _output(
-        self, request: Request, tokens: list[int], index: int, result: StepResult
-    ) -> EngineOutput:
-        output = EngineOutput(request.id, tokens, request.finish, client=request.client)
-        if request.finish == "stop" and tokens[-1] in (request.params.stop_token_ids or ()):
-            output.stopped_by = tokens[-1]
-        if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
-            output.cached, output.queued, output.preemptions = (
-                request.hit,
-                request.queued,
-                request.preemptions,
-            )
-        if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
-            output.logprobs = logprobs
-        if result.prompt_logprobs and (logprobs := result.prompt_logprobs.get(index)) is not None:
-            output.prompt_logprobs = logprobs
-        return output
 
     def _fail(self, request: Request, error: str, kind: ErrorKind = "internal") -> EngineOutput:
         self.kv.retract(request)

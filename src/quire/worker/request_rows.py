@@ -74,7 +74,8 @@ class RequestRows:
                 f"{new.id!r} enters with {length} tokens, {new.computed} of them computed;"
                 f" a row holds {self.max_model_len}"
             )
-        self.ids[row], self.params[row] = new.id, new.params
+        self.ids[row] = new.id
+        self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
         self.told[row] = ReportedCount(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sampler fails the request
             self.put(row, 0, new.tokens)

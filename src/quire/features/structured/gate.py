@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from quire.features.structured.compiler import GrammarCompiler
 from quire.protocol.plan import StepPlan
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
@@ -56,7 +57,7 @@ class GrammarGate(Gate):
     def ready(self, request: Request) -> bool:
         """Asks the compiler once per request: it may have evicted a finished grammar, and asking again would wait
         again."""
-        if (constraint := request.params.structured_outputs) is None or request in self._ready:
+        if (constraint := constraint_of(request)) is None or request in self._ready:
             return True
         if request not in self._compiles:
             compiled = self.compiler.submit(constraint)
@@ -76,7 +77,7 @@ class GrammarGate(Gate):
 
     def gave_up(self, request: Request) -> None:
         """Drop the compile, even a running one, if no other request waits for it."""
-        constraint, future = request.params.structured_outputs, self._compiles.pop(request, None)
+        constraint, future = constraint_of(request), self._compiles.pop(request, None)
         compiled = None if future is None else future()
         if constraint is None or compiled is None or compiled.done():
             return
@@ -103,6 +104,11 @@ class GrammarGate(Gate):
         requests = CompileRequests(list(self._to_compile.values()), list(self._to_cancel.values()))
         self._to_compile, self._to_cancel = {}, {}
         return msgspec.msgpack.encode(requests)
+
+
+def constraint_of(request: Request) -> StructuredOutputsParams | None:
+    params = request.params
+    return params.structured_outputs if isinstance(params, SamplingParams) else None
 
 
 class CompileRequests(Struct, array_like=True):

@@ -118,9 +118,9 @@ class GrammarMasks(Processor):
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> bool:
-        if (constraint := new.params.structured_outputs) is None:
+        if (constraint := new.sampling_params.structured_outputs) is None:
             return False
-        params, compiled = new.params, self.compiler.submit(constraint, now=True)
+        params, compiled = new.sampling_params, self.compiler.submit(constraint, now=True)
         ends, room = list(params.eos_token_ids), params.max_tokens or 0
         one_end = len(ends) == 1 and not params.ignore_eos
         settings = GrammarRowSettings(

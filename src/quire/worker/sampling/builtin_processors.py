@@ -56,7 +56,7 @@ class AllowedTokens(TokenTable):
     mask_only = True
 
     def enter(self, new: EnteredRow) -> bool:
-        if (tokens := new.params.allowed_token_ids) is None:
+        if (tokens := new.sampling_params.allowed_token_ids) is None:
             return False
         self.tokens[new.row] = np.array(sorted(set(tokens)), np.int64)
         return True
@@ -80,7 +80,7 @@ class BadWords(Processor):
         self.words: dict[int, list[list[int]]] = {}
 
     def enter(self, new: EnteredRow) -> bool:
-        words = [word for word in new.params.bad_word_ids if word]
+        words = [word for word in new.sampling_params.bad_word_ids if word]
         if words:
             self.words[new.row] = words
         return bool(words)
@@ -129,7 +129,7 @@ class MinTokens(TokenTable):
     mask_only = True
 
     def enter(self, new: EnteredRow) -> bool:
-        params = new.params
+        params = new.sampling_params
         ends = {*params.eos_token_ids, *(params.stop_token_ids or ())}
         if len(new.tokens) - new.num_prompt >= params.min_tokens or not ends:
             return False
@@ -168,7 +168,7 @@ class LogitBias(TokenTable):
         self.values: dict[int, np.ndarray] = {}
 
     def enter(self, new: EnteredRow) -> bool:
-        if not (bias := new.params.logit_bias):
+        if not (bias := new.sampling_params.logit_bias):
             return False
         self.tokens[new.row] = np.array(list(bias), np.int64)
         self.values[new.row] = np.array(list(bias.values()), np.float32)
@@ -193,7 +193,7 @@ class Penalties(Processor):
     """
 
     def enter(self, new: EnteredRow) -> bool:
-        p = new.params
+        p = new.sampling_params
         return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
 
     def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:

@@ -101,7 +101,7 @@ class LogitsPipeline:
         """The error with which this request must fail, if a processor rejects it."""
         for index, processor in enumerate(self.processors):
             try:
-                processor.validate(new.params)
+                processor.validate(new.sampling_params)
                 if processor.enter(new):
                     self.uses[index, new.row] = True
                     self.counts[index] += 1

@@ -26,6 +26,7 @@ from quire.forward_context import ForwardBatch
 from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan
+from quire.protocol.sampling_params import SamplingParams
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import builtin_processors
 from quire.worker.sampling.gumbel import keys
@@ -84,7 +85,10 @@ class Sampler:
     def enter(self, new: EnteredRow) -> None:
         """Read a request's parameters. If they cannot be used, the request fails in its first step."""
         try:
-            self._read(new)
+            if isinstance(new.params, SamplingParams):
+                self._read(new, new.params)
+            else:
+                self._refuse(new, "this engine generates tokens, and the request asks for none")
         except Exception:
             log.exception("row %d: its parameters cannot be used", new.row)
             self.invalid[new.row] = (
@@ -103,11 +107,10 @@ class Sampler:
         slow = self.slow_path_rows
         return not slow or slow.isdisjoint([item.row for item in plan.work])
 
-    def _read(self, new: EnteredRow) -> None:
-        row, params = new.row, new.params
-        if (wrong := self._out_of_vocabulary(new)) is not None:
-            self.invalid[row] = wrong
-            self.rows.put(row, 0, [0] * len(new.tokens))  # its ids would overrun the embedding
+    def _read(self, new: EnteredRow, params: SamplingParams) -> None:
+        row = new.row
+        if (wrong := self._out_of_vocabulary(new, params)) is not None:
+            self._refuse(new, wrong)
             return
         self.params_R[row] = row_params(params)
         if (ids := params.logprob_token_ids) is not None:
@@ -119,16 +122,19 @@ class Sampler:
         if (wrong := self.pipeline.enter(new)) is not None:
             self.invalid[row] = wrong
 
+    def _refuse(self, new: EnteredRow, why: str) -> None:
+        self.invalid[new.row] = why
+        self.rows.put(new.row, 0, [0] * len(new.tokens))  # its ids may overrun the embedding
+
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
         self.slow_path_rows.discard(row)
         for table in (self.logprobs, self.prompt_logprobs, self.invalid):
             table.pop(row, None)
 
-    def _out_of_vocabulary(self, new: EnteredRow) -> str | None:
+    def _out_of_vocabulary(self, new: EnteredRow, params: SamplingParams) -> str | None:
         if self.vocab_size is None:
             return None
-        params = new.params
         for name, ids in (
             ("prompt", new.tokens),
             ("logit_bias", params.logit_bias),

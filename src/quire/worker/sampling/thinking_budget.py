@@ -62,7 +62,7 @@ class ThinkingBudget(Processor):
         self.rows: dict[int, ThinkingState] = {}
 
     def enter(self, new: EnteredRow) -> bool:
-        if (marks := new.params.thoughts) is None:
+        if (marks := new.sampling_params.thoughts) is None:
             return False
         self.rows[new.row] = ThinkingState(marks, new.num_prompt)
         return True

@@ -201,7 +201,7 @@ class VllmProcessorAdapter(Processor):
                 self.members.append(row)
             self.members[index], self.index[row] = row, index
             prompt_ids = list(new.tokens[: new.num_prompt])
-            added.append((index, new.params, prompt_ids, self.outputs[row]))
+            added.append((index, new.sampling_params, prompt_ids, self.outputs[row]))
         moved = []
         removed = list(free)
         for gap in sorted(free):

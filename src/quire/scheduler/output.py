@@ -1,0 +1,29 @@
+"""The EngineOutput of a request, from the result of a step.
+
+Knows what a frontend is told about a request. Does not know blocks or rows.
+"""
+
+from __future__ import annotations
+
+from quire.protocol.output import EngineOutput
+from quire.protocol.plan import StepResult
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.request import Request
+
+
+def output_of(request: Request, tokens: list[int], index: int, result: StepResult) -> EngineOutput:
+    """What work item `index` adds to the request: `tokens`, log-probabilities, a tensor; and its end."""
+    output = EngineOutput(request.id, tokens, request.finish, client=request.client)
+    params = request.params
+    if isinstance(params, SamplingParams) and request.finish == "stop":
+        output.stopped_by = tokens[-1] if tokens[-1] in params.stop_token_ids else None
+    if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
+        output.cached, output.queued = request.hit, request.queued
+        output.preemptions = request.preemptions
+    if result.logprobs:
+        output.logprobs = result.logprobs.get(index)
+    if result.prompt_logprobs:
+        output.prompt_logprobs = result.prompt_logprobs.get(index)
+    if result.tensors:
+        output.tensor = result.tensors.get(index)
+    return output
