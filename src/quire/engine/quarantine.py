@@ -14,8 +14,7 @@ from hashlib import sha256
 import msgspec
 
 from quire.protocol.plan import EnteredRow
-from quire.protocol.pooling_params import RequestParams
-from quire.protocol.request import EngineRequest
+from quire.protocol.request import EngineRequest, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 DEATHS = 2  # one may be a coincidence

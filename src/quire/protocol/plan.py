@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from quire.protocol.output import Logprobs
-from quire.protocol.pooling_params import RequestParams
+from quire.protocol.request import RequestParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.tensor_data import TensorData
 

@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import Struct
 
 from quire.protocol import validators as read
-from quire.protocol.sampling_params import SamplingParams
 
 
 class PoolingParams(Struct, omit_defaults=True, kw_only=True, tag="pooling"):
@@ -43,6 +42,3 @@ class PoolingParams(Struct, omit_defaults=True, kw_only=True, tag="pooling"):
             self.returned_token_ids = read.token_ids("returned_token_ids", self.returned_token_ids)
         if self.extra_kwargs is not None:
             self.extra_kwargs = read.small_data("extra_kwargs", self.extra_kwargs)
-
-
-RequestParams = SamplingParams | PoolingParams

@@ -10,7 +10,10 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from quire.protocol.output import FinishReason
-from quire.protocol.pooling_params import RequestParams
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.sampling_params import SamplingParams
+
+RequestParams = SamplingParams | PoolingParams
 
 
 class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -24,7 +27,7 @@ class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="request"):
-    """One generation, or one prompt to pool: `params` says which.
+    """One generation, or one prompt whose output is a tensor: `params` says which.
 
     `params.n` is already 1: `frontend/parallel_sampling.py` makes one request for each output.
     """

@@ -1,4 +1,4 @@
-"""Request: one generation, or one prompt to pool, as the scheduler sees it.
+"""Request: one generation, or one prompt whose output is a tensor, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
 `inner`). A feature that needs more state for a request keeps a dict by request id, in its own package.
@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.protocol.output import FinishReason
-from quire.protocol.pooling_params import RequestParams
-from quire.protocol.request import EngineRequest, MediaItem
+from quire.protocol.request import EngineRequest, MediaItem, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 NO_ROW = -1
