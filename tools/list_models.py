@@ -36,7 +36,8 @@ def native() -> Iterator[str]:
     yield "|---|---|---|"
     for architecture, target in MODELS.items():
         module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
-        kind = next((k for k in ("llama", "mistral", "qwen2", "qwen3") if module.endswith(k)), "")
+        kinds = {case.kind for case in CASES}
+        kind = next((k for k in kinds if class_of(k).lower() == architecture.lower()), "")
         count = sum(case.kind == kind for case in CASES)
         yield f"| `{architecture}` | `{module}.py` | {count} |"
 

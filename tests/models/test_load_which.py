@@ -18,8 +18,8 @@ from quire.config.model import ModelConfig
 from quire.engine.build import resolve_config
 from quire.errors import ConfigError, ModelNotFound
 from quire.models import hf_config, registry
+from quire.models.llama import Qwen3
 from quire.models.load import build_model
-from quire.models.qwen3 import Qwen3
 from quire.models.transformers.model import TransformersModel
 from quire.platforms.cpu import CpuPlatform
 from tests.models.cases import edit_config
