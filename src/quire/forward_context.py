@@ -1,6 +1,6 @@
 """ForwardBatch: the tensors of one forward pass, and how layers reach them.
 
-A model does not see the batch: it gets (token_ids, positions). Attention calls `current_batch()`.
+A model does not see the batch: it gets (embeddings, positions). Layers call `current_batch()`.
 
 Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a row, S sampled positions.
 """
@@ -28,7 +28,7 @@ class ForwardBatch:
     """One step, as tensors. Row b has the tokens query_start_B1[b] : query_start_B1[b + 1]."""
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
+    positions_T: Tensor  # int64: the token's index in its request
     rows_B: Tensor  # int64: the worker's row of each request
     query_start_B1: Tensor  # int32
     lengths_B: Tensor  # int32: context length of each row, this step's tokens included
@@ -50,6 +50,8 @@ class ForwardBatch:
     meta: dict[int, Any] = field(default_factory=dict)
     # tensors that features add, by name. The name ends with the letters of the dimensions; the first is T or B
     extras: dict[str, Tensor] = field(default_factory=dict)
+    # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
+    hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class _Thread(threading.local):

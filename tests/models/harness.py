@@ -124,7 +124,7 @@ class Runner:
             self.computed[row] += n
         batch = make_batch(chunks, [self.tables[row] for row, _ in work], self.block_size)
         with forward_context(batch):
-            hidden_TD = self.model(batch.token_ids_T, batch.positions_T)
+            hidden_TD = self.model(self.model.embed(batch.token_ids_T), batch.positions_T)
             logits_TV = self.model.logits(hidden_TD).float()
         return list(logits_TV.split([n for _, n in work]))
 

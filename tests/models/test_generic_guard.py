@@ -6,6 +6,7 @@ Each test here breaks one thing that would otherwise be wrong silently.
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,9 +176,10 @@ def without(**lost):
 
     def layer(*args):
         made = whole(*args)
-        for name, value in lost.items():
-            if getattr(made, name) is not None:
-                setattr(made, name, value)
+        there = {
+            name: value for name, value in lost.items() if getattr(made.spec, name) is not None
+        }
+        made.spec = replace(made.spec, **there)
         return made
 
     return layer

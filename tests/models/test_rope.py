@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,8 +180,8 @@ def test_each_kind_of_layer_may_have_its_own() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     cfg = TextConfig({"layer_types": list(by_type), "rope_parameters": by_type})
-    assert cfg.rope("full_attention")["factor"] == 8.0
-    assert cfg.rope("sliding_attention")["rope_theta"] == 1e4
+    assert cfg.rope(0)["factor"] == 8.0
+    assert cfg.rope(1)["rope_theta"] == 1e4
 
 
 @pytest.mark.parametrize(
@@ -207,3 +208,48 @@ def test_angles_looked_up_are_those_worked_out(kind: str, more: dict[str, Any]) 
         positions_T = torch.tensor(places)
         for got, want in zip(ours(positions_T), ours.angles(positions_T), strict=True):
             assert torch.equal(got, want)
+
+
+PLACES = torch.stack([torch.arange(9), torch.arange(9) // 3 + 2, torch.arange(9) % 3 + 5])  # [3, T]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "more", "sections"),
+    [
+        ("qwen2_vl", "Qwen2VLRotaryEmbedding", {}, [2, 3, 3]),
+        ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", {"mrope_interleaved": True}, [4, 2, 2]),
+    ],
+)
+def test_positions_of_several_components_are_those_of_transformers(
+    family: str, name: str, more: dict[str, Any], sections: list[int]
+) -> None:
+    """In blocks, and in turns."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
+    config = SimpleNamespace(rope_parameters=rope, max_position_embeddings=64, head_dim=16)
+    wanted = getattr(module, name)(config)(torch.ones(1), PLACES[:, None])
+    for got, want in zip(Rotary(16, rope)(PLACES.T), wanted, strict=True):
+        torch.testing.assert_close(got, want[0, :, :8])
+
+
+def test_one_position_for_all_components_is_that_position() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    at_T = torch.arange(9)
+    for got, want in zip(
+        Rotary(16, rope)(at_T[:, None].expand(9, 3)), Rotary(16, rope)(at_T), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_components_that_no_section_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="mrope_section"):
+        Rotary(16, {"rope_type": "default", "rope_theta": 1e4})(PLACES.T)
+    with pytest.raises(ConfigError, match="does not add up to 8 pairs"):
+        Rotary(16, {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]})
+
+
+def test_layer_types_without_parameters_are_refused() -> None:
+    by_type = {"full_attention": {"rope_type": "default"}}
+    cfg = TextConfig({"layer_types": ["sliding_attention"], "rope_parameters": by_type})
+    with pytest.raises(ConfigError, match="none for layers of type 'sliding_attention'"):
+        cfg.rope(0)

@@ -32,12 +32,14 @@ class TinyModel(nn.Module):
         self.nan_after: set[int] = set()  # tokens after which the logits are NaN
         self.fail = False
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def embed(self, ids_T: Tensor) -> Tensor:
+        bad = torch.tensor([int(i) in self.nan_after for i in ids_T])
+        return self.tokens[ids_T].masked_fill(bad[:, None], torch.nan)
+
+    def forward(self, embeddings_TD: Tensor, positions_T: Tensor) -> Tensor:
         if self.fail:
             raise ValueError("the toy fails")
-        hidden = self.tokens[ids_T] + self.places[positions_T]
-        bad = torch.tensor([int(i) in self.nan_after for i in ids_T])
-        return hidden.masked_fill(bad[:, None], torch.nan)
+        return embeddings_TD + self.places[positions_T]
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return (hidden_SD[:, None, :] * self.head).sum(dim=-1)

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class CpuStepMetadata:
     lengths_B: Tensor  # int32
     slots_T: Tensor  # int64
     rows: int
-    step: Any = None  # the same as a C struct, for the fused layer kernel (native/fused_decoder.py)
+    # the same as C structs, by the address of the layers' angles, for the fused layer kernel (native/)
+    steps: dict[int, Any] = field(default_factory=dict)
 
 
 class CpuAttention:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from quire.attention.base import QKNormRope
 from quire.errors import ConfigError
+from quire.forward_context import current_batch
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Angles, Rotary
+from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import gelu_and_mul, rotate
 
 
@@ -66,7 +67,7 @@ class SelfAttention(nn.Module):
         k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
         v_TKD = v.unflatten(-1, (self.kv_heads, self.size))
         if self.rope:
-            o_THD = self.attend.fused_rope(q_THD, k_TKD, v_TKD, self._unturned(), angles)
+            o_THD = self.attend.fused_rope(q_THD, k_TKD, v_TKD, self._norm_and_rope(), angles)
             if o_THD is not None:
                 return self.o_proj(o_THD.flatten(-2))
         if self.q_norm is not None and self.k_norm is not None:
@@ -76,7 +77,7 @@ class SelfAttention(nn.Module):
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
         return self.o_proj(self.attend(q_THD, k_TKD, v_TKD).flatten(-2))
 
-    def _unturned(self) -> QKNormRope:
+    def _norm_and_rope(self) -> QKNormRope:
         if self.q_norm is None or self.k_norm is None:
             return QKNormRope(self.interleaved)
         q, k = self.q_norm, self.k_norm
@@ -141,12 +142,10 @@ class PreNormLayer(nn.Module):
 class FusedLayers(Protocol):
     """All layers and the final norm in one kernel call, with the same results."""
 
-    def ready(self, angles: Angles, norm: RMSNorm) -> bool: ...
-    def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor: ...
-    def placed(
-        self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm
+    def run(
+        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
     ) -> Tensor | None:
-        """As `__call__`, from positions: it looks up the angles itself. None: it cannot; nothing was computed."""
+        """As `Layers.forward`; may overwrite x. None: the kernels cannot run this step, and nothing was computed."""
 
 
 class Layers(nn.ModuleList):
@@ -156,20 +155,25 @@ class Layers(nn.ModuleList):
     """
 
     fused: FusedLayers | None = None  # set if one kernel call computes all layers
+    recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
-    def placed(self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm) -> Tensor:
-        """As `forward`, from positions instead of angles."""
-        if self.fused is not None:
-            y_TD = self.fused.placed(x_TD, positions_T, rotary, norm)
+    def forward(
+        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
+    ) -> Tensor:
+        """The normed output of the last layer; positions: see `Rotary.forward`."""
+        if self.fused is not None and not self.recorded:
+            y_TD = self.fused.run(x_TD, positions, rotary, norm)
             if y_TD is not None:
                 return y_TD
-        return self(x_TD, rotary(positions_T), norm)
-
-    def forward(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
-        """The normed output of the last layer."""
-        if self.fused is not None and self.fused.ready(angles, norm):
-            return self.fused(x_TD, angles, norm)
         residual_TD: Tensor | None = None
-        for layer in self:
+        for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
+            self._record(number, x_TD, residual_TD)
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
+        self._record(len(self), x_TD, residual_TD)
         return norm(x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)[0]
+
+    def _record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
+        """Copy the output of `number` layers to the batch, if it is wanted."""
+        if number in self.recorded:
+            copied = x_TD.clone() if residual_TD is None else x_TD + residual_TD
+            current_batch().hidden_states[number] = copied

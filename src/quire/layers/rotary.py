@@ -4,19 +4,21 @@ Knows config.json's rotary parameters as `models/hf_config.py` normalizes them. 
 `rotate` (`ops/reference.py`) rotates them. Angles are computed once a step. On a CPU, those of the first positions
 come from a table, because in a small step the overhead of four torch operations exceeds their arithmetic.
 
+A position is one number, or P of them (M-RoPE: time, height, width), of which `mrope_section` gives each pair one.
+
 Values of `rope_type`: default, linear, dynamic, yarn, longrope, llama3, proportional; each may rotate only a part of
 the features (`partial_rotary_factor`).
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), "dynamic NTK" and "linear" as in
-Transformers, llama3 as in Meta's llama-models.
+Transformers, llama3 as in Meta's llama-models, M-RoPE (Qwen2-VL, 2409.12191).
 
-Shape suffixes: T tokens, P pairs of features.
+Shape suffixes: T tokens, P pairs of features, C components of a position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +46,7 @@ class Rotary(nn.Module):
     """
 
     frequencies_P: Tensor
+    component_P: Tensor | None  # see `components`
     kept: Angles | None = None  # angles of the first positions, on the host
 
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
@@ -56,16 +59,18 @@ class Rotary(nn.Module):
         self.size = whole
         with torch.device("cpu"):  # the model may be under construction on "meta"
             frequencies_P, self.factor = RECIPES[self.kind](whole, parameters, max_length)
+            component_P = components(parameters, len(frequencies_P))
         self.register_buffer("frequencies_P", frequencies_P.float(), persistent=False)
+        self.register_buffer("component_P", component_P, persistent=False)
 
-    def forward(self, positions_T: Tensor) -> Angles:
-        """cos_TP and sin_TP, times the recipe's attention factor."""
-        if positions_T.device.type == "cpu":
-            places_T = positions_T.numpy()
+    def forward(self, positions: Tensor) -> Angles:
+        """cos_TP and sin_TP, times the recipe's attention factor; positions: [T] or [T, C]."""
+        if positions.device.type == "cpu" and positions.ndim == 1:
+            places_T = positions.numpy()
             with suppress(IndexError):  # a position is beyond the table
                 cos_TP, sin_TP = (torch.from_numpy(part.numpy()[places_T]) for part in self.table())
                 return cos_TP, sin_TP
-        return self.angles(positions_T)
+        return self.angles(positions)
 
     def table(self) -> Angles:
         """Angles of the first positions, on the host: [KEPT, P]."""
@@ -74,29 +79,81 @@ class Rotary(nn.Module):
             self.kept = cos_LP.contiguous(), sin_LP.contiguous()
         return self.kept
 
-    def angles(self, positions_T: Tensor) -> Angles:
-        """As `forward`, computed without the table."""
-        if self.kind == "dynamic":
-            angles_TP = positions_T[:, None] * self._dynamic(positions_T)
+    def angles(self, positions: Tensor) -> Angles:
+        """As `forward`, computed without the table.
+
+        Raises:
+            ValueError: positions have several components, and the parameters do not say which pair takes which.
+        """
+        if positions.ndim == 1:
+            positions_TP = positions[:, None]
+        elif self.component_P is not None:
+            positions_TP = positions[:, self.component_P]
         else:
-            angles_TP = positions_T[:, None] * self.frequencies_P
+            raise ValueError("positions of several components need `mrope_section` in config.json")
+        frequencies = self._dynamic(positions_TP) if self.kind == "dynamic" else self.frequencies_P
+        angles_TP = positions_TP * frequencies
         if self.factor == 1.0:
             return angles_TP.cos(), angles_TP.sin()
         return angles_TP.cos() * self.factor, angles_TP.sin() * self.factor
 
-    def _dynamic(self, positions_T: Tensor) -> Tensor:
+    def _dynamic(self, positions_TP: Tensor) -> Tensor:
         """Frequencies by position: the base grows with the length of the text up to the token itself.
 
         A token's angle thus depends only on its position. Transformers uses the longest text of the batch, which
         gives the same angles while one text is generated token by token.
         """
         trained = self.options["max_position_embeddings"]
-        growth_T1 = (positions_T[:, None] + 1).clamp(min=trained).double() / trained
+        growth_TP = (positions_TP + 1).clamp(min=trained).double() / trained
         factor = self.options["factor"]
-        growth_T1 = factor * growth_T1 - (factor - 1)
-        exponents_P = torch.arange(0, self.size, 2, device=positions_T.device).double() / self.size
-        bases_T1 = self.options["rope_theta"] * growth_T1 ** (self.size / (self.size - 2))
-        return (bases_T1**-exponents_P).float()
+        growth_TP = factor * growth_TP - (factor - 1)
+        exponents_P = torch.arange(0, self.size, 2, device=positions_TP.device).double() / self.size
+        bases_TP = self.options["rope_theta"] * growth_TP ** (self.size / (self.size - 2))
+        return (bases_TP**-exponents_P).float()
+
+
+class LayerRotaries(nn.Module):
+    """The rotary embeddings of a decoder's layers. Layers with equal parameters share one.
+
+    Args:
+        parameters: of each layer, in order; head_dim, max_length: see `Rotary`.
+    """
+
+    def __init__(self, head_dim: int, parameters: Sequence[Parameters], max_length: int = 0):
+        super().__init__()
+        distinct = [p for i, p in enumerate(parameters) if p not in parameters[:i]]
+        self.kinds = nn.ModuleList(Rotary(head_dim, p, max_length) for p in distinct)
+        self.kind_of_layer = [distinct.index(p) for p in parameters]
+
+    @property
+    def shared(self) -> Rotary | None:
+        """The one that all layers share, if they do."""
+        only: Any = self.kinds[0] if len(self.kinds) == 1 else None
+        return only
+
+    def forward(self, positions: Tensor) -> list[Angles]:
+        """By layer, the angles of positions [T] or [T, C]."""
+        angles = [rotary(positions) for rotary in self.kinds]
+        return [angles[kind] for kind in self.kind_of_layer]
+
+
+def components(parameters: Parameters, pairs: int) -> Tensor | None:
+    """Which component of a position turns each pair: in blocks (Qwen2-VL) or in turns (Qwen3-VL); None: all the same.
+
+    Raises:
+        ConfigError: the sections do not cover the pairs.
+    """
+    sections = parameters.get("mrope_section")
+    if not sections:
+        return None
+    if sum(sections) != pairs:
+        raise ConfigError(f"rope: mrope_section={sections} does not add up to {pairs} pairs")
+    if not parameters.get("mrope_interleaved"):
+        return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+    component_P = torch.zeros(pairs, dtype=torch.int64)
+    for component, length in enumerate(sections[1:], start=1):
+        component_P[component : length * len(sections) : len(sections)] = component
+    return component_P
 
 
 def partial(head_dim: int, parameters: Parameters) -> int:

@@ -8,32 +8,33 @@ Shape suffixes: T tokens of this step, S positions that need logits, D features,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from quire.errors import Unsupported
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Rotary
+from quire.layers.rotary import LayerRotaries
 from quire.models.hf_config import TextConfig
 
 
 class Decoder(nn.Module):
-    """Turns token ids and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call."""
+    """Turns embeddings and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call."""
 
     def __init__(self, cfg: TextConfig, layer: Callable[[int], nn.Module], max_length: int):
         super().__init__()
         self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.rotary = Rotary(cfg.head_dim, cfg.rope(), max_length)
+        ropes = [cfg.rope(i) for i in range(cfg.num_hidden_layers)]
+        self.rotary = LayerRotaries(cfg.head_dim, ropes, max_length)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TD = self.embed_tokens(token_ids_T)
-        return self.layers.placed(x_TD, positions_T, self.rotary, self.norm)
+    def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
+        return self.layers(embeddings_TD, positions, self.rotary, self.norm)
 
 
 class LanguageModel(nn.Module):
@@ -60,9 +61,28 @@ class LanguageModel(nn.Module):
     def vocab_size(self) -> int:
         raise NotImplementedError
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """hidden_TD, after the last norm."""
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """embeddings_TD of tokens, as `forward` takes them; a model input may replace some (media, prompt embeddings)."""
         raise NotImplementedError
+
+    def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
+        """hidden_TD, after the last norm. It may overwrite the embeddings.
+
+        Args:
+            positions: [T]; or [T, C], if the rotary embedding takes several components (M-RoPE).
+        """
+        raise NotImplementedError
+
+    def record_hidden_states(self, after: Sequence[int]) -> None:
+        """Let each forward pass put the residual stream after this many layers into `current_batch().hidden_states`.
+
+        0 gives the embeddings; the number of layers gives the input of the last norm. The last call counts. The fast
+        path refuses a model that records, so call it before the worker gets the model.
+
+        Raises:
+            Unsupported: the model cannot. ValueError: it has fewer layers.
+        """
+        raise Unsupported("hidden states of inner layers, of this model", "use a native model")
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """logits_SV."""
@@ -98,9 +118,20 @@ class CausalLM(LanguageModel):
         """Layer i of this family."""
         raise NotImplementedError
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """embeddings_TD."""
+        return self.model.embed_tokens(token_ids_T)
+
+    def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         """hidden_TD, after the last norm."""
-        return self.model(token_ids_T, positions_T)
+        return self.model(embeddings_TD, positions)
+
+    def record_hidden_states(self, after: Sequence[int]) -> None:
+        """See `LanguageModel`."""
+        layers = self.model.layers
+        if wrong := [number for number in after if not 0 <= number <= len(layers)]:
+            raise ValueError(f"hidden states after {wrong} layers: the model has {len(layers)}")
+        layers.recorded = frozenset(after)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """logits_SV, in the model's dtype."""

@@ -300,11 +300,21 @@ class TextConfig:
         value = self.values.get(name)
         return default if value is None else value
 
-    def rope(self, kind: str | None = None) -> dict[str, Any]:
-        """The rotary parameters of a layer type (`full_attention`, ...)."""
-        parameters = self.values["rope_parameters"]
-        nested = parameters.get(kind) if kind else None
-        return nested if isinstance(nested, dict) else parameters
+    def rope(self, layer: int) -> dict[str, Any]:
+        """The rotary parameters of a layer: those of its type in `layer_types`, if types have their own.
+
+        Raises:
+            ConfigError: its type has none.
+        """
+        parameters: dict[str, Any] = self.values["rope_parameters"]
+        if "rope_type" in parameters:
+            return parameters
+        kind = self.layer_types[layer]
+        if kind not in parameters:
+            raise ConfigError(
+                f"config.json's rope_parameters have none for layers of type {kind!r}"
+            )
+        return dict(parameters[kind])
 
     def uses_window(self, layer: int) -> bool:
         """Whether this layer sees only `sliding_window` tokens, by `layer_types`, else by Qwen's rule."""

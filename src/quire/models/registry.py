@@ -1,6 +1,6 @@
 """Registry of native models, and the choice between them and the Transformers backend. Does not import torch.
 
-To add a model: a file in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
+To add a model: a class in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
 package: `register("MyForCausalLM", "my_package.module:MyModel")`.
 """
 
@@ -14,9 +14,9 @@ from quire.errors import ConfigError
 MODELS: dict[str, str] = {
     "LlamaForCausalLM": "quire.models.llama:Llama",
     "LLaMAForCausalLM": "quire.models.llama:Llama",
-    "MistralForCausalLM": "quire.models.mistral:Mistral",
-    "Qwen2ForCausalLM": "quire.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "quire.models.qwen3:Qwen3",
+    "MistralForCausalLM": "quire.models.llama:Mistral",
+    "Qwen2ForCausalLM": "quire.models.llama:Qwen2",
+    "Qwen3ForCausalLM": "quire.models.llama:Qwen3",
 }
 """Architecture of config.json -> "module:Class"."""
 
@@ -61,9 +61,11 @@ def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
     if not MODELS[architecture].startswith("quire."):
         return ""  # a registered model checks its own config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in (*ROPE_TYPES, "su", "mrope"):
-        return f"rope type {kind!r} has no native form"
+    by_type = [value for value in rope.values() if isinstance(value, Mapping)]
+    for each in by_type or [rope]:
+        kind = each.get("rope_type") or each.get("type") or "default"
+        if kind not in (*ROPE_TYPES, "su", "mrope"):
+            return f"rope type {kind!r} has no native form"
     odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if odd:
         return f"layers of type {', '.join(sorted(odd))} have no native form"

@@ -21,7 +21,7 @@ from quire.layers.attention import Attention
 from quire.layers.decoder_layer import GatedMLP, Layers, PreNormLayer, SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Angles, Rotary
+from quire.layers.rotary import Angles, LayerRotaries
 from quire.layers.weights import PANEL
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CStep, CWeight
@@ -162,17 +162,15 @@ class FusedDecoder:
             self._tell()
         return True
 
-    def __call__(self, x_TD: Tensor, angles: Angles, norm: RMSNorm) -> Tensor:
-        """As `Layers.forward`; overwrites x."""
-        return self._run(x_TD, angles, norm, None)
-
-    def placed(
-        self, x_TD: Tensor, positions_T: Tensor, rotary: Rotary, norm: RMSNorm
+    def run(
+        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
     ) -> Tensor | None:
-        table = rotary.table()
-        if current_batch().max_length > len(table[0]) or not self.ready(table, norm):
+        """As `Layers.forward`; overwrites x. None: layers differ in their rotary embedding, or a layer is not ready."""
+        if (shared := rotary.shared) is None or not self.ready(table := shared.table(), norm):
             return None
-        return self._run(x_TD, table, norm, positions_T)
+        if positions.ndim == 1 and current_batch().max_length <= len(table[0]):
+            return self._run(x_TD, table, norm, positions)
+        return self._run(x_TD, shared(positions), norm, None)
 
     def _run(
         self, x_TD: Tensor, angles: Angles, norm: RMSNorm, positions_T: Tensor | None
@@ -195,7 +193,7 @@ class FusedDecoder:
 
 
 def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = None) -> int:
-    """Address of the C struct that the layers of a KV group share in this step; the first layer makes it.
+    """Address of the C struct that layers of a KV group and of equal angles share in this step; the first makes it.
 
     angles: one per token; with `positions_T`, a table with one per position.
     """
@@ -205,7 +203,8 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
         if attend.backend is None:
             raise RuntimeError("attention has no backend yet")
         plan = batch.meta[attend.kv_group] = attend.backend.plan(batch, attend.kv_group)
-    if plan.step is None:
+    key = angles[0].data_ptr()
+    if key not in plan.steps:
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         step = CStep(
             cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
@@ -213,6 +212,6 @@ def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = Non
             plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
             len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        tensors = (cos_TP, sin_TP, positions_T)  # keep them alive with the step
-        plan.step = (ctypes.addressof(step), step, *tensors)
-    return int(plan.step[0])
+        tensors = (angles, cos_TP, sin_TP, positions_T)  # keep them alive with the step
+        plan.steps[key] = (ctypes.addressof(step), step, *tensors)
+    return int(plan.steps[key][0])

@@ -20,13 +20,18 @@ def native_model(model: object) -> CModel | None:
     """None if the kernels do not support some part of the model, or its cache is not allocated yet."""
     if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
         return None
-    if type(model).forward is not CausalLM.forward or type(model).logits is not CausalLM.logits:
+    if any(
+        getattr(type(model), name) is not getattr(CausalLM, name)
+        for name in ("embed", "forward", "logits")
+    ):
         return None
     decoder = model.model
+    if (rotary := decoder.rotary.shared) is None or decoder.layers.recorded:
+        return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None
-    angles = decoder.rotary.table()
+    angles = rotary.table()
     if not fused.ready(angles, decoder.norm) or fused.told is None or fused.groups is None:
         return None
     cos_LP, sin_LP = (part.float().contiguous() for part in angles)

@@ -33,7 +33,7 @@ class ModelInput(Protocol):
 
 
 class TokenModelInput:
-    """Gives the model token ids and positions."""
+    """Gives the model the embeddings of the tokens, and their positions."""
 
     def __init__(self, model: LanguageModel):
         self.model = model
@@ -46,5 +46,5 @@ class TokenModelInput:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""
-        hidden_TD: Tensor = self.model(batch.token_ids_T, batch.positions_T)
+        hidden_TD: Tensor = self.model(self.model.embed(batch.token_ids_T), batch.positions_T)
         return hidden_TD

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quire.config.engine import Resolved
 from quire.errors import Unsupported
-from quire.forward_context import current_batch
+from quire.forward_context import ForwardBatch, current_batch
 from quire.layers.attention import Attention
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
@@ -40,6 +40,16 @@ from quire.models.transformers.modes import (
     Mode,
     check_supported,
     choose_mode,
+)
+from quire.models.transformers.parts import (
+    drop_towers,
+    find_trunk,
+    forward_replaced,
+    hidden_of,
+    like,
+    logits_of,
+    runner_of,
+    vocab_size,
 )
 from quire.models.transformers.per_request import OwnCaches
 
@@ -78,6 +88,7 @@ class TransformersModel(LanguageModel):
         self._frozen = loading.freeze_rope(model, max_model_len)
         self._trunk, self._output = find_trunk(model)
         self._runner = runner_of(model, self._trunk)
+        self._lookup: nn.Module = model.get_input_embeddings()
         self._dropped = drop_towers(model, self._runner)
         names = inspect.signature(self._runner.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
@@ -112,17 +123,26 @@ class TransformersModel(LanguageModel):
 
     @property
     def vocab_size(self) -> int:
-        return _vocab_size(self.model)
+        return vocab_size(self.model)
 
     def attention_layers(self) -> list[Attention]:
         """In the order in which a pass calls them; empty in mode "per request"."""
         return list(self._layers)  # type: ignore[arg-type]
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """embeddings_TD: the model's own lookup, with any scaling that it contains."""
+        # Not through `__call__`: hooks on the lookup run once, where the model's own code calls it.
+        return self._lookup.forward(token_ids_T[None])[0]
+
+    def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of the step, [T, D], as the LM head needs them."""
+        batch = current_batch()
+        with self._lookup_gives(embeddings_TD):
+            return self._forward(batch, batch.token_ids_T, positions)
+
+    def _forward(self, batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._caches is None:
             return self._run(token_ids_T[None], positions_T[None])[0][0]
-        batch = current_batch()
         rows = batch.rows_B[: batch.num_rows].tolist()
         parts, at = [], 0
         for row, n, length in zip(rows, batch.query_lens, batch.lengths, strict=True):
@@ -139,8 +159,8 @@ class TransformersModel(LanguageModel):
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """[S, V]: the LM head, with any scaling or capping that the model's own forward adds."""
         ids_1S = torch.zeros(1, len(hidden_SD), dtype=torch.long, device=hidden_SD.device)
-        with self._trunk_says(hidden_SD[None]):
-            return _logits_of(self.model(input_ids=ids_1S, use_cache=False))[0]
+        with self._trunk_gives(hidden_SD[None]):
+            return logits_of(self.model(input_ids=ids_1S, use_cache=False))[0]
 
     def forget(self, rows: list[int]) -> None:
         """Free what is kept for rows that requests leave or enter: caches, in mode "per request"."""
@@ -152,7 +172,7 @@ class TransformersModel(LanguageModel):
     def _run(self, ids_1T: Tensor, positions_1T: Tensor, **cache: Any) -> tuple[Tensor, Any]:
         places = {"position_ids": positions_1T} if self._takes_positions else {}
         output = self._runner(input_ids=ids_1T, use_cache=bool(cache), **places, **cache)
-        return _hidden_of(output), output
+        return hidden_of(output), output
 
     def _run_cached(self, ids_1T: Tensor, positions_1T: Tensor, cache: Any) -> tuple[Tensor, Any]:
         hidden_1TD, output = self._run(ids_1T, positions_1T, **{self._cache_name: cache})
@@ -167,16 +187,24 @@ class TransformersModel(LanguageModel):
         )
 
     def _plain(self, ids_N: Tensor) -> Tensor:
-        return _logits_of(self.model(input_ids=ids_N[None], use_cache=False))[0]
+        return logits_of(self.model(input_ids=ids_N[None], use_cache=False))[0]
 
-    @contextmanager
-    def _trunk_says(self, hidden_1SD: Tensor) -> Iterator[None]:
+    def _lookup_gives(self, embeddings_TD: Tensor) -> AbstractContextManager[None]:
+        """Inside, the model's embedding table gives these rows, in order, whatever the ids; the ids serve other parts."""
+        at = 0
+
+        def next_rows(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            nonlocal at
+            first, at = at, at + ids.numel()
+            return embeddings_TD[first:at].view(*ids.shape, -1)
+
+        return forward_replaced(self._lookup, next_rows)
+
+    def _trunk_gives(self, hidden_1SD: Tensor) -> AbstractContextManager[None]:
         """Inside, the model's forward skips its layers and continues with these hidden states."""
-        self._trunk.__dict__["forward"] = lambda *_args, **_kwargs: _like(self._output, hidden_1SD)
-        try:
-            yield
-        finally:
-            del self._trunk.__dict__["forward"]
+        return forward_replaced(
+            self._trunk, lambda *_args, **_kwargs: like(self._output, hidden_1SD)
+        )
 
     # --------------------------------------------------------------------------------------- choice of the mode
 
@@ -208,7 +236,7 @@ class TransformersModel(LanguageModel):
 
     def _become_packed(self, max_model_len: int) -> None:
         before = self.model.config._attn_implementation
-        ids = check.prompts(_vocab_size(self.model), self.model.device)
+        ids = check.prompts(vocab_size(self.model), self.model.device)
         calls = packed.probe(self.model, self._run)
         layers = packed.attach(calls, max_model_len)
         check.register(packed.HANDLE)
@@ -235,7 +263,9 @@ class TransformersModel(LanguageModel):
             [torch.arange(at, at + len(ids), device=ids.device) for _, at, ids in pieces]
         )
         try:
-            logits_TV = self.logits(self._run(ids_T[None], positions_T[None])[0][0])
+            with self._lookup_gives(self.embed(ids_T)):
+                hidden_1TD = self._run(ids_T[None], positions_T[None])[0]
+            logits_TV = self.logits(hidden_1TD[0])
         except Exception as error:  # model code may fail in any way with an unexpected pass
             raise packed.NotPackable(
                 f"a packed pass failed in its code ({type(error).__name__}: {error})"
@@ -243,7 +273,7 @@ class TransformersModel(LanguageModel):
         return list(logits_TV.split([len(ids) for _, _, ids in pieces]))
 
     def _become_per_request(self) -> None:
-        ids = check.prompts(_vocab_size(self.model), self.model.device)
+        ids = check.prompts(vocab_size(self.model), self.model.device)
         reasons = []
         for one_by_one in (False, True):
             caches = OwnCaches(self._run_cached, self._new_cache, one_by_one)
@@ -268,7 +298,9 @@ class TransformersModel(LanguageModel):
         results = []
         for row, start, ids_T in pieces:
             positions_T = torch.arange(start, start + len(ids_T), device=ids_T.device)
-            results.append(self.logits(caches.run(row, start, ids_T, positions_T)))
+            with self._lookup_gives(self.embed(ids_T)):
+                hidden_TD = caches.run(row, start, ids_T, positions_T)
+            results.append(self.logits(hidden_TD))
         return results
 
     def _compare(
@@ -307,109 +339,3 @@ class TransformersModel(LanguageModel):
         if before == "eager" or not self.model._can_set_attn_implementation():
             return check.ROUGH
         return check.rounding(ids, self._plain, simply)
-
-
-# ------------------------------------------------------------------------------------------- the model's parts
-
-
-def find_trunk(model: PreTrainedModel) -> tuple[nn.Module, Any]:
-    """The submodule from which the model's forward gets hidden states, and a sample of its output.
-
-    Raises:
-        Unsupported: there is none: the model does not consist of a trunk and a head.
-    """
-    depth, found = 0, []
-
-    def enter(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(module: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0 and not isinstance(output, Tensor) and _hidden_of(output) is not None:
-            found.append((module, output))
-
-    hooks = []
-    for module in model.modules():
-        if module is not model:
-            hooks += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave),
-            ]
-    try:
-        ids_1T = torch.full((1, 3), min(5, _vocab_size(model) - 1), device=model.device)
-        model(input_ids=ids_1T, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not found:
-        raise Unsupported(
-            f"{type(model).__name__} through the Transformers backend (it has no separate decoder)",
-            "use another checkpoint",
-        )
-    return found[0]
-
-
-def runner_of(model: PreTrainedModel, trunk: nn.Module) -> nn.Module:
-    """The module to call with text: the trunk, or in a wrapper with towers the language model inside it."""
-    inner = model.get_decoder()
-    if inner is not trunk and any(inner is module for module in trunk.modules()):
-        return inner
-    return trunk
-
-
-def drop_towers(model: PreTrainedModel, runner: nn.Module) -> list[str]:
-    """Free the weights of a wrapper that only images and sounds use; returns the names of the dropped modules.
-
-    Keeps the text module and everything that contains it or is inside it, and the head.
-    """
-    if runner is model or not any(part is runner for part in model.modules()):
-        return []
-    keep = {*runner.modules(), model.get_output_embeddings(), model.get_input_embeddings()}
-    dropped = []
-
-    def walk(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            inside = f"{path}{name}"
-            if child in keep:
-                continue
-            if keep.isdisjoint(child.modules()):
-                if any(True for _ in child.parameters()):
-                    _empty(child)
-                    dropped.append(inside)
-            else:
-                walk(child, f"{inside}.")
-
-    if model.config.get_text_config(decoder=True) is not model.config:
-        walk(model, "")
-    return dropped
-
-
-def _empty(tower: nn.Module) -> None:
-    """Replace the tower's parameters by empty ones; on "meta" they would report a wrong device for the model."""
-    for part in tower.modules():
-        for name, weight in list(part.named_parameters(recurse=False)):
-            part.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))
-
-
-def _hidden_of(output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (
-            output[0] if output and isinstance(output[0], Tensor) and output[0].ndim == 3 else None
-        )
-    return getattr(output, "last_hidden_state", None)
-
-
-def _like(sample: Any, hidden_1SD: Tensor) -> Any:
-    if isinstance(sample, tuple):
-        return (hidden_1SD,)
-    return type(sample)(last_hidden_state=hidden_1SD)
-
-
-def _logits_of(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output.logits
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
