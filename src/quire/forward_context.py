@@ -50,6 +50,8 @@ class ForwardBatch:
     meta: dict[int, Any] = field(default_factory=dict)
     # tensors that features add, by name. The name ends with the letters of the dimensions; the first is T or B
     extras: dict[str, Tensor] = field(default_factory=dict)
+    # embeddings that hooks put in the place of some tokens': (which of the T tokens [N], [N, D]), applied in order
+    embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
 

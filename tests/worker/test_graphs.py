@@ -145,6 +145,31 @@ def run_plain(batch: ForwardBatch) -> Tensor:
         return Sum().forward(batch)
 
 
+class Recorded(Sum):
+    """Records a hidden state, as a model does (`LanguageModel.record_hidden_states`)."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        current_batch().hidden_states[2] = current_batch().token_ids_T[:, None] * 2.0
+        return super().forward(batch)
+
+
+def test_a_replay_gives_the_recorded_hidden_states_of_its_step() -> None:
+    rng, graphs = random.Random(8), source(Recorder())
+    graphs.inner = Recorded()
+    for count in (4, 1, 3, 1):
+        batch = a_batch(rng, [1] * count)
+        run(graphs, batch)
+        assert torch.equal(batch.hidden_states[2], batch.token_ids_T[:, None] * 2.0)
+    assert graphs.replays == 4
+
+
+def test_a_step_with_replaced_embeddings_runs_without_a_graph() -> None:
+    batch, graphs = a_batch(random.Random(9), [1]), source(Recorder())
+    batch.embeddings.append((torch.tensor([0]), torch.zeros(1, 4)))
+    run(graphs, batch)
+    assert (graphs.replays, graphs.eager) == (0, 1)
+
+
 def test_other_steps_run_as_they_are() -> None:
     rng, recorder = random.Random(2), Recorder()
     graphs = source(recorder)

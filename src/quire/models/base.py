@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """embeddings_TD of tokens, as `forward` takes them; a model input may replace some (media, prompt embeddings)."""
+        """embeddings_TD of tokens, as `forward` takes them, in a new tensor: hooks may replace some."""
         raise NotImplementedError
 
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:

@@ -251,6 +251,8 @@ class GraphModelInput:
         static, graph = self.captured[key]
         static.copy_from(batch)
         graph.replay()
+        for after, state_TD in static.batch.hidden_states.items():
+            batch.hidden_states[after] = state_TD[: batch.num_tokens]
         self.replays += 1
         return graph.output[: batch.num_tokens]
 
@@ -259,6 +261,7 @@ class GraphModelInput:
         tokens = batch.max_query
         if (
             not self.fused
+            or batch.embeddings
             or tokens not in self.tokens
             or tokens * batch.num_rows != batch.num_tokens
         ):
@@ -285,6 +288,7 @@ class GraphModelInput:
 
         def run() -> Tensor:
             static.batch.meta = {}  # attention plans again, so that its planning is captured too
+            static.batch.hidden_states = {}
             with running_instead(static.batch):
                 return self.inner.forward(static.batch)
 

@@ -35,7 +35,7 @@ class Hook:
         """The requests are in their rows; the model has not run.
 
         `batch`: what the model will compute. The hook may add tensors to `batch.extras`; modules read them from
-        `current_batch()`. None: the step runs on the fast path, or the plan has no work.
+        `current_batch()`. It may replace embeddings (`batch.embeddings`) and rotary positions (`ROPE_POSITIONS`). None: the step runs on the fast path, or the plan has no work.
         """
 
     def after(self, plan: StepPlan) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch
 
+ROPE_POSITIONS = "rope_positions_TC"
+"""The extra tensor of a batch with positions of several components, for the rotary embedding only (M-RoPE)."""
+
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.protocol.plan import StepPlan
@@ -33,7 +36,7 @@ class ModelInput(Protocol):
 
 
 class TokenModelInput:
-    """Gives the model the embeddings of the tokens, and their positions."""
+    """Gives the model the embeddings of the tokens and their positions, or what hooks put into the batch instead."""
 
     def __init__(self, model: LanguageModel):
         self.model = model
@@ -46,5 +49,9 @@ class TokenModelInput:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""
-        hidden_TD: Tensor = self.model(self.model.embed(batch.token_ids_T), batch.positions_T)
+        embeddings_TD = self.model.embed(batch.token_ids_T)
+        for at_N, new_ND in batch.embeddings:
+            embeddings_TD[at_N] = new_ND.to(embeddings_TD.dtype)
+        positions = batch.extras.get(ROPE_POSITIONS, batch.positions_T)
+        hidden_TD: Tensor = self.model(embeddings_TD, positions)
         return hidden_TD
