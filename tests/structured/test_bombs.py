@@ -257,3 +257,25 @@ def test_many_processes_that_end_at_once_do_not_end_their_program() -> None:
     assert first.alive
     asked = Form(regex="a")
     assert fork_server.fork().check(asked, "llguidance", False, 1.0) is None
+
+
+def test_a_spare_process_serves_one_grammar_and_a_killed_one_none() -> None:
+    fork_server = GrammarForkServer()
+    fork_server.fork_spare()
+    spare = fork_server._spare
+    fork_server.fork_spare()  # there is one already
+    assert fork_server._spare is spare
+    assert fork_server.fork() is spare
+    assert fork_server.fork() is not spare
+    fork_server.fork_spare()
+    killed = fork_server._spare
+    assert killed is not None
+    assert fork_server.close is not None
+    program = fork_server.close.peek()[2][1].pid  # type: ignore[index]
+    while killed.ready():
+        for pid in _children(program):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    process = fork_server.fork()
+    assert process is not killed
+    assert process.check(Form(regex="a"), "llguidance", False, 1.0) is None

@@ -133,6 +133,8 @@ class GrammarCompiler:
                 future.set_exception(UnsupportedConstraint(limit_error(constraint)))
         except BaseException as error:  # the caller gets it from the future
             future.set_exception(error)
+        if self.fork_server.started:
+            self.fork_server.fork_spare()
 
     def _to_slow_lane(self, key: bytes, job: _Job) -> bool:
         with self._lock:
@@ -200,7 +202,7 @@ class GrammarCompiler:
 
         `xgrammar`: for xgrammar too, which takes five seconds more.
         """
-        self._urgent_pool.submit(self.fork_server.start)
+        self._urgent_pool.submit(self.fork_server.fork_spare)
         if xgrammar:
             self._slow_pool.submit(self._xgrammar.start)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 import subprocess
 import sys
@@ -72,10 +73,26 @@ class GrammarForkServer:
         self._numbers = itertools.count(1)
         self._control: socket.socket | None = None
         self._words = 0
+        self._spare: GrammarProcess | None = None
         self.close: weakref.finalize[Any, Any] | None = None
 
     def fork(self) -> GrammarProcess:
-        """Fork a process. Raises ConfigError: no readable tokenizer. ProcessEnded: no process can be started."""
+        """A new process. Raises ConfigError: no readable tokenizer. ProcessEnded: no process can be started."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.ready() else self._fork()
+
+    @property
+    def started(self) -> bool:
+        return self._control is not None
+
+    def fork_spare(self) -> None:
+        """Fork the process that the next `fork` returns, which then does not wait for it."""
+        if self._spare is None:
+            with contextlib.suppress(ProcessEnded, ConfigError):
+                self._spare = self._fork()
+
+    def _fork(self) -> GrammarProcess:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             control, number = self._started(), next(self._numbers)
@@ -158,6 +175,10 @@ class GrammarProcess:
     def alive(self) -> bool:
         """False: it was closed, or a call found that it had ended."""
         return self.close.alive
+
+    def ready(self) -> bool:
+        """Whether it still runs, for a process that has got no message yet."""
+        return not select.select([self.pipe], [], [], 0)[0]  # readable: it has ended
 
     def check(
         self, constraint: StructuredOutputsParams, engine: str, second: bool, cpu_s: float
