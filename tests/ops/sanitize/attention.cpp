@@ -9,9 +9,9 @@ struct Kind {
   long heads, kv, D, E, block, window;
   float cap;
   bool sinks;
-  long code = quire::SHORT;
+  long code = quire::KV_BF16;
 
-  long bytes() const { return code == quire::SHORT ? 2 : 1; }
+  long bytes() const { return code == quire::KV_BF16 ? 2 : 1; }
 };
 
 struct Paged {
@@ -111,7 +111,7 @@ const Kind KINDS[] = {{4, 2, 64, 64, 16, 0, 0, false},    {4, 1, 128, 128, 32, 0
                       {6, 2, 96, 96, 128, 300, 20, true}, {4, 4, 32, 64, 16, 1, 30, false}, {2, 1, 256, 256, 16, 0, 0, false}};
 
 // How far codes lead away: each is this near its value, and sums average.
-double allowed(long code) { return code == quire::SHORT ? 0.02 : code == quire::INT8 ? 0.04 : code == quire::E4M3 ? 0.15 : 0.3; }
+double allowed(long code) { return code == quire::KV_BF16 ? 0.02 : code == quire::KV_INT8 ? 0.04 : code == quire::KV_E4M3 ? 0.15 : 0.3; }
 
 void check(const Kind& kind, int number) {
   Random random((unsigned)number);
@@ -140,7 +140,7 @@ CHECK(attention) {
   int number = 0;
   for (Kind kind : KINDS) {
     check(kind, ++number);
-    kind.code = quire::INT8 + number % 3;
+    kind.code = quire::KV_INT8 + number % 3;
     check(kind, number);
   }
 }

@@ -1,4 +1,4 @@
-// How the eight tiles are shaped: palette 1, up to 16 rows of up to 64 bytes each.
+// Configuration of the eight AMX tiles: palette 1, up to 16 rows of up to 64 bytes each.
 #pragma once
 #ifdef QUIRE_AMX
 #include <immintrin.h>
@@ -12,13 +12,13 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// gcc 12 takes it that 8 bytes of the configuration are read: the clobber has all of it written before.
+// gcc 12 believes that the instruction reads 8 bytes of the configuration: the clobber forces all stores before it.
 inline void load_config(const TileConfig& config) {
   asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
-// gcc does not know that loading a tile reads memory: what was just written for one must not be left for later.
+// gcc does not know that a tile load reads memory: this barrier forces pending stores before the load.
 inline void written() { asm volatile("" : : : "memory"); }
 
 }  // namespace quire

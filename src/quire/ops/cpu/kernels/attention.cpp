@@ -1,18 +1,19 @@
-// Attention of a step over the paged cache: any mix of prompts, chunks and single tokens, in one way.
+// Paged attention of one step: any mix of prompts, chunks and single tokens, with one algorithm.
 //
-// Keys are taken in tiles of TILE tokens that start at multiples of TILE, one after the other, with a running softmax in
-// float; every SPLIT tokens it begins anew, and what was found is merged, in order. A query therefore meets the same
-// products in the same order however it came here: alone or in a batch, in one chunk or in many, its splits on one thread
-// or on several. Its bits do not change. A tile or a split that it does not see changes nothing.
+// Online softmax over tiles of TILE tokens that start at multiples of TILE, in order, with float accumulators. Every SPLIT
+// tokens the softmax restarts, and the partial results are merged in order. So a query computes the same products in the same
+// order whether it runs alone or in a batch, in one chunk or in many, with its splits on one thread or on several: its bits do
+// not change. A tile or a split without visible keys changes nothing.
 //
 //   item      one row of the batch, one key/value head, up to GROUP of its queries; all splits, or one
 //   query     a token times one of the heads that share the key/value head
-//   scores    [queries, 32] = q * k^T, both bf16, in float; weights are rounded to bf16 before they meet v
+//   scores    [queries, 32] = q * k^T, bf16 inputs, float sums; weights are rounded to bf16 before the product with v
 //
-// Keys and values are repacked for the product (kv_tiles.h), a split at a time, once for up to GROUP queries. Few queries are met
-// otherwise (attention_decode.h), to the same bits. The scales of codes go with the scores and the weights. Int8 is met by bytes: attention_int8_split.h.
+// Keys and values are packed into panels (kv_tiles.h), a split at a time, once for up to GROUP queries. Few queries use
+// attention_decode.h, with the same bits. The scales of a quantized cache multiply the scores and the weights. An int8 cache is
+// multiplied as bytes: attention_int8_split.h.
 //
-// Where a prompt's time goes, and what brought nothing: decision 42.
+// Decision 42 has measurements of prefill, with the changes that brought nothing.
 #include <atomic>
 #include <vector>
 
@@ -30,43 +31,43 @@ inline State state_in(float* memory, long count) {
 inline long state_size(const Call& call, long count) { return 2 * padded(count, 16) + count * call.cache.E; }
 
 // All queries of an item, if they are few, against the tokens [first, stop) of a split.
-void meet_few(const Call& call, const Reach& reach, const Tokens& tokens, const Few& few, long first, long stop, State s) {
-  Running running(reach, 0, few.count, s.sums);
+void attend_few(const Call& call, const Reach& reach, const Tokens& tokens, const DecodeQueries& few, long first, long stop, State s) {
+  RunningSoftmax running(reach, 0, few.count, s.sums);
   bool found = false;
   with_softmax(call, running, [&](auto softmax) {
     for (long start = first; start < stop; start += TILE) {
       const long end = std::min(start + TILE, tokens.end);
       const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
-      long met = from;
-      const auto meet_values = [&](long to) {
-        if (met == to) return found;
-        values_of_few(few, tokens, start, met, to, !found, s.sums);
-        met = to;
+      long done = from;
+      const auto add_values_until = [&](long to) {
+        if (done == to) return found;
+        values_of_few(few, tokens, start, done, to, !found, s.sums);
+        done = to;
         return found = true;
       };
       for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
       for (long t = from; t < width; t += 32) {
         softmax.begin({few.scores + t, TILE, few.weights + t, TILE, few.scales + t, start + t});
-        softmax.end([&] { return meet_values(t); });
+        softmax.end([&] { return add_values_until(t); });
       }
-      meet_values(width);
+      add_values_until(width);
     }
   });
   running.end(s);
 }
 
-// The same by bytes (attention_int8_split.h).
-void meet_few_halves(const Call& call, const Reach& reach, const Tokens& tokens, const Few& few, long first, long stop, State s) {
+// The same for a cache of split int8 (attention_int8_split.h).
+void attend_few_split(const Call& call, const Reach& reach, const Tokens& tokens, const DecodeQueries& few, long first, long stop, State s) {
   for (long start = first; start < stop; start += TILE) {
     const long end = std::min(start + TILE, tokens.end);
     const long from = std::max<long>(0, reach.low(0) - start) / 32 * 32, width = padded(end - start, 32);
     for (long t = from; t < width; t += 32) scores_of_few(few, tokens, start + t, t);
-    soften_halves(call, reach, few.scores, few.weights, few.weight_steps, few.scales, start, end, 0, few.count, width, s);
+    softmax_split(call, reach, few.scores, few.weights, few.weight_steps, few.scales, start, end, 0, few.count, width, s);
     values_of_few(few, tokens, start, from, width, start == first, s.sums);
   }
 }
 
-// Queries of an item come in runs: those of one token lie side by side, in q and in o.
+// The queries of an item form runs: the heads of one token are contiguous in q and in o.
 struct Run {
   long i, count, token, head;
   template <class F>
@@ -81,9 +82,9 @@ struct Run {
   }
 };
 
-// The queries of an item go to m.q; where what they find is kept.
+// Copies the queries of an item to m.q; returns the item's softmax state.
 State gather(const Call& call, const Item& item, Memory& m) {
-  const long room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));  // the product's
+  const long room = item.count / ROWS * ROWS + touched((int)(item.count % ROWS));  // rows that the product reads
   const State running = state_in(m.running.at_least(state_size(call, room)), item.count);
   const long D = call.cache.D;
   bf16* q = m.q.at_least(room * D);
@@ -93,13 +94,13 @@ State gather(const Call& call, const Item& item, Memory& m) {
     if (run.i + 8 * run.count < item.count)
       for (long d = 0; d < run.count * D; d += 32) fetch(from + 8 * call.q_step + d);
   });
-  if (call.cache.kind != INT8 && call.cache.kind != HALVED) return running;
-  float *x = m.scores.data, *steps = m.query_steps.at_least(room);  // no scores are there yet
+  if (call.cache.kind != KV_INT8 && call.cache.kind != KV_INT8_SPLIT) return running;
+  float *x = m.scores.data, *steps = m.query_steps.at_least(room);  // free: there are no scores yet
   for (long i = 0; i < item.count; i++, q += D) {
     for (long d = 0; d < D; d += 16) store(x + d, widen(q + d));
-    turn(x, D);
-    if (call.cache.kind == HALVED) {
-      steps[i] = halve_query(x, D, (uint8_t*)q);
+    hadamard(x, D);
+    if (call.cache.kind == KV_INT8_SPLIT) {
+      steps[i] = split_query(x, D, (uint8_t*)q);
       continue;
     }
     for (long d = 0; d < D; d += 16) store(q + d, load(x + d));
@@ -113,34 +114,34 @@ void begin(const Call& call, State s, long count) {
   memset(s.sums, 0, count * call.cache.E * sizeof(float));
 }
 
-// a takes in b, which met later keys.
+// Merges the state b of later keys into a.
 void merge(const Call& call, State a, State b, long count) {
   const long E = call.cache.E;
   for (long i = 0; i < count; i++) {
-    const float top = std::max(a.top[i], b.top[i]), fade = exp2f(a.top[i] - top), part = exp2f(b.top[i] - top);
+    const float top = std::max(a.top[i], b.top[i]), scale_a = exp2f(a.top[i] - top), part = exp2f(b.top[i] - top);
     a.top[i] = top;
-    a.total[i] = a.total[i] * fade + b.total[i] * part;
+    a.total[i] = a.total[i] * scale_a + b.total[i] * part;
     for (long e = i * E; e < (i + 1) * E; e += 16)
-      store(a.sums + e, fma(load(a.sums + e), floats(fade), load(b.sums + e) * floats(part)));
+      store(a.sums + e, fma(load(a.sums + e), floats(scale_a), load(b.sums + e) * floats(part)));
   }
 }
 
-// Whether o is written past the caches: the lines of a large one are gone before it is used, and are else read before they are
-// written. A prompt of 1024 tokens, 16 heads of 128, AMX: 3.4 -> 3.05 ms.
+// Whether o is written with non-temporal stores: lines of a large output leave the cache before they are read, and a normal
+// store would first read them from memory. A prompt of 1024 tokens, 16 heads of 128, AMX: 3.4 -> 3.05 ms.
 bool streams(const Call& call) {
   return (uintptr_t)call.o % LINE == 0 && call.starts[call.rows] * call.heads * call.cache.E > 1 << 19;
 }
 
 void finish(const Call& call, const Item& item, State s, Memory& m) {
   const long E = call.cache.E;
-  const bool past = streams(call), halved = call.cache.kind == HALVED;
-  float* ordered = halved ? m.ordered.at_least(E) : nullptr;
+  const bool past = streams(call), is_split = call.cache.kind == KV_INT8_SPLIT;
+  float* ordered = is_split ? m.ordered.at_least(E) : nullptr;
   Run::each(call, item, [&](const Run& run) {
     bf16* o = call.o + (run.token * call.heads + run.head) * E;
     for (long i = run.i; i < run.i + run.count; i++, o += E) {
       const Floats part = floats(1.f / s.total[i]);
       const float* sums = s.sums + i * E;
-      if (halved) in_order(sums, E, ordered), sums = ordered;
+      if (is_split) natural_order(sums, E, ordered), sums = ordered;
       for (long e = 0; e < E; e += 32) {
         const Floats left = part * load(sums + e), right = part * load(sums + e + 16);
         past ? stream(o + e, left, right) : store(o + e, left, right);
@@ -159,32 +160,32 @@ void begin_merging(const Call& call, const Item& item, State s) {
   }
 }
 
-// What an item reads of the cache, from `first` on.
+// The tokens of the cache that an item reads.
 Tokens tokens_of(const Call& call, const Item& item) {
   const Reach reach(call, item);
   const long first = std::max(reach.low(0), item.split * SPLIT) / 32 * 32;
   return Tokens(call.cache, item.row, item.head, first, reach.position(item.count - 1) + 1);
 }
 
-// The queries of an item against a split: few as they are, others with what is packed for them.
+// One split of an item. Few queries read the cache directly; others read packed panels.
 void run_split(const Call& call, const Item& item, Packed& packed, long split, State s) {
   const Reach reach(call, item);
   Memory& m = packed.m;
   const long stop = std::min(packed.tokens.end, (split + 1) * SPLIT);
   const long first = std::max(reach.low(0) / TILE * TILE, split * SPLIT);
-  const bool halved = call.cache.kind == HALVED;
+  const bool is_split = call.cache.kind == KV_INT8_SPLIT;
   std::fill_n(s.top, item.count, LOWEST);
   memset(s.total, 0, item.count * sizeof(float));
   if (packed.few) {
-    const Few few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data,
+    const DecodeQueries few = {m.q.data, m.columns.data, m.keys.data, m.scores.data, m.scales.data, m.weights.data,
                      m.query_steps.data, m.weight_steps.data, (int)item.count};
     begin_few(few, call.cache, m.shape);
-    return (halved ? meet_few_halves : meet_few)(call, reach, packed.tokens, few, first, stop, s);
+    return (is_split ? attend_few_split : attend_few)(call, reach, packed.tokens, few, first, stop, s);
   }
   m.shape.take(16);
   packed.begin(first, stop);
   for (long i = 0; i < item.count; i += ROWS)
-    (halved ? meet_many_halves : meet_many)(call, reach, packed, i, (int)std::min<long>(ROWS, item.count - i), s);
+    (is_split ? attend_many_split : attend_many)(call, reach, packed, i, (int)std::min<long>(ROWS, item.count - i), s);
 }
 
 // All splits of an item, one after the other.
@@ -193,7 +194,7 @@ void run_whole(const Call& call, const Item& item, Packed& packed) {
   Memory& m = packed.m;
   const State running = gather(call, item, m);
   const long first = reach.first_split(), last = reach.last_split(item.count);
-  if (first == last && !call.sinks) {  // merging would change nothing
+  if (first == last && !call.sinks) {  // one split: no merge
     run_split(call, item, packed, first, running);
     return finish(call, item, running, m);
   }
@@ -206,22 +207,23 @@ void run_whole(const Call& call, const Item& item, Packed& packed) {
   finish(call, item, merged, m);
 }
 
-// `next`: what this thread does then, or null.
+// `next`: the thread's next item, or null.
 void run_item(const Call& call, const Item& item, const Item* next, Memory& m, float* found) {
   const long D = call.cache.D, E = call.cache.E;
-  m.keys.at_least(32 * std::max(D, E)), m.columns.at_least(FEW * D), m.weights.at_least(ROWS * TILE);
+  m.keys.at_least(32 * std::max(D, E)), m.columns.at_least(DECODE_MAX_QUERIES * D), m.weights.at_least(ROWS * TILE);
   m.scores.at_least(std::max(ROWS * TILE, D)), m.scales.at_least(2 * TILE), m.weight_steps.at_least(ROWS);
   const Reach reach(call, item);
   Tokens tokens = tokens_of(call, item), later = next ? tokens_of(call, *next) : tokens;
   if (next) tokens.next = &later;
-  Packed packed = {m, tokens, item.count <= FEW};
+  Packed packed = {m, tokens, item.count <= DECODE_MAX_QUERIES};
   if (item.split >= 0) {
     const State running = gather(call, item, m);
     run_split(call, item, packed, item.split, running);
     memcpy(found + item.found, running.top, state_size(call, item.count) * sizeof(float));
     return;
   }
-  // What is packed of one split stays, so a few queries at a time can go all the way; of several it is packed for all of them.
+  // The panels of one split stay packed, so ROWS queries at a time can pass through it; with several splits, each is packed for all
+  // queries of the item.
   const long step = reach.first_split() == reach.last_split(item.count) ? ROWS : item.count;
   for (long i = 0; i < item.count; i += step) {
     Item part = item;
@@ -230,22 +232,22 @@ void run_item(const Call& call, const Item& item, const Item* next, Memory& m, f
   }
 }
 
-// What one call does: items, and those whose splits are items of their own.
+// The items of one call; those whose splits are items of their own are in `split_items` too.
 struct Work {
   const Call& call;
-  std::vector<Item> items, divided;
-  std::vector<float> found;  // States of splits; those of one item side by side
+  std::vector<Item> items, split_items;
+  std::vector<float> found;  // states of splits, contiguous by item
 
-  // Few rows with long contexts are divided, so that no thread waits; nobody's bits change.
+  // If there are few items, long contexts are split over threads. This changes no bits.
   Work(const Call& call, int threads) : call(call) {
-    // The longest first, so that no thread begins one when the others are done.
+    // The longest first, so that no thread starts a long one last.
     std::vector<std::pair<long, long>> rows;
     rows.reserve(call.rows);
     for (long row = 0; row < call.rows; row++) rows.push_back({-std::min(GROUP, call.queries(row)) * call.lengths[row], row});
     std::sort(rows.begin(), rows.end());
     long group = GROUP;
     for (begin(rows, group); group > LEAST_GROUP && (long)items.size() < 4 * threads; begin(rows, group)) group /= 2;
-    if ((long)items.size() < 4 * threads) divide();
+    if ((long)items.size() < 4 * threads) split_long_items();
   }
 
   void begin(const std::vector<std::pair<long, long>>& rows, long group) {
@@ -259,7 +261,7 @@ struct Work {
     }
   }
 
-  void divide() {
+  void split_long_items() {
     std::vector<Item> whole;
     whole.swap(items);
     size_t size = 0;
@@ -270,7 +272,7 @@ struct Work {
         continue;
       }
       item.found = size;
-      divided.push_back(item);
+      split_items.push_back(item);
       for (item.split = reach.first_split(); item.split <= reach.last_split(item.count); item.split++) {
         item.found = size;
         items.push_back(item);
@@ -281,7 +283,7 @@ struct Work {
   }
 };
 
-// The splits of a divided item, in order, as run_item does.
+// Merges the splits of an item that was split over threads, in order, as run_item does.
 void join(const Call& call, const Item& item, Memory& m, float* found) {
   const State merged = state_in(m.merged.at_least(state_size(call, item.count)), item.count);
   begin_merging(call, item, merged);
@@ -294,8 +296,8 @@ void join(const Call& call, const Item& item, Memory& m, float* found) {
   finish(call, item, merged, m);
 }
 
-// Items as threads take them: `stride` at a time, and when there are many each before it is done with the last, so that it
-// fetches what it will need. Of few a thread may hold none that another could begin.
+// The work queue: a thread takes `stride` items at a time. With many items it takes the next one before it has finished the last,
+// so that it can prefetch; with few, a thread holds none that another could start.
 struct Queue {
   long count, stride;
   bool early;
@@ -318,7 +320,7 @@ void attend(const Call& call) {
   const int threads = omp_get_max_threads();
   Work work(call, threads);
   const std::vector<Item>& items = work.items;
-  Queue queue((long)items.size(), threads), joins((long)work.divided.size(), threads);
+  Queue queue((long)items.size(), threads), joins((long)work.split_items.size(), threads);
 #pragma omp parallel
   {
     static thread_local Memory memory;
@@ -326,9 +328,9 @@ void attend(const Call& call) {
     memory.shape = {};
     queue.run([&](long i, long next) { run_item(call, items[i], next < 0 ? nullptr : &items[next], memory, work.found.data()); });
     end_products();
-    if (!work.divided.empty()) {
+    if (!work.split_items.empty()) {
 #pragma omp barrier
-      joins.run([&](long i, long) { join(call, work.divided[i], memory, work.found.data()); });
+      joins.run([&](long i, long) { join(call, work.split_items[i], memory, work.found.data()); });
     }
     end_streams();
   }
@@ -343,7 +345,7 @@ EXPORT void quire_attention(const bf16* q, long q_step, bf16* o, const void* key
                             long table_step, const int* starts, const int* lengths, const float* sinks, long rows,
                             long heads, long kv_heads, long D, long E, long block_size, long window, float scale,
                             float softcap) {
-  if (halved(kind, D, E)) kind = HALVED;
+  if (is_split(kind, D, E)) kind = KV_INT8_SPLIT;
   Paged cache = {keys, values, key_scales, value_scales, table, kind, table_step, kv_heads, block_size, D, E};
   attend({q, o, cache, starts, lengths, sinks, q_step, rows, heads, window, scale, softcap});
 }

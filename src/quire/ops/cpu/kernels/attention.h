@@ -1,4 +1,4 @@
-// What the parts of attention share: a call, the queries of an item, how far each sees, the scores that it has met.
+// Shared by the parts of attention: the call, an item's queries, the keys that each query sees, and its softmax state.
 #pragma once
 #include "kv_tiles.h"
 
@@ -33,7 +33,7 @@ struct Item {
   size_t found;                  // where its State goes, then
 };
 
-// How an item's queries lie: positions, and the first token that one sees.
+// Positions of an item's queries, and the first token that each sees.
 struct Reach {
   long before, first, shared, window;
   Reach(const Call& call, const Item& item)

@@ -1,16 +1,16 @@
-// Up to FEW queries against a tile of the cache that nobody else asks for: what is packed for them need not last.
+// Up to DECODE_MAX_QUERIES queries against a tile of the cache that no other queries use, so packed data is not kept.
 //
-// AMX takes keys as they lie, as the rows of the product, and the queries as its columns: 16 tokens of 128 are then 4 loads of
-// tiles instead of 4 transposes of 16 x 16 words. Exchanging the sides of a product changes no bit of it. It takes values as they
-// lie, too (decision 44).
+// AMX loads keys unpacked, as the rows of the product, with the queries as its columns: 16 tokens of 128 features are 4 tile loads
+// instead of 4 transposes of 16 x 16 words. Exchanging the operands of a product changes no bit. Values are unpacked too
+// (decision 44).
 #pragma once
 #include "attention_int8_split.h"
 #include "attention_decode_avx512.h"
 
 namespace quire {
 
-// What few queries need, of one item.
-struct Few {
+// The buffers of an item with few queries.
+struct DecodeQueries {
   const bf16* q;           // [count, D], with room for `touched(count)`
   bf16* columns;           // AMX: the queries as columns, [D / 32] tiles
   bf16* packed;            // room for 32 tokens
@@ -23,9 +23,9 @@ struct Few {
 
 #ifdef QUIRE_AMX
 
-constexpr int FEW = 16;
+constexpr int DECODE_MAX_QUERIES = 16;
 
-// How many rows tiles 2, 3 and 7 have; for products 16. They stay so from item to item: shaping tiles takes 65 ns.
+// The number of rows of tiles 2, 3 and 7; 16 for packed products. It is kept from item to item: configuring tiles takes 65 ns.
 struct Shape {
   int rows = 16;
   void take(int wanted) {
@@ -59,8 +59,8 @@ inline void transpose_scores(const float* found, int count, float* scores, long 
   }
 }
 
-// Rows of queries' bytes, high and low by turns, become columns: 8 queries a tile.
-inline void begin_few_halves(const Few& f, long D) {
+// Transposes the queries' rows of high and low bytes to columns: 8 queries a tile.
+inline void begin_few_split(const DecodeQueries& f, long D) {
   const char* rows = (const char*)f.q;
   char* to = (char*)f.columns;
   for (int i = 0; i < f.count; i += 8)
@@ -68,53 +68,53 @@ inline void begin_few_halves(const Few& f, long D) {
   written();
 }
 
-inline void scores_of_few_halves(const Few& f, const Tokens& tokens, long t, long at) {
+inline void scores_of_few_split(const DecodeQueries& f, const Tokens& tokens, long t, long at) {
   const long D = tokens.cache.D;
-  alignas(64) int32_t found[2][16 * 16], turned[16][16];
+  alignas(64) int32_t found[2][16 * 16], transposed[16][16];
   const char* columns = (const char*)f.columns;
-  Near keys[2];
-  for (int i = 0; i < 2; i++) keys[i] = keys_near(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
+  KvRows keys[2];
+  for (int i = 0; i < 2; i++) keys[i] = key_rows(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
   for (int i = 0; i < f.count; i += 8) {
     _tile_zero(0);
     _tile_zero(1);
     for (long d = 0; d < D; d += 64, columns += HALF_BYTES) {
       _tile_loadd(6, columns, 64);
-      keys[0].ahead.some(8);
+      keys[0].ahead.issue(8);
       _tile_loadd(4, keys[0].from + d, D);
-      keys[0].ahead.some(8);
+      keys[0].ahead.issue(8);
       _tile_loadd(5, keys[1].from + d, D);
-      keys[1].ahead.some(8);
+      keys[1].ahead.issue(8);
       _tile_dpbssd(0, 4, 6);
-      keys[1].ahead.some(8);
+      keys[1].ahead.issue(8);
       _tile_dpbssd(1, 5, 6);
     }
-    for (Near& near : keys) near.ahead.from = nullptr;
+    for (KvRows& rows : keys) rows.ahead.from = nullptr;
     _tile_stored(0, found[0], 64);
     _tile_stored(1, found[1], 64);
     const int count = std::min(8, f.count - i);
     for (int half = 0; half < 2; half++) {
-      transpose_scores((const float*)found[half], 2 * count, (float*)turned, 16);
+      transpose_scores((const float*)found[half], 2 * count, (float*)transposed, 16);
       for (int n = 0; n < count; n++)
         store(f.scores + (i + n) * TILE + at + half * 16,
-              score_of(load(turned[2 * n]), load(turned[2 * n + 1]), f.query_steps[i + n]));
+              score_of(load(transposed[2 * n]), load(transposed[2 * n + 1]), f.query_steps[i + n]));
     }
   }
 }
 
-// The weights of two queries for 16 tokens, as rows that meet values as they lie. In a word of those are four columns of a token,
-// so a row for each of the four has zeros for the others. Four times `lines` are fetched among it.
-inline void rows_of_halves(const uint8_t* weights, int count, int32_t (*rows)[16], Fetches& ahead, long lines) {
+// The weights of two queries for 16 tokens, as rows for a product with unpacked values. A word of values has four columns of one
+// token, so each of the four has a row of its own, with zeros for the others. Prefetches four times `lines`.
+inline void rows_of_split_weights(const uint8_t* weights, int count, int32_t (*rows)[16], Prefetch& ahead, long lines) {
   for (int i = 0; i < 2; i++, weights += 2 * TILE)
     for (int half = 0; half < 2; half++) {
       const Ints w = i < count ? widen(weights + half * TILE) : ints(0);
       for (int p = 0; p < 4; p++, rows++) store(rows[0], w << 8 * p);
-      ahead.some(8);
+      ahead.issue(8);
     }
   written();
 }
 
 // sums [16, E] += weights [16, from..width] * values; `fresh`: instead of adding.
-inline void values_of_few_halves(const Few& f, const Tokens& tokens, long start, long from, long width, bool fresh, float* sums) {
+inline void values_of_few_split(const DecodeQueries& f, const Tokens& tokens, long start, long from, long width, bool fresh, float* sums) {
   const long E = tokens.cache.E;
   alignas(64) int32_t rows[16][16], found[2][2][2][4][16];  // 128 columns, queries, halves
   for (int i = 0; i < f.count; i += 2)
@@ -124,14 +124,14 @@ inline void values_of_few_halves(const Few& f, const Tokens& tokens, long start,
       _tile_zero(1);
       for (long t = from; t < width; t += 16) {
         const char* values = (const char*)tokens.cache.values + tokens.slot(start + t) * E + e;
-        Fetches ahead = i + e ? Fetches{nullptr} : tokens.ahead(tokens.cache.values, start + t, E);
-        rows_of_halves((const uint8_t*)f.weights + i * 2 * TILE + t, count, rows, ahead, E / 32);
+        Prefetch ahead = i + e ? Prefetch{nullptr} : tokens.ahead(tokens.cache.values, start + t, E);
+        rows_of_split_weights((const uint8_t*)f.weights + i * 2 * TILE + t, count, rows, ahead, E / 32);
         _tile_loadd(4, rows, 64);
-        ahead.some(E / 32);
+        ahead.issue(E / 32);
         _tile_loadd(6, values, E);
-        ahead.some(E / 32);
+        ahead.issue(E / 32);
         _tile_dpbusd(0, 4, 6);
-        ahead.some(E / 16);
+        ahead.issue(E / 16);
         if (!more) continue;
         _tile_loadd(7, values + 64, E);
         _tile_dpbusd(1, 4, 7);
@@ -146,34 +146,34 @@ inline void values_of_few_halves(const Few& f, const Tokens& tokens, long start,
     }
 }
 
-// Whether values are met as they lie: two rows of weights for each query then.
-inline bool plain_values(const Few& f, const Paged& cache) { return cache.kind == SHORT && 2 * f.count <= 16; }
+// Whether values are used unpacked: then each query has two rows of weights.
+inline bool takes_unpacked_values(const DecodeQueries& f, const Paged& cache) { return cache.kind == KV_BF16 && 2 * f.count <= 16; }
 
-inline void begin_few(const Few& f, const Paged& cache, Shape& shape) {
+inline void begin_few(const DecodeQueries& f, const Paged& cache, Shape& shape) {
   const long D = cache.D;
-  shape.take(plain_values(f, cache) ? 2 * f.count : 16);
-  if (cache.kind == HALVED) return begin_few_halves(f, D);
+  shape.take(takes_unpacked_values(f, cache) ? 2 * f.count : 16);
+  if (cache.kind == KV_INT8_SPLIT) return begin_few_split(f, D);
   for (long d = 0; d < D / 32; d++) transpose_words(f.q + d * 32, D * 2, f.columns + d * HALF);
   written();
 }
 
-// Scores of the 32 tokens from t on, the tile's `at`-th.
-inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
-  if (tokens.cache.kind == HALVED) return scores_of_few_halves(f, tokens, t, at);
+// Scores of the 32 tokens from t on, to column `at` of the tile.
+inline void scores_of_few(const DecodeQueries& f, const Tokens& tokens, long t, long at) {
+  if (tokens.cache.kind == KV_INT8_SPLIT) return scores_of_few_split(f, tokens, t, at);
   const long D = tokens.cache.D;
   alignas(64) float found[2][16 * 16];
   alignas(64) bf16 wide[2][16 * 32];
-  Near keys[2];
-  for (int i = 0; i < 2; i++) keys[i] = keys_near(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
+  KvRows keys[2];
+  for (int i = 0; i < 2; i++) keys[i] = key_rows(tokens, t + 16 * i, f.scales + at + 16 * i, f.scales + TILE + at + 16 * i);
   _tile_zero(0);
   _tile_zero(1);
   for (long d = 0; d < D; d += 32) {
     _tile_loadd(6, f.columns + d * 16, 64);
-    keys[0].ahead.some(8);
-    if (tokens.cache.kind == SHORT) {
+    keys[0].ahead.issue(8);
+    if (tokens.cache.kind == KV_BF16) {
       _tile_loadd(4, keys[0].from + d * 2, D * 2);
-      keys[0].ahead.some(8);
-      keys[1].ahead.some(8);
+      keys[0].ahead.issue(8);
+      keys[1].ahead.issue(8);
       _tile_loadd(5, keys[1].from + d * 2, D * 2);
     } else {
       with_code(tokens.cache.kind, [&](auto code) {
@@ -183,7 +183,7 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
       _tile_loadd(4, wide[0], 64);
       _tile_loadd(5, wide[1], 64);
     }
-    keys[1].ahead.some(8);
+    keys[1].ahead.issue(8);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
   }
@@ -194,21 +194,21 @@ inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
 }
 
 // 32 columns -> the even ones, then the odd ones; and back.
-inline void part_columns(float* at) {
+inline void split_even_odd(float* at) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512 x = load(at), y = load(at + 16);
   store(at, (Floats)_mm512_permutex2var_ps(x, even, y));
   store(at + 16, (Floats)_mm512_permutex2var_ps(x, _mm512_add_epi32(even, _mm512_set1_epi32(1)), y));
 }
-inline void join_columns(float* at) {
+inline void merge_even_odd(float* at) {
   const __m512i early = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512 x = load(at), y = load(at + 16);
   store(at, (Floats)_mm512_permutex2var_ps(x, early, y));
   store(at + 16, (Floats)_mm512_permutex2var_ps(x, _mm512_add_epi32(early, _mm512_set1_epi32(8)), y));
 }
 
-// Values t..t+31 one behind the other: where they are, if they lie so and none is missing, or a copy with zeros at its end.
-inline const bf16* values_in_line(const Tokens& tokens, long t, bf16* copy) {
+// Values t..t+31 as contiguous memory: in the cache, if they are contiguous there and none is missing; else a copy padded with zeros.
+inline const bf16* contiguous_values(const Tokens& tokens, long t, bf16* copy) {
   const long E = tokens.cache.E, count = tokens.end - t, early = tokens.slot(t), late = tokens.slot(t + 16);
   const bf16* values = (const bf16*)tokens.cache.values;
   if (count >= 32 && late == early + 16) return values + early * E;
@@ -218,18 +218,18 @@ inline const bf16* values_in_line(const Tokens& tokens, long t, bf16* copy) {
   return copy;
 }
 
-// A word of a line has two columns of one token, so it meets a weight in two rows: one has zeros for the odd columns, one for the
-// even. What 32 packed tokens would add to a sum is what the even ones find, plus what the odd ones find: the same here.
-inline void values_as_they_lie(const Few& f, const Tokens& tokens, long start, long from, long width, bool fresh, float* sums) {
+// A word of a line has two columns of one token, so a weight has two rows: one with zeros for the odd columns, one for the even.
+// What 32 packed tokens add to a sum is the sum over the even tokens plus the sum over the odd ones: the same here.
+inline void values_unpacked(const DecodeQueries& f, const Tokens& tokens, long start, long from, long width, bool fresh, float* sums) {
   const long E = tokens.cache.E;
   alignas(64) int32_t even[16][16], odd[16][16];
   alignas(64) float found[16][16];
   if (fresh) memset(sums, 0, f.count * E * sizeof(float));
-  for (long e = 0; e < f.count * E; e += 32) part_columns(sums + e);
+  for (long e = 0; e < f.count * E; e += 32) split_even_odd(sums + e);
   for (long t = from; t < width; t += 32) {
-    const bf16* values = values_in_line(tokens, start + t, f.packed);
-    Fetches early = tokens.ahead(tokens.cache.values, start + t, E * 2);
-    Fetches late = tokens.ahead(tokens.cache.values, start + t + 16, E * 2);
+    const bf16* values = contiguous_values(tokens, start + t, f.packed);
+    Prefetch early = tokens.ahead(tokens.cache.values, start + t, E * 2);
+    Prefetch late = tokens.ahead(tokens.cache.values, start + t + 16, E * 2);
     for (int i = 0; i < f.count; i++) {
       const Ints pairs = load((const int32_t*)(f.weights + i * TILE + t));
       store(even[2 * i], pairs & 0xffff), store(even[2 * i + 1], pairs << 16);
@@ -239,14 +239,14 @@ inline void values_as_they_lie(const Few& f, const Tokens& tokens, long start, l
     _tile_loadd(2, even, 64);
     _tile_loadd(3, odd, 64);
     for (long e = 0; e < E; e += 32) {
-      early.some(8);
+      early.issue(8);
       _tile_zero(7);
       _tile_loadd(4, values + e, E * 4);
-      early.some(8);
+      early.issue(8);
       _tile_dpbf16ps(7, 2, 4);
-      late.some(8);
+      late.issue(8);
       _tile_loadd(5, values + E + e, E * 4);
-      late.some(8);
+      late.issue(8);
       _tile_dpbf16ps(7, 3, 5);
       _tile_stored(7, found, 64);
       for (int i = 0; i < f.count; i++)
@@ -256,14 +256,14 @@ inline void values_as_they_lie(const Few& f, const Tokens& tokens, long start, l
         }
     }
   }
-  for (long e = 0; e < f.count * E; e += 32) join_columns(sums + e);
+  for (long e = 0; e < f.count * E; e += 32) merge_even_odd(sums + e);
 }
 
 // sums [16, E] += weights [16, from..width] * values; `fresh`: instead of adding.
-inline void values_of_few(const Few& f, const Tokens& tokens, long start, long from, long width,
+inline void values_of_few(const DecodeQueries& f, const Tokens& tokens, long start, long from, long width,
                           bool fresh, float* sums) {
-  if (tokens.cache.kind == HALVED) return values_of_few_halves(f, tokens, start, from, width, fresh, sums);
-  if (plain_values(f, tokens.cache)) return values_as_they_lie(f, tokens, start, from, width, fresh, sums);
+  if (tokens.cache.kind == KV_INT8_SPLIT) return values_of_few_split(f, tokens, start, from, width, fresh, sums);
+  if (takes_unpacked_values(f, tokens.cache)) return values_unpacked(f, tokens, start, from, width, fresh, sums);
   const long E = tokens.cache.E;
   for (long e = 0; e < E; e += 64) {
     const bool more = e + 32 < E;
@@ -304,24 +304,24 @@ inline void values_of_few(const Few& f, const Tokens& tokens, long start, long f
 
 #else
 
-constexpr int FEW = ROWS;
+constexpr int DECODE_MAX_QUERIES = ROWS;
 
 struct Shape {
   void take(int) {}
 };
 
-inline void begin_few(const Few&, const Paged&, Shape&) {}
+inline void begin_few(const DecodeQueries&, const Paged&, Shape&) {}
 
-inline void scores_of_few(const Few& f, const Tokens& tokens, long t, long at) {
-  if (straight(tokens, f.count, [&](auto way) { way.scores(f.q, tokens, t, f.scores + at); })) return;
+inline void scores_of_few(const DecodeQueries& f, const Tokens& tokens, long t, long at) {
+  if (with_direct_dot(tokens, f.count, [&](auto way) { way.scores(f.q, tokens, t, f.scores + at); })) return;
   const long D = tokens.cache.D;
   pack_32_keys(tokens, t, f.packed, f.scales + at, f.scales + TILE + at);
   product_of_rows<Bf16, false>(f.count, f.q, D, f.packed, STEP, D / 32, f.scores + at, TILE);
 }
 
-inline void values_of_few(const Few& f, const Tokens& tokens, long start, long from, long width,
+inline void values_of_few(const DecodeQueries& f, const Tokens& tokens, long start, long from, long width,
                           bool fresh, float* sums) {
-  if (straight(tokens, f.count, [&](auto way) { way.values(f.weights, tokens, start, from, width, fresh, sums); })) return;
+  if (with_direct_dot(tokens, f.count, [&](auto way) { way.values(f.weights, tokens, start, from, width, fresh, sums); })) return;
   const long E = tokens.cache.E;
   if (fresh) memset(sums, 0, f.count * E * sizeof(float));
   for (long t = from; t < width; t += 32) {

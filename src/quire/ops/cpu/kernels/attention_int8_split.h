@@ -1,32 +1,32 @@
-// Attention over int8 codes as they lie: nothing but bytes is multiplied, and no code becomes bf16. AMX, heads of 64, 128 ...
+// Attention over int8 codes without conversion: all products are of bytes, and no code becomes bf16. AMX; head sizes of 64, 128 ...
 //
-// What meets codes is two bytes, a high and a low one, and what they find is put together in float (decision 39):
+// Queries and weights are split into a high and a low byte; the two sums are combined in float (decision 39):
 //
-//   query    (128 high + low) steps, signed, low from 0 to 127; 16383 steps are the largest of its numbers
-//   weight   times its value's scale: (256 high + low) steps, unsigned; 65024 are the largest value scale that the query sees in
-//            the tile
+//   query    (128 high + low) steps, signed, low from 0 to 127; its largest element has 16383 steps
+//   weight   times its value's scale: (256 high + low) steps, unsigned; the largest value scale that the query sees in the tile has
+//            65024 steps
 //
-// Sums of products of bytes are exact, so few queries and many may add them up in different orders, and find the same bits.
-// The two bytes take the place of one bf16 in every buffer. Sums of values lie as [E / 64, 4, 16]: at [p, w] is column 4 w + p,
-// so the four columns of a word come apart.
+// Sums of products of bytes are exact, so few queries and many may add in different orders and get the same bits. The two bytes
+// take the place of one bf16 in every buffer. Sums of values have the layout [E / 64, 4, 16]: [p, w] is column 4 w + p, since each
+// word holds four columns.
 #pragma once
 #include "softmax.h"
 
 namespace quire {
 
 constexpr float QUERY_STEPS = 16383.f, WEIGHT_STEPS = 65024.f;  // a weight is up to 1.0001: below 2^16 then
-constexpr float TINY = 0x1p-110f;  // what is smaller counts as 0, so that no step is infinite
+constexpr float TINY = 0x1p-110f;  // smaller maxima count as 0, so that no step is infinite
 
-// 32 numbers of 16 bits -> their high and low bytes; of signed ones, the low 7 bits.
+// 32 numbers of 16 bits -> their high and low bytes; for signed ones, the low 7 bits.
 template <bool SIGNED>
-inline void store_halves(uint8_t* high, uint8_t* low, Ints a, Ints b) {
+inline void store_split(uint8_t* high, uint8_t* low, Ints a, Ints b) {
 #ifdef QUIRE_AMX
   const __m512i early = (__m512i)a, late = (__m512i)b;
   const __m512i all = SIGNED ? _mm512_packs_epi32(early, late) : _mm512_packus_epi32(early, late);
   const __m512i upper = SIGNED ? _mm512_srai_epi16(all, 7) : _mm512_srli_epi16(all, 8);
   const __m512i lower = _mm512_and_si512(all, _mm512_set1_epi16(SIGNED ? 127 : 255));
   const __m512i bytes = SIGNED ? _mm512_packs_epi16(upper, lower) : _mm512_packus_epi16(upper, lower);
-  // Packing goes by 16 bytes: each of those has 4 numbers of a and 4 of b.
+  // The pack instruction works on lanes of 16 bytes: each has 4 numbers of a and 4 of b.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i ordered = _mm512_permutexvar_epi32(order, bytes);
   _mm256_storeu_si256((__m256i*)high, _mm512_castsi512_si256(ordered));
@@ -38,23 +38,23 @@ inline void store_halves(uint8_t* high, uint8_t* low, Ints a, Ints b) {
 #endif
 }
 
-// A query -> [2, D] bytes; its step.
-inline float halve_query(const float* x, long D, uint8_t* to) {
+// Splits a query into [2, D] bytes; returns its step.
+inline float split_query(const float* x, long D, uint8_t* to) {
   Floats most = floats(0.f);
   for (long d = 0; d < D; d += 16) most = max(most, magnitude(load(x + d)));
   const float top = max_of(most);
   const Floats steps = floats(top > TINY ? QUERY_STEPS / top : 0.f);
   for (long d = 0; d < D; d += 32)
-    store_halves<true>(to + d, to + D + d, to_ints(load(x + d) * steps), to_ints(load(x + d + 16) * steps));
+    store_split<true>(to + d, to + D + d, to_ints(load(x + d) * steps), to_ints(load(x + d + 16) * steps));
   return top / QUERY_STEPS;
 }
 
-inline Floats put_together(Ints high, Ints low, float base) { return fma(to_floats(high), floats(base), to_floats(low)); }
+inline Floats combine_bytes(Ints high, Ints low, float base) { return fma(to_floats(high), floats(base), to_floats(low)); }
 
-inline Floats score_of(Ints high, Ints low, float step) { return put_together(high, low, 128.f) * floats(step); }
+inline Floats score_of(Ints high, Ints low, float step) { return combine_bytes(high, low, 128.f) * floats(step); }
 
 inline void add_values(float* sums, Ints high, Ints low, float step, bool fresh) {
-  const Floats found = put_together(high, low, 256.f);
+  const Floats found = combine_bytes(high, low, 256.f);
   store(sums, fresh ? found * floats(step) : fma(found, floats(step), load(sums)));
 }
 
@@ -63,24 +63,24 @@ inline void add_values(float* sums, Ints high, Ints low, float step, bool fresh)
 // A tile at a time, and top is the largest score so far: of larger weights too little would be left to the small ones.
 
 // The keys [from, to) of a tile that a query sees.
-struct Seen {
+struct KeyRange {
   long from, to;
   bool any() const { return to > from; }
-  bool operator==(const Seen& other) const { return from == other.from && to == other.to; }
-  Mask some(long t) const { return span(from - t, to - t); }  // of the 16 from t on
+  bool operator==(const KeyRange& other) const { return from == other.from && to == other.to; }
+  Mask mask(long t) const { return span(from - t, to - t); }  // of the 16 from t on
 };
 
-// Calls f(t, all) for each 32 that hold something seen; `all`, a type: nothing else is among them.
+// Calls f(t, all) for each group of 32 with a visible key; `all`, a type: all 32 are visible.
 template <class F>
-inline void each_32(Seen seen, const F& f) {
+inline void each_32(KeyRange seen, const F& f) {
   long t = seen.from / 32 * 32;
   if (t < seen.from) f(t, std::false_type{}), t += 32;
   for (; t + 32 <= seen.to; t += 32) f(t, std::true_type{});
   if (t < seen.to) f(t, std::false_type{});
 }
 
-// Scores get their factors; the largest, of each 16 lanes one. scales: [2, TILE], keys' and values'.
-inline Floats peak(const Call& call, float* scores, Seen seen, const float* scales) {
+// Scales the scores; returns the maximum of each of 16 lanes. scales: [2, TILE], keys' and values'.
+inline Floats peak(const Call& call, float* scores, KeyRange seen, const float* scales) {
   const Floats factor = floats(factor_of(call)), lowest = floats(LOWEST);
   const float softcap = call.softcap;
   Floats early = lowest, late = lowest;
@@ -88,7 +88,7 @@ inline Floats peak(const Call& call, float* scores, Seen seen, const float* scal
     Floats x = load(scores + t) * factor * load(scales + t);
     if (softcap > 0) x = tanh_of(x) * floats(softcap * LOG2E);
     store(scores + t, x);
-    return all ? x : select(seen.some(t), x, lowest);
+    return all ? x : select(seen.mask(t), x, lowest);
   };
   each_32(seen, [&](long t, auto all) {
     early = max(early, score(t, all));
@@ -97,20 +97,20 @@ inline Floats peak(const Call& call, float* scores, Seen seen, const float* scal
   return max(early, late);
 }
 
-inline float step_of(const float* value_scales, Seen seen) {
+inline float step_of(const float* value_scales, KeyRange seen) {
   Floats most = floats(0.f);
   if (!seen.any()) return 0.f;
   each_32(seen, [&](long t, auto all) {
     for (long n = t; n < t + 32; n += 16) {
       const Floats some = load(value_scales + n);
-      most = max(most, all ? some : keep(seen.some(n), some));
+      most = max(most, all ? some : keep(seen.mask(n), some));
     }
   });
   return max_of(most) / WEIGHT_STEPS;
 }
 
-// Scores -> weights, [2, TILE] bytes, 0 for keys that are not seen, up to `width`; their sum, of each 16 lanes one.
-inline Floats weigh(const float* scores, uint8_t* to, const float* value_scales, Seen seen, long width, float step, float top) {
+// Scores -> weights, [2, TILE] bytes, 0 for keys that are not visible, up to `width`; returns their sum by lane.
+inline Floats compute_weights(const float* scores, uint8_t* to, const float* value_scales, KeyRange seen, long width, float step, float top) {
   const Floats steps = floats(step > TINY ? 1 / step : 0.f), below = floats(-top);
   Floats early = floats(0.f), late = floats(0.f);
   const auto zero = [&](long from, long end) {
@@ -118,7 +118,7 @@ inline Floats weigh(const float* scores, uint8_t* to, const float* value_scales,
   };
   const auto weight = [&](long t, bool all) {
     const Floats x = weight_of(load(scores + t) + below);
-    return all ? x : keep(seen.some(t), x);
+    return all ? x : keep(seen.mask(t), x);
   };
   zero(0, seen.from / 32 * 32);
   each_32(seen, [&](long t, auto all) {
@@ -126,16 +126,16 @@ inline Floats weigh(const float* scores, uint8_t* to, const float* value_scales,
     early = early + x;
     late = late + y;
     const Floats x_steps = load(value_scales + t) * steps, y_steps = load(value_scales + t + 16) * steps;
-    store_halves<false>(to + t, to + TILE + t, to_ints(x * x_steps), to_ints(y * y_steps));
+    store_split<false>(to + t, to + TILE + t, to_ints(x * x_steps), to_ints(y * y_steps));
   });
   zero(padded(seen.to, 32), width);
   return early + late;
 }
 
-// Scores of `count` queries -> weights: [count, TILE] each; the state moves on. steps: of the weights, [count].
-inline void soften_halves(const Call& call, const Reach& reach, float* scores, bf16* weights, float* steps, const float* scales,
+// Scores of `count` queries -> weights: [count, TILE] each; updates the softmax state. steps: of the weights, [count].
+inline void softmax_split(const Call& call, const Reach& reach, float* scores, bf16* weights, float* steps, const float* scales,
                           long start, long end, long first, int count, long width, State s) {
-  Seen seen[LANES_OF_ROWS];
+  KeyRange seen[LANES_OF_ROWS];
   alignas(64) float lanes[LANES_OF_ROWS][16], top[LANES_OF_ROWS], before[LANES_OF_ROWS], shrink[LANES_OF_ROWS], total[LANES_OF_ROWS];
   s = s.from(first, call.cache.E);
   for (int i = 0; i < count; i++) {
@@ -153,7 +153,7 @@ inline void soften_halves(const Call& call, const Reach& reach, float* scores, b
     steps[i] = i && seen[i] == seen[i - 1] ? steps[i - 1] : step_of(scales + TILE, seen[i]);
     uint8_t* to = (uint8_t*)(weights + i * TILE);
     if (seen[i].any())
-      store(lanes[i], weigh(scores + i * TILE, to, scales + TILE, seen[i], width, steps[i], top[i]));
+      store(lanes[i], compute_weights(scores + i * TILE, to, scales + TILE, seen[i], width, steps[i], top[i]));
     else
       memset(to, 0, width), memset(to + TILE, 0, width), store(lanes[i], floats(0.f));
   }
@@ -161,7 +161,7 @@ inline void soften_halves(const Call& call, const Reach& reach, float* scores, b
   for (int i = 0; i < count; i++) {
     s.total[i] = s.total[i] * shrink[i] + total[i];
     s.top[i] = top[i];
-    if (before[i] == top[i] || before[i] == LOWEST) continue;  // before any key there is nothing to shrink
+    if (before[i] == top[i] || before[i] == LOWEST) continue;  // no sums yet
     float* sums = s.sums + i * call.cache.E;
     for (long e = 0; e < call.cache.E; e += 16) store(sums + e, floats(shrink[i]) * load(sums + e));
   }
@@ -171,16 +171,16 @@ inline void soften_halves(const Call& call, const Reach& reach, float* scores, b
 
 #ifdef QUIRE_AMX
 
-inline bool halved(long kind, long D, long E) { return kind == INT8 && D % 64 == 0 && E % 64 == 0; }
+inline bool is_split(long kind, long D, long E) { return kind == KV_INT8 && D % 64 == 0 && E % 64 == 0; }
 
-// Values t..t+31 -> half a step of each of [E / 32] panels of 32 columns: a line has four tokens.
-inline void pack_32_by_fours(const Tokens& tokens, long t, bf16* values, long panel_step) {
+// Packs values t..t+31 as half a step of each of [E / 32] panels of 32 columns: a line has four tokens.
+inline void pack_32_bytes(const Tokens& tokens, long t, bf16* values, long panel_step) {
   const long E = tokens.cache.E;
   uint8_t* to = (uint8_t*)values;
   for (long half = 0; half < 2; half++, t += 16) {
     const uint8_t* from = (const uint8_t*)tokens.cache.values + tokens.slot(t) * E;
-    Fetches ahead = tokens.ahead(tokens.cache.values, t, E);
-    for (long four = 0; four < 4; four++, to += LINE, ahead.some(E / 16))
+    Prefetch ahead = tokens.ahead(tokens.cache.values, t, E);
+    for (long four = 0; four < 4; four++, to += LINE, ahead.issue(E / 16))
       for (long e = 0; e < E; e += 64) {
         const auto token = [&](long i) { return load((const int32_t*)(from + (four * 4 + i) * E + e)); };
         const Ints a = token(0), b = token(1), c = token(2), d = token(3);
@@ -196,8 +196,8 @@ inline void pack_32_by_fours(const Tokens& tokens, long t, bf16* values, long pa
   }
 }
 
-// Of `count` queries; keys: bytes in panels of 32 tokens, as far apart as those of bf16.
-inline void scores_by_halves(const bf16* queries, const float* query_steps, int count, const bf16* keys, long D, long width,
+// Scores of `count` queries; keys: bytes in panels of 32 tokens, with the panel stride of bf16.
+inline void scores_split(const bf16* queries, const float* query_steps, int count, const bf16* keys, long D, long width,
                              float* scores) {
   alignas(64) int32_t high[ROWS * 32], low[ROWS * 32];
   const uint8_t* q = (const uint8_t*)queries;
@@ -210,8 +210,8 @@ inline void scores_by_halves(const bf16* queries, const float* query_steps, int 
   }
 }
 
-// values: as pack_32_by_fours has them; sums: [count, E].
-inline void values_by_halves(const bf16* weights, const float* steps, int count, const bf16* values, long panel_step, long E,
+// values: as pack_32_bytes packs them; sums: [count, E].
+inline void values_split(const bf16* weights, const float* steps, int count, const bf16* values, long panel_step, long E,
                              long width, bool fresh, float* sums) {
   alignas(64) int32_t high[ROWS * 32], low[ROWS * 32];
   const uint8_t* w = (const uint8_t*)weights;
@@ -225,14 +225,14 @@ inline void values_by_halves(const bf16* weights, const float* steps, int count,
   }
 }
 
-// Sums as columns lie: of each 64, [4, 16] -> [16, 4].
-inline void in_order(const float* sums, long E, float* to) {
+// Reorders sums to the order of columns: of each 64, [4, 16] -> [16, 4].
+inline void natural_order(const float* sums, long E, float* to) {
   using D = __m512d;
   for (long e = 0; e < E; e += 64, sums += 64) {
     const __m512 p0 = load(sums), p1 = load(sums + 16), p2 = load(sums + 32), p3 = load(sums + 48);
     const D low01 = (D)_mm512_unpacklo_ps(p0, p1), low23 = (D)_mm512_unpacklo_ps(p2, p3);
     const D high01 = (D)_mm512_unpackhi_ps(p0, p1), high23 = (D)_mm512_unpackhi_ps(p2, p3);
-    // Words 0, 4, 8 and 12, those behind them ...
+    // Words 0, 4, 8 and 12, then the following ones ...
     const D w0 = _mm512_unpacklo_pd(low01, low23), w1 = _mm512_unpackhi_pd(low01, low23);
     const D w2 = _mm512_unpacklo_pd(high01, high23), w3 = _mm512_unpackhi_pd(high01, high23);
     const D early01 = _mm512_shuffle_f64x2(w0, w1, 0x44), early23 = _mm512_shuffle_f64x2(w2, w3, 0x44);
@@ -246,11 +246,11 @@ inline void in_order(const float* sums, long E, float* to) {
 
 #else
 
-inline bool halved(long, long, long) { return false; }
-inline void pack_32_by_fours(const Tokens&, long, bf16*, long) {}
-inline void scores_by_halves(const bf16*, const float*, int, const bf16*, long, long, float*) {}
-inline void values_by_halves(const bf16*, const float*, int, const bf16*, long, long, long, bool, float*) {}
-inline void in_order(const float*, long, float*) {}
+inline bool is_split(long, long, long) { return false; }
+inline void pack_32_bytes(const Tokens&, long, bf16*, long) {}
+inline void scores_split(const bf16*, const float*, int, const bf16*, long, long, float*) {}
+inline void values_split(const bf16*, const float*, int, const bf16*, long, long, long, bool, float*) {}
+inline void natural_order(const float*, long, float*) {}
 
 #endif
 

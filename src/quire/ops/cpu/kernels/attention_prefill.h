@@ -1,4 +1,4 @@
-// Many queries against a split of the cache, which is packed once for all of an item's (kv_tiles.h).
+// Many queries against a split of the cache, which is packed once for all queries of an item (kv_tiles.h).
 #pragma once
 #include "attention_decode.h"
 
@@ -11,11 +11,11 @@ struct Memory {  // of one thread
   Shape shape;                                        // attention_decode.h
 };
 
-// A split of the cache while an item's queries meet it: packed once, as far as they have asked for.
+// The packed part of a split, for all queries of an item: packed once, as far as they have needed it.
 struct Packed {
   Memory& m;
   const Tokens& tokens;
-  bool few;  // nothing is packed: attention_decode.h
+  bool few;  // reads the cache unpacked: attention_decode.h
   long first = 0, stop = 0;
   long keys = 0, values = 0;  // tokens from `first` on that are packed
 
@@ -27,7 +27,7 @@ struct Packed {
   }
   float* scales_of(long t) const { return m.scales.data + 2 * ((t - first) / TILE * TILE) + t % TILE; }
 
-  // Keys and values [t, t + width), which are packed if they are not yet; those of values lie in one tile.
+  // Keys and values [t, t + width), packed on first use; the values must be in one tile.
   const bf16* keys_until(long t, long width) {
     const long D = tokens.cache.D;
     for (; keys < t - first + width; keys += 32) {
@@ -40,35 +40,35 @@ struct Packed {
     const long E = tokens.cache.E;
     for (; values < t - first + width; values += 32) {
       bf16* to = m.values.data + values / TILE * TILE * E;
-      if (tokens.cache.kind == HALVED)
-        pack_32_by_fours(tokens, first + values, to + values % TILE / 64 * STEP + values % 64 / 4 * 32, HALVED_PANEL);
+      if (tokens.cache.kind == KV_INT8_SPLIT)
+        pack_32_bytes(tokens, first + values, to + values % TILE / 64 * STEP + values % 64 / 4 * 32, SPLIT_PANEL);
       else
         pack_32_values(tokens, first + values, 0, E, to + values % TILE / 32 * STEP, PANEL);
     }
     return m.values.data + (t - first) / TILE * TILE * E + t % TILE / 32 * STEP;
   }
-  static constexpr long PANEL = TILE / 32 * STEP, HALVED_PANEL = TILE / 64 * STEP_BYTES;
+  static constexpr long PANEL = TILE / 32 * STEP, SPLIT_PANEL = TILE / 64 * STEP_BYTES;
 };
 
-// Queries [first, first + count) of an item against a split. Scores of 32 tokens become weights when those of the next 32 are
-// about to be found: what was just written for them, and the products, need not be waited for.
-inline void meet_many(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
+// Queries [first, first + count) of an item against a split. Scores of 32 tokens become weights just before the next 32 are
+// computed, so that neither step waits for stores that it has just made.
+inline void attend_many(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
   Memory& m = packed.m;
   const long D = call.cache.D, E = call.cache.E;
   const long from = std::max(packed.first, reach.low(first) / 32 * 32);
   const long stop = std::min(packed.stop, reach.position(first + count - 1) + 1);
   const bf16* q = m.q.data + first * D;
   s = s.from(first, E);
-  Running running(reach, first, count, s.sums);
-  long met = from;  // weights of tokens from here on have not met their values
+  RunningSoftmax running(reach, first, count, s.sums);
+  long done = from;  // values before this token are added
   bool found = false;
-  const auto meet_values = [&](long to) {
-    if (met == to) return found;
-    const bf16* values = packed.values_until(met, to - met);
+  const auto add_values_until = [&](long to) {
+    if (done == to) return found;
+    const bf16* values = packed.values_until(done, to - done);
     const auto product = found ? product_of_rows<Bf16, true> : product_of_rows<Bf16, false>;
     for (long e = 0; e < E; e += 32, values += Packed::PANEL)
-      product(count, m.weights.data + met % TILE, TILE, values, STEP, (to - met) / 32, s.sums + e, E, {nullptr, 0});
-    met = to;
+      product(count, m.weights.data + done % TILE, TILE, values, STEP, (to - done) / 32, s.sums + e, E, {nullptr, 0});
+    done = to;
     return found = true;
   };
   with_softmax(call, running, [&](auto softmax) {
@@ -76,20 +76,20 @@ inline void meet_many(const Call& call, const Reach& reach, Packed& packed, long
     for (; t < stop; t += 32) {
       float* scores = m.scores.data + t % 64 * ROWS;
       const bf16* keys = packed.keys_until(t, 32);
-      softmax.end([&] { return meet_values(t - 32); });
-      if (t % TILE == 0) meet_values(t);
+      softmax.end([&] { return add_values_until(t - 32); });
+      if (t % TILE == 0) add_values_until(t);
       product_of_rows<Bf16, false>(count, q, D, keys, STEP, D / 32, scores, 32);
       softmax.begin({scores, 32, m.weights.data + t % TILE, TILE, packed.scales_of(t), t});
     }
-    softmax.end([&] { return meet_values(t - 32); });
-    meet_values(t);
+    softmax.end([&] { return add_values_until(t - 32); });
+    add_values_until(t);
   });
   if (!found) memset(s.sums, 0, count * E * sizeof(float));
   running.end(s);
 }
 
-// The same by bytes (attention_int8_split.h), a tile after the other.
-inline void meet_many_halves(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
+// The same for a cache of split int8 (attention_int8_split.h), one tile at a time.
+inline void attend_many_split(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
   Memory& m = packed.m;
   const long D = call.cache.D, E = call.cache.E, last = reach.position(first + count - 1);
   const bf16* q = m.q.data + first * D;
@@ -98,11 +98,11 @@ inline void meet_many_halves(const Call& call, const Reach& reach, Packed& packe
   for (long start = std::max(packed.first, reach.low(first) / TILE * TILE); start < packed.stop && start <= last; start += TILE) {
     const long end = std::min(start + TILE, packed.tokens.end), width = padded(std::min(end, last + 1) - start, 64);
     const bf16* keys = packed.keys_until(start, width);
-    scores_by_halves(q, m.query_steps.data + first, count, keys, D, width, m.scores.data);
-    soften_halves(call, reach, m.scores.data, m.weights.data, m.weight_steps.data, packed.scales_of(start), start, end, first,
+    scores_split(q, m.query_steps.data + first, count, keys, D, width, m.scores.data);
+    softmax_split(call, reach, m.scores.data, m.weights.data, m.weight_steps.data, packed.scales_of(start), start, end, first,
                   count, width, s);
     const bf16* values = packed.values_until(start, width);
-    values_by_halves(m.weights.data, m.weight_steps.data, count, values, Packed::HALVED_PANEL, E, width, fresh, sums);
+    values_split(m.weights.data, m.weight_steps.data, count, values, Packed::SPLIT_PANEL, E, width, fresh, sums);
     fresh = false;
   }
   if (fresh) memset(sums, 0, count * E * sizeof(float));

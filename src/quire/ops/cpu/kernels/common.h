@@ -1,7 +1,7 @@
-// What every kernel uses: vectors (simd.h), functions of them, scratch memory.
+// Shared by all kernels: vectors (simd.h), functions of them, scratch memory.
 //
-// A kernel's results for a row depend on that row alone: sums run along K in one order, whatever the number of
-// rows, threads or chunks. Keep it so; the engine's equality tests compare bits.
+// A kernel's results for a row depend on that row alone: sums run along K in one order, whatever the number of rows, threads or
+// chunks. Keep it so: the engine's equality tests compare bits.
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -31,13 +31,13 @@ inline Floats exp2_part(Floats part) {
   return fma(p, part, floats(1.f));
 }
 
-inline Floats exp2_of(Floats x) {  // 2^x; x is taken between -126 and 126
+inline Floats exp2_of(Floats x) {  // 2^x; x is clamped to -126 .. 126
   x = min(max(x, floats(-126.f)), floats(126.f));
   const Floats whole = nearest(x);
   return times_power(exp2_part(x - whole), whole);
 }
 
-inline Floats exp2_below(Floats x) {  // the same for x that are not above 0, but for rounding
+inline Floats exp2_below(Floats x) {  // the same for x <= 0 (up to rounding)
   x = max(x, floats(-126.f));
   const Floats whole = nearest(x);
   return times_power(exp2_part(x - whole), whole);
@@ -50,7 +50,7 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
 
 inline Floats silu_of(Floats x) { return x * inverse(exp2_of(x * floats(-LOG2E)) + floats(1.f)); }
 
-// Memory of one thread that lives as long as the thread and only grows; new memory is zeros.
+// Memory of one thread, which lives as long as the thread and only grows; new memory is zeroed.
 template <class T>
 struct Scratch {
   T* data = nullptr;
@@ -60,7 +60,7 @@ struct Scratch {
       free(data);
       size_t bytes = (count * sizeof(T) + 4095) & ~(size_t)4095;
       data = (T*)aligned_alloc(4096, bytes);
-      if (!data) abort();  // a few MB cannot be had: nothing sensible can be done in the middle of a step
+      if (!data) abort();  // out of memory: a step cannot recover from it
       memset(data, 0, bytes);
       size = count;
     }

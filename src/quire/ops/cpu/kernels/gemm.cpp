@@ -1,12 +1,12 @@
 // y[M, N] = x[M, K] * w[N, K]^T with packed weights (pack.cpp), bf16 or int8.
 //
-// Packed: [N / 32][steps][2 tiles] (gemm_kernel.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16 of
-// the other half, and what is stored is silu(gate) * other, [M, N / 2].
+// Packed layout: [N / 32][steps][2 tiles] (gemm_kernel.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16
+// of the other half; the output is silu(gate) * other, [M, N / 2].
 //
-// int8: each row of x is made to bytes around ZERO_BYTE with one scale, each row of w has its own scale and the sum of its
-// bytes: y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
+// int8: each row of x is quantized around ZERO_BYTE with one scale; each row of w has its own scale and the sum of its bytes:
+// y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
 //
-// Threads share the panels. Rows are taken in blocks whose x stays in the L2 cache while the panels pass by.
+// Threads share the panels. Rows are processed in blocks whose x stays in the L2 cache while the panels stream through.
 #include "quantize_activations.h"
 #include "exports.h"
 #include "gemm_many_rows.h"
@@ -15,12 +15,12 @@ namespace quire {
 
 #ifdef QUIRE_AMX
 
-constexpr long FAR = 6;  // steps ahead that a panel is fetched when it is used once
+constexpr long PREFETCH_STEPS = 6;  // steps ahead that a panel is fetched when it is used once
 
-// What is done beside each step of a panel: its weights are fetched, and some rows of the panel before are finished, so that
-// memory is never idle.
+// Work that overlaps with each step of a panel: the next weights are prefetched, and rows of the previous panel are finished, so
+// that memory is never idle.
 template <Kind KIND, class F>
-struct Beside {
+struct Overlap {
   static constexpr bool PASSES = true;
   Ahead ahead;
   const Job<F>* job;
@@ -34,8 +34,8 @@ struct Beside {
   }
 };
 
-// Rows [first, first + count) straight from x, in equal blocks of up to 32; where they do not divide, the last block begins
-// earlier and does some of them twice. The next panel is fetched while blocks meet this one.
+// Rows [first, first + count), read from x directly, in equal blocks of up to 32; if they do not divide, the last block starts
+// earlier and computes some of them twice. The next panel is prefetched meanwhile.
 template <Kind KIND, class F>
 void few_rows(const Job<F>& job, long first, long count, long panel0, long panel1) {
   alignas(64) typename F::Sum sums[2][32 * 32];
@@ -43,24 +43,24 @@ void few_rows(const Job<F>& job, long first, long count, long panel0, long panel
   const int rows = (int)((count + blocks - 1) / blocks), upper = std::min(16, rows), lower = rows - upper;
   const int lines = (int)((32 + blocks - 1) / blocks), each = (int)((rows + steps - 1) / steps);
   int turn = 0;
-  Beside<KIND, F> beside{{nullptr, lines}, &job, nullptr, 0, 0, 0, 0, each};
+  Overlap<KIND, F> overlap{{nullptr, lines}, &job, nullptr, 0, 0, 0, 0, each};
   configure(upper, lower);
   for (long panel = panel0; panel < panel1; panel++) {
     const auto* w = job.w + panel * steps * STEP_OF<F>;
-    beside.ahead.from = (const char*)w + (blocks > 1 ? steps : FAR) * STEP_BYTES;
+    overlap.ahead.from = (const char*)w + (blocks > 1 ? steps : PREFETCH_STEPS) * STEP_BYTES;
     for (long i = 0; i < blocks; i++, turn ^= 1) {
       const long at = first + std::min(i * rows, count - rows);
       const auto* x = job.x + at * job.x_row;
       product<F, false>(x, lower ? x + 16 * job.x_row : nullptr, job.x_row * sizeof(*x), F::K, w, STEP_OF<F>, steps,
-                        sums[turn], 128, beside);
-      beside.ahead.from += lines * LINE * steps;
-      beside.sums = sums[turn], beside.first = at, beside.panel = panel, beside.rows = rows;
+                        sums[turn], 128, overlap);
+      overlap.ahead.from += lines * LINE * steps;
+      overlap.sums = sums[turn], overlap.first = at, overlap.panel = panel, overlap.rows = rows;
     }
   }
-  if (panel0 < panel1) Finish<KIND, F>(job, beside.panel).rows(beside.first, rows, beside.sums);
+  if (panel0 < panel1) Finish<KIND, F>(job, overlap.panel).rows(overlap.first, rows, overlap.sums);
 }
 
-// 32 rows of x as [steps][2][16][64 bytes]; rows that are not there are zeros.
+// 32 rows of x as [steps][2][16][64 bytes]; missing rows are zeros.
 template <class F>
 inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
   for (long r = 0; r < 32; r++) {
@@ -74,19 +74,19 @@ inline void gather_rows(const Job<F>& job, long first, typename F::Value* to) {
   }
 }
 
-// Of panels this short one waits in the L1 cache while blocks of rows meet it, as they lie: 256 to 1280 gated, 64 rows 61 -> 53
-// us, 512 rows 455 -> 345. Rows are taken so many at a time then that x and y stay in the L2 cache.
-constexpr long SHORT_PANEL = 24, AT_ONCE = 256;  // steps, rows
+// A panel this short stays in the L1 cache while blocks of rows of x pass by unpacked: 256 to 1280 gated, 64 rows 61 -> 53 us, 512
+// rows 455 -> 345. The number of rows at a time keeps x and y in the L2 cache.
+constexpr long SHORT_PANEL = 24, ROWS_AT_ONCE = 256;  // steps, rows
 
 template <class F>
 bool straight(const Job<F>& job) {
   return job.rows <= 32 || (job.steps() <= SHORT_PANEL && !job.raw);
 }
 
-// Rows too few for gemm_amx.h: what memory takes is most of their time.
+// Too few rows for gemm_amx.h: most of their time is memory traffic.
 template <Kind KIND, class F>
 void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Value* x) {
-  constexpr long DEEP = 8;  // steps for which 32 rows of x and a panel stay in the L1 cache
+  constexpr long DEEP = 8;  // steps during which 32 rows of x and a panel stay in the L1 cache
   constexpr long A_STEP = STEP_BYTES / sizeof(typename F::Value), A_HALF = A_STEP / 2;
   static thread_local Scratch<typename F::Sum> keep;
   const long steps = job.steps(), padded = (job.rows + 31) / 32 * 32;
@@ -96,7 +96,7 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
   begin_products();
   for (long m0 = 0; m0 < padded; m0 += block) {
     const long m1 = std::min(padded, m0 + block), tiles = (m1 - m0) / 32;
-    const int lines = (int)((32 + tiles - 1) / tiles);  // of a step: each tile of rows fetches its share of the next steps
+    const int lines = (int)((32 + tiles - 1) / tiles);  // each tile of rows prefetches its share of the next steps
     const auto count = [&](long m) { return (int)std::min<long>(32, job.rows - m); };
     for (long panel = panel0; panel < panel1; panel++) {
       const auto* w = job.w + panel * steps * STEP_OF<F>;
@@ -104,17 +104,17 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
       for (long k0 = 0; k0 < steps; k0 += DEEP) {
         const long deep = std::min(DEEP, steps - k0);
         const auto* b = w + k0 * STEP_OF<F>;
-        Beside<KIND, F> beside{{(const char*)(b + DEEP * STEP_OF<F>), lines}, &job, nullptr, 0, panel - 1, 0, 0, each};
+        Overlap<KIND, F> overlap{{(const char*)(b + DEEP * STEP_OF<F>), lines}, &job, nullptr, 0, panel - 1, 0, 0, each};
         for (long m = m0; m < m1; m += 32) {
           const auto* a = x + (m / 32 * steps + k0) * A_STEP;
           auto* c = sums + (m - m0) * 32;
-          beside.sums = before + (m - m0) * 32, beside.first = m;
-          beside.row = (int)k0 * each, beside.rows = panel == panel0 ? 0 : count(m);
+          overlap.sums = before + (m - m0) * 32, overlap.first = m;
+          overlap.row = (int)k0 * each, overlap.rows = panel == panel0 ? 0 : count(m);
           if (k0)
-            product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, beside);
+            product<F, true>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, overlap);
           else
-            product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, beside);
-          beside.ahead.from += lines * LINE * deep;
+            product<F, false>(a, a + A_HALF, 64, A_STEP, b, STEP_OF<F>, deep, c, 128, overlap);
+          overlap.ahead.from += lines * LINE * deep;
         }
       }
     }
@@ -126,20 +126,20 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
 
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
-  static thread_local Scratch<typename F::Value> shared;  // of who calls: two engines may at once
+  static thread_local Scratch<typename F::Value> shared;  // of the calling thread: two engines may run at once
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
-  auto* x = !straight(job) && job.rows < MANY ? shared.at_least(padded * job.ins) : nullptr;
+  auto* x = !straight(job) && job.rows < AMX_MIN_ROWS ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
     if (straight(job)) {
-      const long parts = (job.rows + AT_ONCE - 1) / AT_ONCE;
+      const long parts = (job.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
       for (long i = 0; i < parts; i++) {
         const long m = job.rows * i / parts;
         few_rows<KIND>(job, m, job.rows * (i + 1) / parts - m, panel0, panel1);
       }
-    } else if (job.rows >= MANY) {
+    } else if (job.rows >= AMX_MIN_ROWS) {
       many_rows<KIND>(job, share(job, t, team));
     } else {
       for (long m = padded / 32 * t / team; m < padded / 32 * (t + 1) / team; m++)
@@ -153,21 +153,21 @@ void linear(const Job<F>& job) {
 
 #else
 
-constexpr long FAR = 16;  // steps ahead that a panel is fetched when it is used once
-constexpr long MANY = 1L << 40;
+constexpr long PREFETCH_STEPS = 16;  // steps ahead that a panel is fetched when it is used once
+constexpr long AMX_MIN_ROWS = 1L << 40;
 
-// Rows that take a few turns all meet the same 8 steps of a panel, 16 KB, while these stay in the L1 cache: filled from L2 it would
+// Rows that need a few passes use the same 8 steps of a panel, 16 KB, while these stay in the L1 cache: refilling it from L2 would
 // compete for fill buffers with the weights that come from memory. VNNI, 16 rows, 3072 inputs to 1024 outputs: 169 -> 148 us.
-// With more turns, loading and storing sums costs what it brings.
+// With more passes, loading and storing the sums costs as much as this saves.
 constexpr long DEEP = 8, TURNS = 5;
 
-// Rows [first, first + rows), which take so many turns, against a panel.
+// Rows [first, first + rows), which need this many passes, against a panel.
 template <Kind KIND, class F>
-void meet_panel(const Job<F>& job, long first, long rows, long panel, typename F::Sum* sums) {
+void multiply_panel(const Job<F>& job, long first, long rows, long panel, typename F::Sum* sums) {
   const long steps = job.steps(), turns = (rows + ROWS - 1) / ROWS, deep = turns > 1 && turns <= TURNS ? DEEP : steps;
   const auto* w = job.w + panel * steps * STEP_OF<F>;
-  // A panel that is used once is fetched a little ahead; else what comes next while this is used.
-  const long lines = (32 + turns - 1) / turns, ahead_by = turns == 1 ? FAR : deep;
+  // A panel that is used once is prefetched a little ahead; else the next one is prefetched while this is used.
+  const long lines = (32 + turns - 1) / turns, ahead_by = turns == 1 ? PREFETCH_STEPS : deep;
   for (long k = 0, some; k < steps; k += some, w += some * STEP_OF<F>) {
     some = std::min(deep, steps - k);
     Ahead ahead{(const char*)w + ahead_by * STEP_BYTES, (int)lines};
@@ -196,7 +196,7 @@ void linear(const Job<F>& job) {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     for (long m = 0; m < job.rows; m += block)
       for (long panel = panels * t / team; panel < panels * (t + 1) / team; panel++)
-        meet_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);
+        multiply_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);
   }
 }
 
@@ -213,13 +213,13 @@ EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* b
   gated ? linear<GATED>(job) : linear<PLAIN>(job);
 }
 
-// The same by bytes; ins is a multiple of 64.
+// The same with int8 weights; ins is a multiple of 64.
 EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const float* w_scale, const int32_t* w_sum,
                               const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int gated) {
   Job<Int8> job{nullptr, ins, w, bias, y, y_row, rows, outs, ins, nullptr, w_scale, w_sum, x, x_row};
-  if (rows < MANY) {  // else each thread makes its own as it needs them
+  if (rows < AMX_MIN_ROWS) {  // else each thread quantizes the rows that it needs
     static thread_local Scratch<uint8_t> keep;
-    static thread_local Scratch<float> keep_scales;  // of who calls
+    static thread_local Scratch<float> keep_scales;  // of the calling thread
     uint8_t* bytes = keep.at_least(rows * ins + 64);
     float* scales = keep_scales.at_least(rows);
 #pragma omp parallel for if (rows >= 16) schedule(static)

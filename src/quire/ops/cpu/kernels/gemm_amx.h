@@ -1,9 +1,9 @@
 // Products of many rows with AMX: blocks of 48 or 32 rows by a panel of 32 columns, whose sums stay in tiles for many steps.
 //
-// Sums that went to memory every 8 steps, for a product out of the L1 cache, took 260 cycles a block of 512; so both sides come
-// from the L2 cache, and its bandwidth is the bound: five loads a step for six products, 0.75 of what registers reach.
+// Storing sums every 8 steps, with operands in the L1 cache, took 260 cycles a block of 512 steps. So both operands come from the
+// L2 cache, whose bandwidth is the bound: five loads a step for six products, 0.75 of the speed out of registers.
 //
-// Rows lie in groups: [steps][tiles][16][64 bytes], with three tiles of 16 rows, or two where rows do not divide. Sums of a
+// Rows are packed in groups: [steps][tiles][16][64 bytes], with three tiles of 16 rows, or two if rows do not divide. Sums of a
 // block are [2][tiles * 16][16].
 #pragma once
 #include "gemm_kernel.h"
@@ -12,18 +12,18 @@
 
 namespace quire {
 
-constexpr long TILE_SUMS = 256, MOST_TILES = 3, PARTS = 3;  // a step has so many places for other work
+constexpr long TILE_SUMS = 256, MAX_TILES = 3, PARTS = 3;  // PARTS: slots for overlapped work in a step
 
 // How rows are cut into groups of at most 48, all nearly equal.
 struct Groups {
   long tiles, count;
-  explicit Groups(long rows) : tiles((rows + 15) / 16), count((tiles + MOST_TILES - 1) / MOST_TILES) {}
+  explicit Groups(long rows) : tiles((rows + 15) / 16), count((tiles + MAX_TILES - 1) / MAX_TILES) {}
   long first(long group) const { return tiles * group / count; }  // in tiles
   int size(long group) const { return (int)(first(group + 1) - first(group)); }
 };
 
-// Rows of x as a group, `steps` long; rows of the last tile that are not there are zeros. Four rows at a time: as fast as memory
-// (14 GB/s a core); one row after the other has 10, for want of lines under way.
+// Packs rows of x as a group, `steps` long; missing rows of the last tile are zeros. Four rows at a time run at the speed of
+// memory (14 GB/s a core); one at a time has 10, since too few lines are in flight.
 template <class Value>
 inline void gather(const Value* x, long x_row, long rows, long steps, int tiles, char* to) {
   const long step = tiles * 16 * 64;
@@ -36,8 +36,8 @@ inline void gather(const Value* x, long x_row, long rows, long steps, int tiles,
           memset(to + k * step + i * 64, 0, 64);
 }
 
-// The unit that stores tiles falls asleep when it has had nothing to do for some 1500 cycles, and takes 750 to wake up (seen on
-// a Sapphire Rapids, whatever else the core does). A store now and then keeps it awake: 32 steps, 1.51 -> 1.85 TFLOP/s a core.
+// The tile store unit goes to sleep after some 1500 idle cycles and takes 750 to wake up (measured on a Sapphire Rapids). A store
+// now and then keeps it awake: 32 steps, 1.51 -> 1.85 TFLOP/s a core.
 constexpr long AWAKE = 8;  // steps
 
 #define PLACE(tile) (tile % 2 * TILES + tile / 2) * TILE_SUMS
@@ -54,9 +54,9 @@ constexpr long AWAKE = 8;  // steps
   else                                    \
     _tile_dpbssd(sums, left, right)
 
-// 32 rows: a product a load, all from the L2 cache. The sums go on from those in `from`, or begin at zero if it is null.
-template <class F, class Beside>
-inline void multiply_two(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
+// 32 rows: one product a load, all from the L2 cache. Continues the sums in `from`, or starts at zero if it is null.
+template <class F, class Overlap>
+inline void multiply_two(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Overlap& overlap) {
   constexpr int TILES = 2;
   alignas(64) char awake[64];
   written();
@@ -65,18 +65,18 @@ inline void multiply_two(const char* a, const char* b, long steps, const typenam
   BEGIN(2);
   BEGIN(3);
   for (long k = 0; k < steps; k++, a += 2048, b += 2048) {
-    beside.step();
+    overlap.step();
     if (k % AWAKE == AWAKE - 1) _tile_stored(4, awake, 0);
     LOAD(4, a);
     LOAD(6, b);
     LOAD(7, b + 1024);
-    beside.part();
+    overlap.part();
     MEET(0, 4, 6);
     MEET(1, 4, 7);
-    beside.part();
+    overlap.part();
     LOAD(5, a + 1024);
     MEET(2, 5, 6);
-    beside.part();
+    overlap.part();
     MEET(3, 5, 7);
   }
   STORE(0, c + PLACE(0));
@@ -86,8 +86,8 @@ inline void multiply_two(const char* a, const char* b, long steps, const typenam
 }
 
 // 48 rows: five loads from the L2 cache for six products, and two again from the L1 cache.
-template <class F, class Beside>
-inline void multiply_three(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Beside& beside) {
+template <class F, class Overlap>
+inline void multiply_three(const char* a, const char* b, long steps, const typename F::Sum* from, typename F::Sum* c, Overlap& overlap) {
   constexpr int TILES = 3;
   alignas(64) char awake[64];
   written();
@@ -98,22 +98,22 @@ inline void multiply_three(const char* a, const char* b, long steps, const typen
   BEGIN(4);
   BEGIN(5);
   for (long k = 0; k < steps; k++, a += 3072, b += 2048) {
-    beside.step();
+    overlap.step();
     if (k % AWAKE == AWAKE - 1) _tile_stored(6, awake, 0);
     LOAD(7, b);
     LOAD(6, a);
     MEET(0, 6, 7);
-    beside.part();
+    overlap.part();
     LOAD(6, a + 1024);
     MEET(2, 6, 7);
     LOAD(6, a + 2048);
     MEET(4, 6, 7);
-    beside.part();
+    overlap.part();
     LOAD(7, b + 1024);
     MEET(5, 6, 7);
     LOAD(6, a + 1024);
     MEET(3, 6, 7);
-    beside.part();
+    overlap.part();
     LOAD(6, a);
     MEET(1, 6, 7);
   }

@@ -1,4 +1,4 @@
-// What a linear is asked for, and what becomes of a row's sums: scales, bias, activation (gemm.cpp, gemm_many_rows.h).
+// The arguments of a linear layer, and its epilogue: scales, bias and activation of a row's sums (gemm.cpp, gemm_many_rows.h).
 #pragma once
 #include "gemm_kernel.h"
 
@@ -16,13 +16,13 @@ struct Job {
   long y_row, rows, outs, ins;
   const float *x_scale, *w_scale;  // int8: [M], [N]
   const int32_t* w_sum;            // int8: 128 times the sum of each row of w, [N]
-  const bf16* raw = nullptr;       // int8: x before it was bytes, where that is still to be done
+  const bf16* raw = nullptr;       // int8: x before quantization, if that is still to be done
   long raw_row = 0;
 
   long steps() const { return ins / F::K; }
 };
 
-// What 16 outputs have for all rows, in registers while rows are finished: loads are what tiles wait behind (decision 36).
+// Constants of 16 outputs, kept in registers while rows are finished: loads would delay the tiles (decision 36).
 template <class F>
 struct Half;
 template <>
@@ -43,7 +43,7 @@ struct Half<Int8> {
   }
 };
 
-// Makes a panel's sums to y, row after row.
+// Converts a panel's sums to y, row by row.
 template <Kind KIND, class F>
 struct Finish {
   using Sum = typename F::Sum;
@@ -59,7 +59,7 @@ struct Finish {
         y(job.y + panel * (KIND == GATED ? 16 : 32)),
         y_row(job.y_row) {}
 
-  // What a row's sums become, 16 and 16: 32 values of y, or in `left` 16 of a gated one.
+  // A row's sums, 16 and 16, to outputs: 32 values of y, or in `left` 16 of a gated panel.
   void values(long row, const Sum* sums, const Sum* later, Floats& left, Floats& right) const {
     left = early.value(sums, x_scale, row), right = late.value(later, x_scale, row);
     if (KIND == GATED) left = rounded(silu_of(rounded(left))) * rounded(right);

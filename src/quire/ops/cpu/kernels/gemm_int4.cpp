@@ -1,11 +1,10 @@
-// y[M, N] = x[M, K] * w[N, K]^T with weights of four bits in groups of inputs, each with a scale and a zero point.
+// y[M, N] = x[M, K] * w[N, K]^T with int4 weights in groups of inputs, each with a scale and a zero point.
 //
-// Packed: [N / 32] panels of K / 4 lines (int4_dot.h); scales and zero points [N / 32][K / group][32]. A panel of a gated weight
-// has 16 outputs of either half.
+// Packed layout: [N / 32] panels of K / 4 lines (int4_dot.h); scales and zero points [N / 32][K / group][32]. A panel of a gated
+// weight has 16 outputs of either half.
 //
-// Each group of a row of x is made to signed bytes with a scale of its own. Sums of a group are exact integers; groups are
-// added in their order, each by the same float instructions whatever path summed it, so that a row's bits do not depend on the
-// rows beside it.
+// Each group of a row of x is quantized to signed bytes with a scale of its own. Sums of a group are exact integers; groups are
+// added in order, with the same float instructions in every path, so a row's bits do not depend on the other rows.
 #include "quantize_activations.h"
 #include "exports.h"
 #include "int4_dot.h"
@@ -15,7 +14,7 @@ namespace quire {
 
 namespace {
 
-constexpr long FAR = 16384;  // bytes ahead that weights are fetched: all of them, else 32 rows with AMX take 30 ms instead of 24
+constexpr long PREFETCH_BYTES = 16384;  // bytes ahead that weights are fetched: all of them, else 32 rows with AMX take 30 ms instead of 24
 
 struct Job4 {
   const int8_t* x;      // [M, K]
@@ -29,14 +28,14 @@ struct Job4 {
   long y_row, rows, outs, ins, group, groups;
 
   const uint8_t* panel(long p) const { return w + p * ins * 16; }
-  // Scales of 32 outputs, of a group as far ahead as weights are fetched.
+  // Prefetches the scales of 32 outputs, as far ahead as weights are prefetched.
   void fetch_scales(long at) const {
-    at = (at + FAR / (group * 16)) * 32;
+    at = (at + PREFETCH_BYTES / (group * 16)) * 32;
     fetch(w_scale + at), fetch(w_scale + at + 16), fetch(w_zero + at);
   }
 };
 
-// What 16 outputs of a panel have for a group.
+// Constants of 16 outputs of a panel for a group.
 struct Outputs {
   Floats scale, zero;
   Outputs(const Job4& job, long panel, long g, int part) {
@@ -75,7 +74,7 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
 #pragma GCC unroll 2
       for (int t = 0; t < TILES; t++) sums[m][t] = ints(0);
     for (long i = 0; i < lines; i++, w += 64, x++) {
-      fetch(w + FAR);
+      fetch(w + PREFETCH_BYTES);
       const Ints line = load((const int32_t*)w);
       Part parts[TILES];
 #pragma GCC unroll 2
@@ -142,9 +141,9 @@ void by_registers(const Job4& job, long panel0, long panel1) {
 
 #ifdef QUIRE_AMX
 
-constexpr long SOME = 4, MANY = 33;  // rows, from which on tiles are faster, and which are more than they take at once
+constexpr long TILE_MIN_ROWS = 4, TILE_MAX_ROWS = 33;  // rows, from which on tiles are faster, and which are more than they take at once
 
-// Lines of a group as bytes of 16 and 16 outputs, zero points taken off.
+// Lines of a group as bytes of 16 and 16 outputs, with zero points subtracted.
 struct Parting {
   Ints left, right;
   explicit Parting(const uint8_t* zero) : left(four(zero)), right(four(zero + 16)) {}
@@ -152,14 +151,14 @@ struct Parting {
   void lines(const uint8_t* w, int count, int8_t* to, int8_t* other) const {
     for (int i = 0; i < count; i++, w += LINE) {
       const Ints line = load((const int32_t*)w);
-      fetch(w + FAR);
+      fetch(w + PREFETCH_BYTES);
       store((int32_t*)(to + i * LINE), bytes_minus(part_of(line, 0), left));
       store((int32_t*)(other + i * LINE), bytes_minus(part_of(line, 1), right));
     }
   }
 };
 
-// Zero points are off already: the same integers as by registers, and the same float instructions after them.
+// Zero points are already subtracted: the same integers as in registers, followed by the same float instructions.
 inline void add_sums(const Job4& job, long row, long rows, long panel, long g, const int32_t* sums, float* total) {
   const float* w_scale = job.w_scale + (panel * job.groups + g) * 32;
   const Floats left = load(w_scale), right = load(w_scale + 16);
@@ -171,15 +170,15 @@ inline void add_sums(const Job4& job, long row, long rows, long panel, long g, c
   }
 }
 
-// Up to 16 rows, or up to 32 if there are LOWER ones. Half of the tiles' time is what goes on beside them: bytes are made for the
-// next inputs while these are met, and a group is added while the next is multiplied. Bytes of a whole panel first, and adding
-// without the next product under way: 32 rows 22.5 ms instead of 16.5 (Qwen3-0.6B, two cores).
+// Up to 16 rows, or up to 32 with LOWER. Half of the tiles' time overlaps with other work: bytes of the next inputs are unpacked
+// while these are multiplied, and a group is added while the next is multiplied. Unpacking a whole panel first, and adding without
+// a product in flight: 32 rows 22.5 ms instead of 16.5 (Qwen3-0.6B, two cores).
 template <bool GATED, bool LOWER>
 void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
-  constexpr long MOST = LOWER ? 32 : 16;
+  constexpr long MAX_ROWS = LOWER ? 32 : 16;
   alignas(64) int8_t bytes[2][2][16 * 64];
-  alignas(64) int32_t sums[2][MOST * 32];
-  alignas(64) float total[MOST * 32];
+  alignas(64) int32_t sums[2][MAX_ROWS * 32];
+  alignas(64) float total[MAX_ROWS * 32];
   const long rows = job.rows, pieces = job.group / deep;
   const auto part = [&](const uint8_t* w, const uint8_t* zero, int8_t(*to)[16 * 64]) {
     Parting(zero).lines(w, deep / 4, to[0], to[1]);
@@ -197,7 +196,7 @@ void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
       for (long i = 0; i < pieces; i++, x += deep, turn ^= 1) {
         w += deep * 16;
         if (x + deep < job.x + job.ins) part(w, i + 1 < pieces ? zero : zero + 32, bytes[turn ^ 1]);
-        meet_few<LOWER>(x, job.ins, bytes[turn][0], bytes[turn][1]);
+        multiply_few<LOWER>(x, job.ins, bytes[turn][0], bytes[turn][1]);
       }
       end_sums<LOWER>(sums[g % 2]);
       if (g) add_sums(job, 0, rows, panel, g - 1, sums[(g - 1) % 2], total);
@@ -208,7 +207,7 @@ void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
   end_tiles();
 }
 
-// x as [rows / 32][K / deep][2][16][deep]; rows that are not there are zeros.
+// x as [rows / 32][K / deep][2][16][deep]; missing rows are zeros.
 inline void gather(const Job4& job, long first, int deep, int8_t* to) {
   for (long r = 0; r < 32; r++)
     for (long k = 0; k < job.ins; k += deep) {
@@ -244,7 +243,7 @@ void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int de
         }
         for (long m = m0; m < m1; m += 32)
           for (long k = k0, g = k0 / job.group; k < k1; k += job.group, g++) {
-            meet_tiles(x + m * job.ins + k * 32, bytes + (k - k0) * 32, job.group / deep, deep, sums);
+            multiply_tiles(x + m * job.ins + k * 32, bytes + (k - k0) * 32, job.group / deep, deep, sums);
             add_sums(job, m, std::min(32L, job.rows - m), panel, g, sums, total + (m - m0) * 32);
           }
       }
@@ -260,10 +259,10 @@ template <bool GATED>
 void multiply(const Job4& job) {
   const long panels = job.outs / 32;
 #ifdef QUIRE_AMX
-  static thread_local Scratch<int8_t> keep;  // of who calls
+  static thread_local Scratch<int8_t> keep;  // of the calling thread
   const long tiles = (job.rows + 31) / 32;
   const int deep = job.group % 64 ? 32 : 64;
-  int8_t* x = job.rows >= MANY ? keep.at_least(tiles * 32 * job.ins) : nullptr;
+  int8_t* x = job.rows >= TILE_MAX_ROWS ? keep.at_least(tiles * 32 * job.ins) : nullptr;
 #endif
 #pragma omp parallel
   {
@@ -274,7 +273,7 @@ void multiply(const Job4& job) {
       for (long i = tiles * t / team; i < tiles * (t + 1) / team; i++) gather(job, i * 32, deep, x + i * 32 * job.ins);
 #pragma omp barrier
       by_tiles<GATED>(job, panel0, panel1, x, deep);
-    } else if (job.rows >= SOME) {
+    } else if (job.rows >= TILE_MIN_ROWS) {
       job.rows > 16 ? by_few_tiles<GATED, true>(job, panel0, panel1, deep) : by_few_tiles<GATED, false>(job, panel0, panel1, deep);
     } else
 #endif
@@ -282,8 +281,8 @@ void multiply(const Job4& job) {
   }
 }
 
-// N groups of a row of x as signed bytes, the largest of each 127 away from 0. They are made beside each other: one alone waits
-// for its maximum, a division and its sum.
+// Quantizes N groups of a row of x to signed bytes, with the largest of each at 127. Several run interleaved: one alone waits for
+// its maximum, a division and its sum.
 template <int N>
 inline void groups_to_bytes(const bf16* x, int8_t* to, long group, float* scale, float* sum, long next) {
   Floats factor[N];
@@ -308,13 +307,13 @@ inline void groups_to_bytes(const bf16* x, int8_t* to, long group, float* scale,
 
 using namespace quire;
 
-// ins and group are multiples of 32; `order`: the input that stands at each place, or null.
+// ins and group are multiples of 32; `order`: the input at each place, or null.
 EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const float* w_scale, const uint8_t* w_zero,
                               const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
                               long group, int gated) {
   static thread_local Scratch<int8_t> keep_bytes;
   static thread_local Scratch<Word> keep_words;
-  static thread_local Scratch<float> keep_scales;  // of who calls
+  static thread_local Scratch<float> keep_scales;  // of the calling thread
   const long groups = ins / group;
   int8_t* bytes = keep_bytes.at_least(rows * ins);
   Word* words = WORDS_ARE_BYTES ? (Word*)bytes : keep_words.at_least(rows * ins / 4);

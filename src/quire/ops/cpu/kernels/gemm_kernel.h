@@ -1,18 +1,18 @@
-// The one inner product that everything is made of: C[rows, 32] (+)= A[rows, steps] * B.
+// The inner product of all kernels: C[rows, 32] (+)= A[rows, steps] * B.
 //
-// A step is 64 bytes of a row of A and 2 KB of B: two tiles of 16 columns, in which the words of 4 bytes that meet a word
-// of A lie side by side. Formats, with sums of 4 bytes each:
+// A step is 64 bytes of a row of A and 2 KB of B: two tiles of 16 columns, in which the 4-byte words that are multiplied by one
+// word of A are adjacent. Formats, with sums of 4 bytes each:
 //
 //   Bf16       a step is 32 values of k, a word 2 of them; float sums
 //   Int8       a step is 64 values of k, a word 4 of them; A unsigned around ZERO_BYTE, B signed; exact integer sums
-//   Unsigned   the same with A from 0 to 255; AMX alone
+//   Unsigned   the same with A from 0 to 255; AMX only
 //
-// All builds read the same packing. ROWS is how many rows of A are taken at once:
+// All builds read the same packing. ROWS is the number of rows of A at a time:
 //
 //   AMX     tiles of 16 x 16 sums, four at a time
 //   else    as many rows x 16 or 32 sums as the registers hold
 //
-// Sums run along k in one order, so a row's result does not depend on the rows beside it.
+// Sums run along k in one order, so a row's result does not depend on the other rows.
 #pragma once
 #include <type_traits>
 
@@ -51,18 +51,18 @@ template <class F>
 constexpr long HALF_OF = HALF_BYTES / sizeof(typename F::Weight);
 constexpr long STEP = STEP_OF<Bf16>, HALF = HALF_OF<Bf16>;
 
-// B is fetched into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on.
+// Prefetches B into the L2 cache ahead of the product: `lines` cache lines a step, from `from` on.
 //
-// The requests must go one after the other. With addresses that gcc knows they go three at a time and in any order, the
-// L2 cache's own prefetcher loses the trace, and the product waits behind them for the core's 16 fill buffers: one row of x
-// by two cores, AMX, 24 GB/s instead of 28, 32 rows 20 instead of 24.
+// The requests must be issued in order. If gcc knows the addresses it issues three at a time and in any order; then the L2 prefetcher
+// loses track, and the product waits for the core's 16 fill buffers: one row of x on two cores, AMX, 24 GB/s instead of 28, 32
+// rows 20 instead of 24.
 struct Ahead {
-  static constexpr bool PASSES = false;  // whether B should leave the L1 cache to A
+  static constexpr bool PASSES = false;  // whether B should not stay in the L1 cache
   const char* from;
   int lines;
   void step() {
     long line = LINE;
-    asm("" : "+r"(line));  // an address is the one before plus what is not known
+    asm("" : "+r"(line));  // hides the distance between two addresses from gcc
     for (int i = 0; i < lines; i++, from += line) quire::fetch(from);
   }
 };
@@ -71,7 +71,7 @@ struct Ahead {
 
 constexpr int ROWS = 32;
 
-// Tiles 0..3 sums, 4 and 5 the rows of A, 6 and 7 the columns of B.
+// Tiles 0..3 hold sums, 4 and 5 rows of A, 6 and 7 columns of B.
 inline void configure(int upper, int lower) {
   TileConfig config;
   const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
@@ -81,7 +81,7 @@ inline void configure(int upper, int lower) {
   }
   load_config(config);
 }
-inline int touched(int rows) { return rows > 16 ? 32 : rows ? 16 : 0; }  // of A and C, when `rows` are asked for
+inline int touched(int rows) { return rows > 16 ? 32 : rows ? 16 : 0; }  // rows of A and C that a product of `rows` reads and writes
 inline void begin_products() { configure(16, 16); }
 inline void end_products() { _tile_release(); }
 
@@ -122,14 +122,14 @@ inline void multiply_lower() {
   }
 }
 
-// `a1` is A's 17th row, or null when there are 16 rows or fewer. a_row, c_row: bytes from row to row; a_next, b_next: elements
-// from step to step. `beside` has something to do at each step: an Ahead, or more.
+// `a1` is A's 17th row, or null for 16 rows or fewer. a_row, c_row: bytes from row to row; a_next, b_next: elements from step to
+// step. `overlap` is called at each step: an Ahead, or more.
 //
-// A panel that passes by is loaded as what is not used again soon: A, which every panel meets, is found in the L1 cache then. 32
-// rows, int8, weights from memory, two cores: 24.0 -> 25.6 GB/s.
-template <class F, bool ADD, class Beside>
+// A panel that streams through is loaded with a non-temporal hint: A, which every panel uses, then stays in the L1 cache. 32 rows,
+// int8, weights from memory, two cores: 24.0 -> 25.6 GB/s.
+template <class F, bool ADD, class Overlap>
 inline void product(const typename F::Value* a, const typename F::Value* a1, long a_row, long a_next,
-                    const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Beside beside) {
+                    const typename F::Weight* b, long b_next, long steps, typename F::Sum* c, long c_row, Overlap overlap) {
   auto* c1 = (typename F::Sum*)((char*)c + 16 * c_row);
   written();
   if (ADD) {
@@ -141,9 +141,9 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
   }
   if (!a1) {
     for (long k = 0; k < steps; k++) {
-      beside.step();
+      overlap.step();
       _tile_loadd(4, a, a_row);
-      load_columns<F, Beside::PASSES>(b);
+      load_columns<F, Overlap::PASSES>(b);
       multiply_upper<F>();
       a += a_next, b += b_next;
     }
@@ -159,9 +159,9 @@ inline void product(const typename F::Value* a, const typename F::Value* a1, lon
     _tile_zero(3);
   }
   for (long k = 0; k < steps; k++) {
-    beside.step();
+    overlap.step();
     _tile_loadd(4, a, a_row);
-    load_columns<F, Beside::PASSES>(b);
+    load_columns<F, Overlap::PASSES>(b);
     multiply_upper<F>();
     _tile_loadd(5, a1, a_row);
     multiply_lower<F>();
@@ -196,14 +196,14 @@ inline int32_t word_at(const void* p) {
   return word;
 }
 
-// How a word of A meets a line of 16 words of B. Line: what is made of a line, once for all rows. Words: what is made of a
-// step of A, once for all columns. Where one instruction multiplies words, nothing is made; else words are split in two.
+// The dot product of a word of A with a line of 16 words of B. Line: the converted line, once for all rows. Words: the converted
+// step of A, once for all columns. Where one instruction multiplies words nothing is converted; else words are split in two.
 template <class F>
-struct Meeting;
+struct DotPairs;
 
 #if defined(__AVX512BF16__)
 template <>
-struct Meeting<Bf16> {
+struct DotPairs<Bf16> {
   using Line = Ints;
   struct Words {};
   static void split(const bf16*, Words&) {}
@@ -213,9 +213,9 @@ struct Meeting<Bf16> {
   }
 };
 #else
-// The earlier value of a word is a float when it is shifted up, the later one when the earlier is cleared.
+// The earlier value of a word becomes a float by a shift, the later one by clearing the earlier.
 template <>
-struct Meeting<Bf16> {
+struct DotPairs<Bf16> {
   struct Line {
     Floats early, late;
   };
@@ -239,7 +239,7 @@ struct Meeting<Bf16> {
 
 #if defined(__AVX512VNNI__)
 template <>
-struct Meeting<Int8> {
+struct DotPairs<Int8> {
   using Line = Ints;
   struct Words {};
   static void split(const uint8_t*, Words&) {}
@@ -249,9 +249,9 @@ struct Meeting<Int8> {
   }
 };
 #else
-// Bytes become 16 bits, which hold their products' sums exactly; the instruction that multiplies bytes saturates instead.
+// Bytes are widened to 16 bits, which hold the sums of their products exactly; the instruction for bytes saturates.
 template <>
-struct Meeting<Int8> {
+struct DotPairs<Int8> {
   struct Line {
     Ints even, odd;
   };
@@ -273,7 +273,7 @@ struct Meeting<Int8> {
 };
 #endif
 
-// Registers that hold sums: rows x tiles x leaves of 16 lanes. More rows than fit beside both tiles take one after the other.
+// Registers that hold sums: rows x tiles x leaves of 16 lanes. If both tiles do not fit, they are computed one after the other.
 #if defined(__AVX512F__)
 constexpr int ROWS = 12, SUMS = 24;
 #elif defined(__aarch64__)
@@ -287,7 +287,7 @@ constexpr int ROWS = 3, SUMS = 12;
 template <class F, int N, int TILES, bool ADD>
 __attribute__((noinline)) void product_of_tiles(const typename F::Value* a, long a_row, const typename F::Weight* b, long b_next, long steps,
                              typename F::Sum* c, long c_row, Ahead ahead) {
-  using Meet = Meeting<F>;
+  using Dot = DotPairs<F>;
   constexpr long LINE_OF_B = 64 / sizeof(typename F::Weight);
   decltype(zeros(F{})) sums[N][TILES];
 #pragma GCC unroll 16
@@ -296,18 +296,18 @@ __attribute__((noinline)) void product_of_tiles(const typename F::Value* a, long
     for (int t = 0; t < TILES; t++) sums[m][t] = ADD ? load(c + m * c_row + t * 16) : zeros(F{});
   for (long k = 0; k < steps; k++, a += F::K, b += b_next) {
     ahead.step();
-    typename Meet::Words words[N];
+    typename Dot::Words words[N];
 #pragma GCC unroll 16
-    for (int m = 0; m < N; m++) Meet::split(a + m * a_row, words[m]);
+    for (int m = 0; m < N; m++) Dot::split(a + m * a_row, words[m]);
 #pragma GCC unroll 4
     for (int r = 0; r < 16; r++) {
-      typename Meet::Line line[TILES];
+      typename Dot::Line line[TILES];
 #pragma GCC unroll 2
-      for (int t = 0; t < TILES; t++) line[t] = Meet::line(b + t * HALF_OF<F> + r * LINE_OF_B);
+      for (int t = 0; t < TILES; t++) line[t] = Dot::line(b + t * HALF_OF<F> + r * LINE_OF_B);
 #pragma GCC unroll 16
       for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
-        for (int t = 0; t < TILES; t++) sums[m][t] = Meet::add(sums[m][t], a + m * a_row, words[m], r, line[t]);
+        for (int t = 0; t < TILES; t++) sums[m][t] = Dot::add(sums[m][t], a + m * a_row, words[m], r, line[t]);
     }
   }
 #pragma GCC unroll 16

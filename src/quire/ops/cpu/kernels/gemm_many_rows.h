@@ -1,7 +1,7 @@
-// A linear of many rows with AMX: which rows, panels and steps a thread takes, one after the other (gemm_amx.h multiplies).
+// A linear layer of many rows with AMX: how rows, panels and steps are shared among threads (gemm_amx.h multiplies).
 //
-// What is used again stays in the L2 cache: a block's rows for some steps of k, and, if those are not all steps, the sums of some
-// panels. Weights pass by.
+// Reused data stays in the L2 cache: a block's rows for some steps of k, and, if those are not all steps, the sums of some panels.
+// Weights stream through.
 #pragma once
 #include "gemm_amx.h"
 #include "quantize_activations.h"
@@ -11,9 +11,9 @@
 
 namespace quire {
 
-constexpr long MANY = 512;  // rows, from which on gemm_amx.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
+constexpr long AMX_MIN_ROWS = 512;  // rows, from which on gemm_amx.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
 
-// Rows [first, first + rows) of x, in groups, `deep` steps from `k` on; all of them of rows that are to be made to bytes.
+// Rows [first, first + rows) of x, in groups, `deep` steps from `k` on; or all steps, for rows that are to be quantized.
 template <class F>
 void gather(Job<F>& job, long first, long rows, const Groups& groups, long k, long deep, char* to) {
   static thread_local Scratch<float> keep_scales;
@@ -30,18 +30,18 @@ void gather(Job<F>& job, long first, long rows, const Groups& groups, long k, lo
   if (job.raw) job.x_scale = scales;
 }
 
-// What is done beside each step of a block's product: weights are fetched, and rows of the block before are finished, a few at a
-// time and not in the first step: their sums are still on the way to memory then, and everything would wait for them.
+// Work that overlaps with each step of a block's product: weights are prefetched, and rows of the previous block are finished, a
+// few at a time and not in the first step: their sums are still being stored then, and reading them would stall.
 template <Kind KIND, class F>
 struct BesideBlock {
   using Sum = typename F::Sum;
   const Job<F>& job;
   long lines, each;             // of weights for a step, and rows for a part of one
-  bool streams;                 // lines of y go to memory past the caches
-  bf16* halves;                 // where a gated panel, half a line of y, waits for its neighbour then; its row 0 is `first`
+  bool streams;                 // y is written with non-temporal stores
+  bf16* halves;                 // buffer for a gated panel, half a line of y, until its neighbour is done; its row 0 is `first`
   long first;
-  const char* ahead = nullptr;  // weights that come next
-  // A block is multiplied, and finished but for its rows from `next` on.
+  const char* ahead = nullptr;  // the next weights
+  // A block is multiplied, and finished except for its rows from `next` on.
   const Sum* sums = nullptr;
   long row = 0, rows = 0, late = 0, panel = 0, next = 0, wait = 0;
 
@@ -90,29 +90,29 @@ struct Share {
 
 inline long parts_of(long count, long each) { return (count + each - 1) / each; }
 
-// What is done at once: so many rows, the panels whose sums are kept meanwhile, and steps.
+// The block sizes: rows, panels whose sums are kept meanwhile, and steps.
 struct Cut {
   long rows, panels, steps;
 };
 
-// All steps, if enough rows of x stay in the L2 cache then beside two panels; else as many rows as stay for some steps, with the
-// sums of some panels. 1024 x 8192 to 2048 outputs, two cores: 96 rows in bf16 1.0 TFLOP/s, cut 2.0; 160 in int8 2.9, cut 3.1.
+// All steps, if enough rows of x fit the L2 cache beside two panels; else as many rows as fit for some steps, with the sums of some
+// panels. 1024 x 8192 to 2048 outputs, two cores: 96 rows in bf16 1.0 TFLOP/s, cut 2.0; 160 in int8 2.9, cut 3.1.
 template <class F>
 Cut cut(const Job<F>& job, long panels) {
-  constexpr long KEPT = 1280 << 10, ENOUGH = 256, MOST_STEPS = 64, MOST_PANELS = 32;
+  constexpr long KEPT = 1280 << 10, ENOUGH = 256, MAX_STEPS = 64, MAX_PANELS = 32;
   const long steps = job.steps(), rows = KEPT / (steps * HALF_BYTES) * 16;
   if (rows >= ENOUGH) return {rows, panels, steps};
   const auto even = [](long count, long most) { return parts_of(count, parts_of(count, most)); };
-  const long deep = even(steps, MOST_STEPS), wide = even(std::max(1L, panels), MOST_PANELS);
+  const long deep = even(steps, MAX_STEPS), wide = even(std::max(1L, panels), MAX_PANELS);
   return {KEPT / (deep * 64 + wide * 128) / 16 * 16, wide, deep};
 }
 
-// Each thread copies its rows, and reads its panels, once for each cut of the others: as little of both as can be.
+// Each thread copies its rows, and reads its panels, once for each cut of the other dimension: this minimizes both.
 template <class F>
 Share share(const Job<F>& job, long thread, long team) {
   const long tiles = (job.rows + 15) / 16, panels = job.outs / 64 * 2;
   long best = 0, parts = 1;
-  for (long n = 1; n <= std::min(team, tiles / 6); n++) {  // no fewer rows than are worth a block
+  for (long n = 1; n <= std::min(team, tiles / 6); n++) {  // not fewer rows than a block
     const long rows = parts_of(tiles, n) * 16, columns = parts_of(job.outs / 32 * n, team);
     const Cut one = cut(job, columns);
     const long cost = rows * parts_of(columns, one.panels) + parts_of(rows, one.rows) * job.outs * n / team;
@@ -124,8 +124,8 @@ Share share(const Job<F>& job, long thread, long team) {
   return {tiles * part / parts * 16, std::min(job.rows, tiles * (part + 1) / parts * 16), at(other), at(other + 1)};
 }
 
-// Whether y is better written past the caches: its lines are read else before they are written, and what is more than half of
-// the L2 cache is gone before it is used. qkv of 1024 rows: 1.9 -> 2.7 TFLOP/s; its reader loses a tenth of that.
+// Whether y is written with non-temporal stores: a normal store reads the line first, and more than half of the L2 cache would be
+// evicted before use. qkv of 1024 rows: 1.9 -> 2.7 TFLOP/s; the reader of y loses a tenth of that.
 template <Kind KIND, class F>
 bool better_streamed(const Job<F>& job, const Share& mine) {
   const bool whole_lines = (uintptr_t)job.y % LINE == 0 && job.y_row * 2 % LINE == 0;
@@ -139,14 +139,14 @@ void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long r
   static thread_local Scratch<char> keep_x;
   static thread_local Scratch<Sum> keep_sums;
   static thread_local Scratch<bf16> keep_halves;
-  alignas(64) Sum sums[2][MOST_TILES * 2 * TILE_SUMS];
+  alignas(64) Sum sums[2][MAX_TILES * 2 * TILE_SUMS];
   const Groups groups(rows);
-  const long steps = job.steps(), each = parts_of(MOST_TILES * 16, std::max(1L, cut.steps - 1) * PARTS);
+  const long steps = job.steps(), each = parts_of(MAX_TILES * 16, std::max(1L, cut.steps - 1) * PARTS);
   const bool whole = cut.steps == steps;
   char* x = keep_x.at_least(groups.tiles * 16 * cut.steps * 64);
   Sum* kept = whole ? nullptr : keep_sums.at_least(cut.panels * groups.tiles * 2 * TILE_SUMS);
   bf16* halves = KIND == GATED ? keep_halves.at_least(rows * 16) : nullptr;
-  BesideBlock<KIND, F> beside{job, parts_of(32, groups.count), each, better_streamed<KIND>(job, mine), halves, first};
+  BesideBlock<KIND, F> overlap{job, parts_of(32, groups.count), each, better_streamed<KIND>(job, mine), halves, first};
   const auto weights = [&](long panel, long k) { return (const char*)job.w + (panel * steps + k) * STEP_BYTES; };
   int turn = 0;
   const auto meet = [&](long panel, long place, long k, long deep) {
@@ -157,11 +157,11 @@ void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long r
       Sum* of_block = whole ? nullptr : kept + (place * groups.tiles + tile) * 2 * TILE_SUMS;
       const Sum* from = k ? of_block : nullptr;
       Sum* to = last ? sums[turn] : of_block;
-      const auto multiply = groups.size(g) == 3 ? multiply_three<F, decltype(beside)> : multiply_two<F, decltype(beside)>;
-      multiply(x + tile * 16 * deep * 64, w, deep, from, to, beside);
-      beside.finish_to(beside.rows);
+      const auto multiply = groups.size(g) == 3 ? multiply_three<F, decltype(overlap)> : multiply_two<F, decltype(overlap)>;
+      multiply(x + tile * 16 * deep * 64, w, deep, from, to, overlap);
+      overlap.finish_to(overlap.rows);
       if (!last) continue;
-      beside.begin(to, first + tile * 16, std::min(groups.size(g) * 16L, rows - tile * 16), groups.size(g), panel);
+      overlap.begin(to, first + tile * 16, std::min(groups.size(g) * 16L, rows - tile * 16), groups.size(g), panel);
       turn ^= 1;
     }
   };
@@ -171,16 +171,16 @@ void many_rows(Job<F> job, const Share& mine, const Cut& cut, long first, long r
       const long deep = std::min(cut.steps, steps - k);
       if (!whole || p0 == mine.panel0) gather(job, first, rows, groups, k, deep, x);
       for (long panel = p0; panel < p1; panel++) {
-        beside.ahead = panel + 1 < p1 ? weights(panel + 1, k) : k + deep < steps ? weights(p0, k + deep) : weights(p1, 0);
+        overlap.ahead = panel + 1 < p1 ? weights(panel + 1, k) : k + deep < steps ? weights(p0, k + deep) : weights(p1, 0);
         meet(panel, panel - p0, k, deep);
       }
     }
   }
-  beside.finish_to(beside.rows);
+  overlap.finish_to(overlap.rows);
   end_streams();
 }
 
-// The rows of a share to bytes, row after row: of rows that are met some steps at a time, the scale is of all of them.
+// Quantizes the rows of a share, row by row: for rows that are multiplied some steps at a time, the scale covers all steps.
 inline void raw_to_bytes(Job<Bf16>&, const Share&) {}
 inline void raw_to_bytes(Job<Int8>& job, const Share& mine) {
   static thread_local Scratch<uint8_t> keep;

@@ -1,4 +1,4 @@
-// Says whether this build runs here, and asks the kernel of the operating system for what it needs.
+// Reports whether this build runs here, and asks the operating system's kernel for the features that it needs.
 #ifdef QUIRE_AMX
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
-// How weights of four bits meet activations of eight, exactly, whatever the machine. Only this file, gemm_kernel.h and simd.h
-// have instructions of one machine.
+// Exact dot products of int4 weights with int8 activations, for every machine. Only this file, gemm_kernel.h and simd.h
+// use instructions of one machine.
 //
 // A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of
 // 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two. Activations are words of four inputs, as `Word`.
@@ -21,7 +21,7 @@ constexpr int NIBBLE_ROWS = 2, NIBBLE_SUMS = 8;
 
 #if defined(__AVX512VNNI__)
 
-using Word = int32_t;  // four signed bytes, as they lie
+using Word = int32_t;  // four signed bytes
 constexpr bool WORDS_ARE_BYTES = true;
 using Part = Ints;
 inline Word word_of(const int8_t* x) {
@@ -60,8 +60,8 @@ inline Ints meet(Ints sums, const Part& w, const Word& x) {
 
 inline Ints bytes_minus(Ints a, Ints b) { return (Ints)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
 
-// Tiles 0 and 1 sums of `upper` rows, 2 and 3 of `lower` ones, 4 and 5 these rows of x, 6 and 7 outputs, all signed; `deep` inputs
-// at once, 32 or 64.
+// Tiles 0 and 1 hold sums of `upper` rows, 2 and 3 of `lower` ones, 4 and 5 these rows of x, 6 and 7 outputs, all signed; `deep`
+// inputs at a time, 32 or 64.
 inline void configure_nibbles(int deep, int upper = 16, int lower = 16) {
   const int rows[8] = {upper, upper, lower, lower, upper, lower, deep / 4, deep / 4};
   TileConfig config;
@@ -72,8 +72,8 @@ inline void configure_nibbles(int deep, int upper = 16, int lower = 16) {
   load_config(config);
 }
 
-// Sums of up to 16 rows, or of up to 32 if there are LOWER ones, and 32 outputs stay in tiles while inputs are met; x: x_row bytes
-// from row to row; left, right: [deep / 4][64] of 16 outputs each.
+// Sums of up to 16 rows, or of up to 32 with LOWER, and 32 outputs stay in tiles over the inputs; x: x_row bytes from row to row;
+// left, right: [deep / 4][64] of 16 outputs each.
 template <bool LOWER>
 inline void begin_sums() {
   _tile_zero(0);
@@ -83,7 +83,7 @@ inline void begin_sums() {
   _tile_zero(3);
 }
 template <bool LOWER>
-inline void meet_few(const int8_t* x, long x_row, const int8_t* left, const int8_t* right) {
+inline void multiply_few(const int8_t* x, long x_row, const int8_t* left, const int8_t* right) {
   written();
   _tile_loadd(4, x, x_row);
   _tile_loadd(6, left, 64);
@@ -105,9 +105,9 @@ inline void end_sums(int32_t* sums) {  // [rows][32]
 }
 
 // sums[32][32] of 32 rows and 32 outputs. x: [times][2][16][deep]; w: [times][2][deep / 4][64].
-inline void meet_tiles(const int8_t* x, const int8_t* w, long times, int deep, int32_t* sums) {
+inline void multiply_tiles(const int8_t* x, const int8_t* w, long times, int deep, int32_t* sums) {
   begin_sums<true>();
-  for (long i = 0; i < times; i++, x += 32 * deep, w += 32 * deep) meet_few<true>(x, deep, w, w + 16 * deep);
+  for (long i = 0; i < times; i++, x += 32 * deep, w += 32 * deep) multiply_few<true>(x, deep, w, w + 16 * deep);
   end_sums<true>(sums);
 }
 

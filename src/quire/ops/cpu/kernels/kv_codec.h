@@ -1,4 +1,4 @@
-// What a KV cache keeps of a number: bf16, or a code of 8 bits beside a scale. The same codes as attention/kv_quantization.py.
+// The element formats of a KV cache: bf16, or a code of 8 bits with a scale. The same codes as attention/kv_quantization.py.
 //
 //   value(p)   16 of them as floats, without the scale
 //   code(x)    16 floats, already divided by the scale -> 16 codes, in the lowest byte of each lane
@@ -7,20 +7,20 @@
 
 namespace quire {
 
-enum Kind { SHORT, INT8, E4M3, E5M2, HALVED };  // attention/cpu.py has the same list, but for HALVED: int8, met as attention_int8_split.h says
+enum Kind { KV_BF16, KV_INT8, KV_E4M3, KV_E5M2, KV_INT8_SPLIT };  // attention/cpu.py has the same list, except KV_INT8_SPLIT: int8 by attention_int8_split.h
 
 struct Int8Code {
   static constexpr float TOP = 127.f;
-  static constexpr bool TURNED = true;  // keys, and the queries that meet them
+  static constexpr bool HADAMARD = true;  // of keys, and of the queries that are multiplied by them
   static Floats value(const uint8_t* p) { return to_floats(widen((const int8_t*)p)); }
   static Ints code(Floats x) { return to_ints(x); }
 };
 
-// A sign, an exponent with this bias, MANTISSA bits. Below the least exponent the steps stay the same size.
+// A sign, an exponent with this bias, MANTISSA bits. Below the least exponent the steps stay the same size (subnormal).
 template <int MANTISSA, int BIAS>
 struct SmallFloat {
   static constexpr float TOP = MANTISSA == 3 ? 448.f : 57344.f;
-  static constexpr bool TURNED = false;
+  static constexpr bool HADAMARD = false;
   static constexpr int SHIFT = 23 - MANTISSA, OFFSET = 127 - BIAS;
   static constexpr float LEAST = MANTISSA == 3 ? 0x1p-6f : 0x1p-14f;  // 2^(1 - BIAS)
 
@@ -30,7 +30,7 @@ struct SmallFloat {
     const Floats small = as_floats((low << SHIFT) + ints((OFFSET + 1) << 23)) - floats(LEAST);
     return as_floats(as_ints(select(less(low, ints(1 << MANTISSA)), small, usual)) | sign);
   }
-  static Ints code(Floats x) {  // halves to even
+  static Ints code(Floats x) {  // ties to even
     const Floats size = magnitude(x);
     const Ints bits = as_ints(size), odd = logical_right(bits, SHIFT) & 1;
     const Ints usual = logical_right(bits + odd + ints((1 << (SHIFT - 1)) - 1), SHIFT) - ints(OFFSET << MANTISSA);
@@ -48,7 +48,7 @@ inline void widen_32(C, const uint8_t* from, bf16* to) {
   store(to, C::value(from), C::value(from + 16));
 }
 #if defined(__AVX512BW__)
-// A small float is a bf16 whose exponent lies elsewhere; those below the least exponent come from a table.
+// An fp8 number is a bf16 with a shifted exponent; subnormal numbers come from a table.
 template <int MANTISSA, int BIAS>
 inline void widen_32(SmallFloat<MANTISSA, BIAS>, const uint8_t* from, bf16* to) {
   alignas(64) static const bf16 table[2][32] = {
@@ -65,17 +65,17 @@ inline void widen_32(SmallFloat<MANTISSA, BIAS>, const uint8_t* from, bf16* to) 
 }
 #endif
 
-// Calls f(code of the kind); of SHORT and HALVED, f is not called.
+// Calls f(code of the kind); does not call it for KV_BF16 and KV_INT8_SPLIT.
 template <class F>
 inline void with_code(long kind, const F& f) {
-  if (kind == INT8) f(Int8Code{});
-  if (kind == E4M3) f(E4M3Code{});
-  if (kind == E5M2) f(E5M2Code{});
+  if (kind == KV_INT8) f(Int8Code{});
+  if (kind == KV_E4M3) f(E4M3Code{});
+  if (kind == KV_E5M2) f(E5M2Code{});
 }
 
-// Each run of the largest power of two that divides D, times a Hadamard matrix: pairs 1 apart become sum and difference,
-// then pairs 2 apart, 4 ... D is a multiple of 16.
-inline void turn(float* x, long D) {
+// The Hadamard transform of each run of the largest power of two that divides D: pairs 1 apart become sum and difference, then pairs
+// 2 apart, 4 ... D is a multiple of 16.
+inline void hadamard(float* x, long D) {
   for (long d = 0; d < D; d += 16) {
     Floats v = load(x + d);
     v = sums_and_differences<1>(v);

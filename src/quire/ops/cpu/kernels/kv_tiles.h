@@ -1,7 +1,7 @@
-// Tokens of a paged cache as the product wants them (gemm_kernel.h): 32 at a time, in bf16, whatever the cache keeps.
+// Packs tokens of a paged cache for the product (gemm_kernel.h): 32 at a time, in bf16, from any element format.
 //
-// Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E], of codes also the scales of both
-// [blocks, heads, block_size]; a block holds a multiple of 16 tokens. Codes become bf16 exactly; their scales come along.
+// Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E]; a quantized one also has the scales of both,
+// [blocks, heads, block_size]; a block holds a multiple of 16 tokens. Codes are converted to bf16 exactly; their scales are returned.
 #pragma once
 #include "kv_codec.h"
 #include "gemm_kernel.h"
@@ -14,15 +14,15 @@ inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
 struct Paged {
   const void *keys, *values;
-  const float *key_scales, *value_scales;  // of codes
+  const float *key_scales, *value_scales;  // of a quantized cache
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
 };
 
-// What is to be fetched, some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads wait for one.
-struct Fetches {
+// A prefetch of some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads would wait for one.
+struct Prefetch {
   const char* from;  // or null
-  void some(long lines) {
+  void issue(long lines) {
     if (!from) return;
 #pragma GCC unroll 16
     for (long i = 0; i < lines; i++) fetch(from + i * LINE);
@@ -30,27 +30,27 @@ struct Fetches {
   }
 };
 
-// One row and head of it: what is read from `first` on; tokens from `end` on are not looked at.
+// One row and head of the cache: tokens [first, end).
 struct Tokens {
   const Paged& cache;
   const int* blocks;
   long head, first, end;
-  const Tokens* next = nullptr;  // what is read after this
+  const Tokens* next = nullptr;  // the tokens that are read next
 
   Tokens(const Paged& cache, long row, long head, long first, long end)
       : cache(cache), blocks(cache.table + row * cache.table_step), head(head), first(first), end(end) {}
 
-  // Of the 16 tokens around t, or of the last 16 there are: the first one's place in the cache.
+  // The slot of the first of the 16 tokens around t, or of the last 16 there are.
   long slot(long t) const {
     const unsigned at = (unsigned)(std::min(t, end - 1) & -16), size = (unsigned)cache.block_size;
     return ((long)blocks[at / size] * cache.heads + head) * size + at % size;
   }
-  long bytes() const { return cache.kind == SHORT ? 2 : 1; }
+  long bytes() const { return cache.kind == KV_BF16 ? 2 : 1; }
 
-  // Where the 16 tokens lie that are read AHEAD tokens after those at t, of which each has `size` bytes.
-  Fetches ahead(const void* data, long t, long size) const {
+  // A prefetch of the 16 tokens that are read AHEAD tokens after those at t; each has `size` bytes.
+  Prefetch ahead(const void* data, long t, long size) const {
     const Tokens* of = this;
-    const long stop = padded(end, 32);  // more are not asked for
+    const long stop = padded(end, 32);  // tokens beyond are not read
     if ((t += AHEAD) >= stop) {
       of = next, t += next ? next->first - stop : 0;
       if (!of || t >= of->end) return {nullptr};
@@ -59,22 +59,22 @@ struct Tokens {
   }
 };
 
-// 16 keys -> the two halves of a panel of 32 columns, for each 32 of D.
-inline void pack_keys(const bf16* from, long D, bf16* to, Fetches ahead) {
-  for (long d = 0; d < D / 32; d++, ahead.some(16)) transpose_words(from + d * 32, D * 2, to + d * STEP);
+// 16 keys -> the two tiles of a panel of 32 columns, for each 32 of D.
+inline void pack_keys(const bf16* from, long D, bf16* to, Prefetch ahead) {
+  for (long d = 0; d < D / 32; d++, ahead.issue(16)) transpose_words(from + d * 32, D * 2, to + d * STEP);
 }
 template <class C>
-inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Fetches ahead) {
+inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Prefetch ahead) {
   alignas(64) bf16 wide[16 * 32];
-  for (long d = 0; d < D / 32; d++, ahead.some(8)) {
+  for (long d = 0; d < D / 32; d++, ahead.issue(8)) {
     for (long i = 0; i < 16; i++) widen_32(C{}, from + i * D + d * 32, wide + i * 32);
     transpose_words(wide, 64, to + d * STEP);
   }
 }
 
 // 16 values, `columns` of their E -> 8 lines (of pairs of tokens) of each panel of 32; tokens from `count` on are zeros.
-inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 16))
+inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step, Prefetch ahead) {
+  for (long pair = 0; pair < 8; pair++, ahead.issue(E / 16))
     for (long e = 0; e < columns / 32; e++) {
       const bf16* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
@@ -82,9 +82,9 @@ inline void pack_values(const bf16* from, long E, long columns, long count, bf16
     }
 }
 template <class C>
-inline void pack_values(C, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
+inline void pack_values(C, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Prefetch ahead) {
   alignas(64) bf16 a[32], b[32];
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
+  for (long pair = 0; pair < 8; pair++, ahead.issue(E / 32))
     for (long e = 0; e < columns / 32; e++) {
       const uint8_t* at = from + 2 * pair * E + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
@@ -93,10 +93,10 @@ inline void pack_values(C, const uint8_t* from, long E, long columns, long count
       interleave(2 * pair < count ? a : nullptr, 2 * pair + 1 < count ? b : nullptr, line, line + HALF);
     }
 }
-// Of int8, words are put together in 32 bits, where they become floats anyway.
-inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Fetches ahead) {
+// Int8 codes are combined to words in 32 bits, where they become floats anyway.
+inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, long count, bf16* to, long panel_step, Prefetch ahead) {
   using C = Int8Code;
-  for (long pair = 0; pair < 8; pair++, ahead.some(E / 32))
+  for (long pair = 0; pair < 8; pair++, ahead.issue(E / 32))
     for (long e = 0; e < columns / 32; e++)
       for (long half = 0; half < 2; half++) {
         const uint8_t* at = from + 2 * pair * E + e * 32 + half * 16;
@@ -106,19 +106,19 @@ inline void pack_values(Int8Code, const uint8_t* from, long E, long columns, lon
       }
 }
 
-// 16 tokens as they lie, and what is fetched while they are read.
-struct Near {
+// 16 tokens in the cache, and the prefetch that runs while they are read.
+struct KvRows {
   const char* from;
-  Fetches ahead;
+  Prefetch ahead;
 };
 
 // Keys t..t+15; and the scales of these keys and values, which are 0 from `end` on.
-inline Near keys_near(const Tokens& tokens, long t, float* key_scales, float* value_scales) {
+inline KvRows key_rows(const Tokens& tokens, long t, float* key_scales, float* value_scales) {
   const Paged& cache = tokens.cache;
   const long size = cache.D * tokens.bytes(), slot = tokens.slot(t);
-  if (cache.kind != SHORT) {
-    tokens.ahead(cache.key_scales, t, sizeof(float)).some(1);
-    tokens.ahead(cache.value_scales, t, sizeof(float)).some(1);
+  if (cache.kind != KV_BF16) {
+    tokens.ahead(cache.key_scales, t, sizeof(float)).issue(1);
+    tokens.ahead(cache.value_scales, t, sizeof(float)).issue(1);
     const Mask there = span(0, tokens.end - t);
     store(key_scales, keep(there, load(cache.key_scales + slot)));
     store(value_scales, keep(there, load(cache.value_scales + slot)));
@@ -130,9 +130,9 @@ inline Near keys_near(const Tokens& tokens, long t, float* key_scales, float* va
 inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scales, float* value_scales) {
   const long D = tokens.cache.D, kind = tokens.cache.kind;
   for (long half = 0; half < 32; half += 16, to += HALF) {
-    const Near keys = keys_near(tokens, t + half, key_scales + half, value_scales + half);
-    if (kind == SHORT) pack_keys((const bf16*)keys.from, D, to, keys.ahead);
-    if (kind == HALVED) pack_keys((const bf16*)keys.from, D / 2, to, keys.ahead);  // two bytes go where a bf16 does
+    const KvRows keys = key_rows(tokens, t + half, key_scales + half, value_scales + half);
+    if (kind == KV_BF16) pack_keys((const bf16*)keys.from, D, to, keys.ahead);
+    if (kind == KV_INT8_SPLIT) pack_keys((const bf16*)keys.from, D / 2, to, keys.ahead);  // two bytes take the place of a bf16
     with_code(kind, [&](auto code) { pack_keys(code, (const uint8_t*)keys.from, D, to, keys.ahead); });
   }
 }
@@ -145,8 +145,8 @@ inline void pack_32_values(const Tokens& tokens, long t, long e, long columns, b
   for (long half = 0; half < 2; half++, t += 16, to += 8 * 32) {
     const long count = std::max<long>(0, std::min<long>(16, tokens.end - t));
     const char* from = (const char*)cache.values + tokens.slot(t) * size + e * tokens.bytes();
-    const Fetches ahead = e ? Fetches{nullptr} : tokens.ahead(cache.values, t, size);
-    if (cache.kind == SHORT) pack_values((const bf16*)from, E, columns, count, to, panel_step, ahead);
+    const Prefetch ahead = e ? Prefetch{nullptr} : tokens.ahead(cache.values, t, size);
+    if (cache.kind == KV_BF16) pack_values((const bf16*)from, E, columns, count, to, panel_step, ahead);
     with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, columns, count, to, panel_step, ahead); });
   }
 }

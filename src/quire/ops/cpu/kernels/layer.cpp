@@ -1,8 +1,8 @@
-// A whole decoder layer in one call: the same functions in the same order as layer by layer from Python, so the same bits,
-// without the host's time between them (13 calls a layer cost more than a small model's arithmetic).
+// A whole decoder layer in one call: the same functions in the same order as from Python, so the same bits, without the host's time
+// between them (13 calls a layer cost more than a small model's arithmetic).
 //
 //   x, residual = norm(x + residual), x + residual
-//   q, k, v = qkv(x);  q, k normed and turned;  k, v to the cache (one pass over all three);  attention
+//   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
 //   x, residual = norm(o(attention) + residual), ...
 //   x = down(silu(gate(x)) * up(x))
 #include "layer.h"
@@ -12,19 +12,18 @@
 
 namespace quire {
 
-// Between qkv and attention: queries and keys are normed and turned, keys and values go to the cache. Codes are made of what
-// stands in qkv afterwards.
-template <int N>  // heads from h on: all of queries, of keys, or of values
+// Between qkv and attention: QK-norm and RoPE of queries and keys; keys and values go to the cache, quantized from the result in qkv.
+template <int N>  // heads from h on, all of queries, keys or values
 inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
   const long D = l.D, turning = l.heads + l.kv_heads;
   const bf16* weight = h < l.heads ? l.q_norm : h < turning ? l.k_norm : nullptr;
   const bool turns = l.turns && h < turning;
   bf16* x = qkv + (t * (turning + l.kv_heads) + h) * D;
-  alignas(64) bf16 between[N * MOST_D];
+  alignas(64) bf16 between[N * MAX_D];
   if (weight) norms<N>(x, D, weight, between, D, D, l.head_eps, false);
   for (int i = 0; i < N; i++, h++, x += D) {
     bf16* to = x;
-    if (h >= l.heads && l.kind == SHORT) {
+    if (h >= l.heads && l.kind == KV_BF16) {
       const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
       const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
       to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
@@ -32,7 +31,7 @@ inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long
     const bf16* from = weight ? between + i * D : x;
     const long line = (s.positions ? s.positions[t] : t) * s.pairs;
     if (turns)
-      turn(from, s.cos + line, s.sin + line, to, D, s.pairs);
+      rotate(from, s.cos + line, s.sin + line, to, D, s.pairs);
     else if (from != to)
       memcpy(to, from, D * sizeof(bf16));
   }
@@ -48,7 +47,7 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
       each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
     };
     some(0, l.heads), some(l.heads, l.kv_heads), some(turning, l.kv_heads);
-    if (l.kind == SHORT) continue;
+    if (l.kind == KV_BF16) continue;
     keys.write(s.slots[t], qkv + (t * all + l.heads) * l.D);
     values.write(s.slots[t], qkv + (t * all + turning) * l.D);
   }
@@ -58,9 +57,9 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
 
 using namespace quire;
 
-// x and residual: [tokens, hidden], written over; `first`: residual holds nothing yet.
+// x and residual: [tokens, hidden], overwritten; `first`: residual holds nothing yet.
 EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* residual, int first) {
-  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_inner;  // of who calls
+  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_inner;  // of the calling thread
   const Layer& l = *layer;
   const Step& s = *step;
   const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D, inner = l.down.ins;
@@ -83,10 +82,10 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   l.down.multiply(gated, inner, x, l.hidden, T, false);
 }
 
-// Layers one after the other, each with the step of its group, and the norm behind them: all in x.
+// All layers, each with the step of its KV group, then the final norm: in place in x.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, bf16* x,
                          const bf16* norm, float eps) {
-  static thread_local Scratch<bf16> keep;  // of who calls
+  static thread_local Scratch<bf16> keep;  // of the calling thread
   bf16* residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
   for (long i = 0; i < count; i++) quire_layer(layers[i], steps[groups[i]], x, residual, i == 0);
   quire_add_rms_norm(x, residual, norm, steps[0]->tokens, layers[0]->hidden, eps, 0);

@@ -27,7 +27,7 @@ struct Layer {  // fixed once the model is loaded
   Weight qkv, o, gate_up, down;
   const bf16 *first_norm, *second_norm, *q_norm, *k_norm;  // the last two may be null
   void *keys, *values;
-  float *key_scales, *value_scales;  // of codes
+  float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
   int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window;
   float eps, head_eps, scale, softcap;

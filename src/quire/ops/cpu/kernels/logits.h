@@ -1,4 +1,4 @@
-// Logits as a model gives them, float32 or bf16: sixteen from a place on, or one.
+// Access to logits, float32 or bf16: sixteen from an index on, or one.
 #pragma once
 #include "common.h"
 

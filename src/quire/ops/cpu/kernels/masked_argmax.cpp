@@ -1,6 +1,6 @@
-// The best token of each row, of those that a mask of bits allows; and a mask laid over logits.
+// The argmax of each row over the tokens that a bit mask allows; and a mask applied to logits.
 //
-// Among equals the lowest id is best. Bit i % 32 of word i / 32 is token i; there is a word for every 32 tokens.
+// Among equal logits the lowest id wins. Bit i % 32 of word i / 32 is token i; there is a word for every 32 tokens.
 #include "common.h"
 #include "exports.h"
 #include "logits.h"
@@ -14,9 +14,9 @@ alignas(64) static const int32_t POWERS[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3, 
 inline Mask mask_of(uint32_t bits) { return less(ints(0), ints((int32_t)(bits & 0xffff)) & load(POWERS)); }
 inline uint32_t bits_at(const uint32_t* words, long at) { return words[at / 32] >> (at % 32); }
 
-// max_logit: the best of all, NaN if one is NaN or +inf. max_allowed: the best of the allowed, -inf if there is none.
+// max_logit: the maximum of all, NaN if one is NaN or +inf. max_allowed: the maximum of the allowed, -inf if there is none.
 template <class T>
-inline void best_of(const T* x, const uint32_t* words, long V, int64_t* token, float* max_logit, float* max_allowed) {
+inline void argmax_row(const T* x, const uint32_t* words, long V, int64_t* token, float* max_logit, float* max_allowed) {
   const Floats limit = floats(INFINITY), nothing = floats(-INFINITY);
   Floats top = nothing, allowed = nothing, wrong = floats(0.f);
   Ints found = ints(0), at = load(PLACES);
@@ -51,12 +51,12 @@ inline void best_of(const T* x, const uint32_t* words, long V, int64_t* token, f
 }
 
 template <class T>
-inline void best_rows(const T* x, long step, const uint32_t* words, long rows, long V, int64_t* tokens, float* max_logit,
+inline void argmax_rows(const T* x, long step, const uint32_t* words, long rows, long V, int64_t* tokens, float* max_logit,
                       float* max_allowed) {
   const long width = (V + 31) / 32;
 #pragma omp parallel for if (rows > 1) schedule(dynamic)
   for (long r = 0; r < rows; r++)
-    best_of(x + r * step, words ? words + r * width : nullptr, V, tokens + r, max_logit + r, max_allowed + r);
+    argmax_row(x + r * step, words ? words + r * width : nullptr, V, tokens + r, max_logit + r, max_allowed + r);
 }
 
 }  // namespace quire
@@ -67,12 +67,12 @@ using namespace quire;
 EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
                        float* max_logit, float* max_allowed) {
   if (is_bf16)
-    best_rows((const bf16*)x, step, words, rows, V, tokens, max_logit, max_allowed);
+    argmax_rows((const bf16*)x, step, words, rows, V, tokens, max_logit, max_allowed);
   else
-    best_rows((const float*)x, step, words, rows, V, tokens, max_logit, max_allowed);
+    argmax_rows((const float*)x, step, words, rows, V, tokens, max_logit, max_allowed);
 }
 
-// -inf wherever the bit is 0.
+// Sets logits whose bit is 0 to -inf.
 EXPORT void quire_mask_logits(float* x, long step, const uint32_t* words, long rows, long V) {
   const long width = (V + 31) / 32;
 #pragma omp parallel for if (rows > 1) schedule(dynamic)

@@ -1,22 +1,22 @@
-// What is done to each row by itself: norms, rotary positions, activations.
+// Operations by row: RMSNorm, RoPE, activations.
 //
-// Rounding is that of ops/reference.py: to bf16 wherever a tensor would have been written there.
+// Rounding is that of ops/reference.py: to bf16 wherever it would write a tensor.
 #include "common.h"
 #include "exports.h"
 #include "norm_rope_act.h"
 
 namespace quire {
 
-constexpr long FEW = 16;  // rows that one thread does sooner than a team begins
+constexpr long SERIAL_MAX_ROWS = 16;  // up to this many rows one thread is faster than starting a team
 
 }  // namespace quire
 
 using namespace quire;
 
-// In each of `rows` lines of x, `step` elements apart, `heads` vectors of D are normed. y may be x.
+// RMSNorm of `heads` vectors of D in each of `rows` lines of x, `step` elements apart. y may be x.
 EXPORT void quire_rms_norm(const bf16* x, long step, const bf16* w, bf16* y, long y_step, long rows, long heads, long D,
                            float eps, int plus_one) {
-#pragma omp parallel for if (rows * heads >= FEW) schedule(static)
+#pragma omp parallel for if (rows * heads >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     each_four(heads, [&](long h, auto n) {
       norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, plus_one);
@@ -25,7 +25,7 @@ EXPORT void quire_rms_norm(const bf16* x, long step, const bf16* w, bf16* y, lon
 
 // residual += x; x = norm(residual).
 EXPORT void quire_add_rms_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int plus_one) {
-#pragma omp parallel for if (rows >= FEW) schedule(static)
+#pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
   for (long first = 0; first < rows; first += 4)
     each_four(std::min(4L, rows - first), [&](long r, auto n) {
       bf16 *a = x + (first + r) * D, *b = residual + (first + r) * D;
@@ -34,18 +34,18 @@ EXPORT void quire_add_rms_norm(bf16* x, bf16* residual, const bf16* w, long rows
     });
 }
 
-// The first 2 * P features of each head turn: pairs (i, i + P). cos and sin: [rows, P]. y may be x.
+// Rotates the first 2 * P features of each head: pairs (i, i + P). cos and sin: [rows, P]. y may be x.
 EXPORT void quire_rotate(const bf16* x, long step, const float* cos, const float* sin, bf16* y, long y_step, long rows,
                          long heads, long D, long P) {
-#pragma omp parallel for if (rows * heads >= FEW) schedule(static)
+#pragma omp parallel for if (rows * heads >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     for (long h = 0; h < heads; h++)
-      turn(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P);
+      rotate(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P);
 }
 
 // y[rows, I] = silu(x[:, :I]) * x[:, I:].
 EXPORT void quire_silu_and_mul(const bf16* x, bf16* y, long rows, long I) {
-#pragma omp parallel for if (rows >= FEW) schedule(static)
+#pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     for (long i = 0; i < I; i += 16) {
       const Floats gate = rounded(silu_of(widen(x + r * 2 * I + i)));

@@ -1,4 +1,4 @@
-// The norm and the turn of one vector: of norm_rope_act.cpp, and of a layer's heads.
+// RMSNorm and RoPE of one vector, for norm_rope_act.cpp and for the heads of a layer.
 #pragma once
 #include <type_traits>
 
@@ -6,8 +6,8 @@
 
 namespace quire {
 
-// y = x / rms(x) * w, of N vectors beside each other: one alone waits for its sum, its root and its division. D is a multiple of
-// 16; y may be x.
+// y = x / rms(x) * w, of N vectors interleaved: one alone waits for its sum, its root and its division. D is a multiple of 16; y may
+// be x.
 template <int N>
 inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, bool plus_one) {
   Floats squares[N], factor[N];
@@ -31,7 +31,7 @@ inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_ste
   }
 }
 
-// Calls f(first, a type of so many) for all of `count`, four at a time.
+// Calls f(first, N as a type) for all of `count`, four at a time.
 template <class F>
 inline void each_four(long count, const F& f) {
   long i = 0;
@@ -40,8 +40,8 @@ inline void each_four(long count, const F& f) {
   if (i < count) f(i, std::integral_constant<int, 1>{});
 }
 
-// The first 2 * P features turn: pairs (i, i + P). y may be x.
-inline void turn(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P) {
+// Rotates the first 2 * P features: pairs (i, i + P). y may be x.
+inline void rotate(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P) {
   for (long i = 0; i < P; i += 16) {
     const Floats a = widen(x + i), b = widen(x + P + i), c = load(cos + i), s = load(sin + i);
     store(y + i, fnma(b, s, a * c));

@@ -1,10 +1,10 @@
-// Weights as gemm.cpp wants them, and rows of them as they were.
+// Packs weights for gemm.cpp, and unpacks rows of them.
 #include "exports.h"
 #include "gemm_kernel.h"
 
 namespace quire {
 
-// w: [outs, ins] row after row; `filled` of the outs exist, the others are zeros.
+// w: [outs, ins], row by row; `filled` of the outs exist, the others are zeros.
 template <class F>
 void pack(const typename F::Weight* w, typename F::Weight* packed, long outs, long filled, long ins, bool gated) {
   const long steps = ins / F::K, bytes = ins * sizeof(*w);
@@ -33,7 +33,7 @@ using namespace quire;
 EXPORT void quire_pack(const bf16* w, bf16* packed, long outs, long filled, long ins, int gated) {
   pack<Bf16>(w, packed, outs, filled, ins, gated);
 }
-// Rows of a packed weight [.., ins], as they were before: y[rows, ins]. Ids are within it.
+// Unpacks rows of a packed weight [.., ins]: y[rows, ins]. The caller checks the ids.
 EXPORT void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* y, long rows, long ins) {
   const long steps = ins / 32;
 #pragma omp parallel for if (rows >= 16) schedule(static)

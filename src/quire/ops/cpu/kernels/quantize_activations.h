@@ -1,10 +1,10 @@
-// Rows of x as bytes around ZERO_BYTE, each with one scale: its largest value is 127 away.
+// Quantizes rows of x to bytes around ZERO_BYTE, each with one scale: its largest value is 127 away.
 #pragma once
 #include "gemm_kernel.h"
 
 namespace quire {
 
-// What N rows are multiplied by to become bytes, the largest value of each 127; their scales, `next` apart.
+// The factors that quantize N rows, with the largest value of each at 127; writes their scales, `next` apart.
 template <int N>
 inline void factors(const bf16* x, long x_row, long ins, Floats* factor, float* scales, long next) {
   Floats most[N];
@@ -21,9 +21,9 @@ inline void factors(const bf16* x, long x_row, long ins, Floats* factor, float* 
   }
 }
 
-// N rows, beside each other: one alone waits for its maximum, and for memory, four times as often (1024 x 2048, two cores: a
-// third of an int8 linear to 1024 outputs). Rows that follow are fetched meanwhile: 17 -> 30 GB/s by two cores. 64 bytes of row
-// i, from value k on, go to `to` + i * to_row + k / 64 * to_step.
+// N rows interleaved: one alone waits for its maximum, and for memory, four times as often (1024 x 2048, two cores: a third of an
+// int8 linear to 1024 outputs). The following rows are prefetched: 17 -> 30 GB/s on two cores. 64 bytes of row i, from value k on,
+// go to `to` + i * to_row + k / 64 * to_step.
 template <int N>
 inline void to_bytes(const bf16* x, long x_row, uint8_t* to, long to_row, long to_step, long ins, float* scales) {
   Floats factor[N];

@@ -1,5 +1,4 @@
-// Weights of 16 bits made to bytes and to four bits while they are loaded: the definitions of quantization/int8.py and int4.py,
-// to the bit.
+// Quantizes 16-bit weights to int8 and int4 while they are loaded: the definitions of quantization/int8.py and int4.py, to the bit.
 #include "exports.h"
 
 using namespace quire;
@@ -23,7 +22,7 @@ EXPORT void quire_quantize_groups(const bf16* w, long outs, long ins, long group
 #pragma omp parallel for schedule(static)
   for (long at = 0; at < outs * (ins / group); at++) {
     const bf16* row = w + at * group;
-    Floats low = floats(0.f), high = floats(0.f);  // the least with its sign turned
+    Floats low = floats(0.f), high = floats(0.f);  // the negated minimum
     for (long i = 0; i < group; i += 16) {
       low = max(low, floats(0.f) - widen(row + i));
       high = max(high, widen(row + i));

@@ -1,9 +1,9 @@
-// Sampling: where top-k, top-p and min-p cut a row of logits, and the draw from what is left.
+// Sampling: the cutoff of a row of logits by top-k, top-p and min-p, and the draw from the tokens that are left.
 //
-// The definitions stand in worker/sampling/top_k_top_p.py and draw.py. Tokens are in the order (logit descending, id ascending), of
-// which top-k, top-p and min-p keep a prefix. Noise of a token is a function of its id and its row's two
-// words, so a row's token does not depend on the rows beside it. The integers are the definition's; exp and log differ from
-// torch's in the last bit, as torch's own do from machine to machine.
+// worker/sampling/top_k_top_p.py and gumbel.py have the definitions. Tokens are in the order (logit descending, id ascending), of
+// which top-k, top-p and min-p keep a prefix. The noise of a token is a function of its id and its row's two words, so a row's token
+// does not depend on the other rows. The integers are the definition's; exp and log differ from torch's in the last bit, as torch's
+// own do from machine to machine.
 #include <vector>
 
 #include "common.h"
@@ -17,10 +17,10 @@ namespace {
 alignas(64) const int32_t PLACES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 constexpr int32_t GOLDEN = (int32_t)0x9E3779B9;
-constexpr float MOST_NOISE = 22.2f;   // -log(0.5 / 2^31), and a little more
-constexpr float LEAST_NOISE = -2.9f;  // -log(-log(2^-24)), and a little less
-constexpr float DEPTH = 28.f;         // exp(-28) * 2^40 < 1: a token so far below the top has no weight
-constexpr long BUCKETS = 4096;        // of logits, from the top down to DEPTH below it
+constexpr float MAX_NOISE = 22.2f;   // -log(0.5 / 2^31), and a little more
+constexpr float MIN_NOISE = -2.9f;  // -log(-log(2^-24)), and a little less
+constexpr float MAX_DISTANCE = 28.f;         // exp(-28) * 2^40 < 1: a token so far below the top has no weight
+constexpr long BUCKETS = 4096;        // of logits, from the top down to MAX_DISTANCE below it
 
 // -- functions -------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// log x of normal positive x, to about 1e-7 of itself (Cephes: 2^e * m with m from sqrt(1/2) to sqrt 2, a polynomial of m - 1).
+// log x of normal positive x, relative error about 1e-7 (Cephes: 2^e * m with m from sqrt(1/2) to sqrt 2, a polynomial of m - 1).
 inline Floats log_of(Floats x) {
   const Ints bits = as_ints(x), shifted = bits - ints(0x3f3504f3);  // of sqrt(1/2)
   const Floats exponent = to_floats(shifted >> 23);
@@ -60,7 +60,7 @@ inline Floats log_of(Floats x) {
   return fma(exponent, floats(0.693359375f), f + y);
 }
 
-// e^x for x from -87 to 0, to about 1e-7 of itself.
+// e^x for x from -87 to 0, relative error about 1e-7.
 inline Floats exp_of(Floats x) {
   const Floats whole = nearest(x * floats(LOG2E));
   Floats part = fnma(whole, floats(0.693359375f), x);
@@ -87,7 +87,7 @@ inline Floats gumbel(Ints words) {
   return floats(0.f) - log_of(lost / u - log_of(u));
 }
 
-// Noise of `most` and more, from 1 on, takes a word below this: log1p(-v) <= -v, so v < exp(-most).
+// A token with noise of `most` or more (from 1 on) has a word below this: log1p(-v) <= -v, so v < exp(-most).
 struct Rarity {
   int32_t words[32];
   Rarity() {
@@ -113,30 +113,30 @@ inline float top_of(const float* x, long V) {
 
 // -- the draw --------------------------------------------------------------------------------------------------------
 
-// The last token that survives, in the order. Without limits, all do.
+// The last token that survives, in the order; by default all survive.
 struct Cutoff {
   float logit = -INFINITY;
   int64_t id = INT32_MAX;
 };
 
-// The token of the largest x + noise among those up to `last`; of equals the first. 0 if there is none.
+// The token of the largest x + noise among those up to `last`; among equals the first. 0 if there is none.
 //
-// Few tokens need their noise: of the rest it is known that none could win, by the best of them or by their words.
+// Few tokens need their noise: the others cannot win, by the largest logit among them or by their words.
 long draw(const float* x, long V, float top, int32_t a, int32_t b, Cutoff last) {
   const Floats nothing = floats(-INFINITY), floor = floats(last.logit);
   const Ints last_id = ints((int32_t)last.id);
   Floats best = nothing;
   Ints found = ints(0);
-  float sure = top + LEAST_NOISE;  // what some token reaches
+  float sure = top + MIN_NOISE;  // a lower bound of the winner
   for (long v = 0; v < V; v += 16) {
     const Floats value = up_to_sixteen(x, v, V);
     const float most = max_of(value), needed = sure - most;
-    if (!(most >= last.logit) || needed > MOST_NOISE) continue;
+    if (!(most >= last.logit) || needed > MAX_NOISE) continue;
     const Ints words = words_of(v, a, b);
     if (needed > 1.1f && !any(less(words, ints(word_for(needed))))) continue;
     const Ints ids = load(PLACES) + (int32_t)v;
     const Floats noisy = value + gumbel(words);
-    const Floats score = select(less(floor, value), noisy,  // else it is the last logit, a lower one or no number
+    const Floats score = select(less(floor, value), noisy,  // else it is the last logit, a lower one, or NaN
                                 select(less(value, floor), nothing, select(less(last_id, ids), nothing, noisy)));
     const Mask better = less(best, score);
     best = select(better, score, best);
@@ -163,7 +163,7 @@ struct Token {
   int32_t id;
 };
 
-struct Histogram {  // of one row: tokens and their weights by how far they lie below the top
+struct Histogram {  // of one row: counts and weights of tokens by their distance below the maximum
   std::vector<int64_t> weights = std::vector<int64_t>(BUCKETS);
   std::vector<int32_t> counts = std::vector<int32_t>(BUCKETS);
   std::vector<Token> inside;
@@ -175,7 +175,7 @@ struct Histogram {  // of one row: tokens and their weights by how far they lie 
   }
 };
 
-// A value that at least k tokens reach: the k-th of the peaks of pieces of the row. -inf if there are too few pieces.
+// A value that at least k tokens reach: the k-th largest of the maxima of pieces of the row. -inf if there are too few pieces.
 float reached_by(Histogram& h, const float* x, long V, long k) {
   constexpr long PIECE = 256;
   h.peaks.clear();
@@ -186,7 +186,7 @@ float reached_by(Histogram& h, const float* x, long V, long k) {
 }
 
 inline Ints bucket_of(Floats value, float top) {
-  return to_ints(min((floats(top) - value) * floats(BUCKETS / DEPTH), floats(BUCKETS - 1)));
+  return to_ints(min((floats(top) - value) * floats(BUCKETS / MAX_DISTANCE), floats(BUCKETS - 1)));
 }
 
 void fill(Histogram& h, const float* x, long V, float top, float floor) {
@@ -235,7 +235,7 @@ Cutoff cut(Histogram& h, const float* x, long V, float top, const RowParams& par
   if (log_min_p != -INFINITY) last.logit = std::min((float)(top + log_min_p), top);
   const bool ranked = 0 < top_k && top_k < V;
   if (!ranked && !(top_p < 1)) return last;
-  // Top-k would leave out anyway what is below the value that k tokens reach.
+  // Top-k excludes all tokens below a value that k tokens reach.
   const float floor = ranked ? std::max(last.logit, reached_by(h, x, V, top_k)) : last.logit;
   fill(h, x, V, top, floor);
   if (ranked) {
@@ -262,7 +262,7 @@ Cutoff cut(Histogram& h, const float* x, long V, float top, const RowParams& par
   return last;
 }
 
-// -- both, of logits as they come ------------------------------------------------------------------------------------
+// -- cutoff and draw of unscaled logits ------------------------------------------------------------------------------------
 
 // y = x / temperature. Returns the highest of x, NaN if one is NaN or +inf.
 template <class T>
@@ -320,7 +320,7 @@ EXPORT void quire_cut(const float* x, long step, const RowParams* params, long r
 // max_logit: the highest logit of each row, NaN if one is NaN or +inf.
 EXPORT void quire_sample(const void* x, long step, int is_bf16, const RowParams* params, const int64_t* positions, long rows,
                          long V, int64_t* tokens, float* max_logit) {
-  static thread_local Scratch<float> keep_allowed;  // of who calls
+  static thread_local Scratch<float> keep_allowed;  // of the calling thread
   if (std::all_of(params, params + rows, [](const RowParams& p) { return p.temperature == 0.f; }))
     return quire_masked_argmax(x, step, is_bf16, nullptr, rows, V, tokens, max_logit, keep_allowed.at_least(rows));
 #pragma omp parallel if (rows > 1)

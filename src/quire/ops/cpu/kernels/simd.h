@@ -1,14 +1,14 @@
-// Sixteen lanes at a time, whatever the machine: the only vectors that kernels know.
+// Vectors of sixteen lanes, for every machine: the only vectors in the kernels.
 //
 //   Floats, Ints   16 floats, 16 int32: + - * / (Ints also & | ^ << >> with a number) and the functions below
-//   Mask           which lanes: of a span, or of a comparison
+//   Mask           selected lanes: of a span, or of a comparison
 //
-// With AVX-512 each is one register. Else they are made of the machine's own width ("leaf": 8 lanes with AVX2, else 4 that
-// the compiler lowers to SSE2 or NEON): Pair<leaf>, Pair<Pair<leaf>>. Every lane gets the same arithmetic in each build but
-// for one thing: without an instruction for it, fma rounds twice. Builds are compiled with -ffp-contract=off, so an fma is
-// where one is written and nowhere else.
+// With AVX-512 each is one register. Otherwise they consist of the machine's own vectors ("leaf": 8 lanes with AVX2, else 4, which
+// the compiler lowers to SSE2 or NEON): Pair<leaf>, Pair<Pair<leaf>>. Every lane has the same arithmetic in each build, with one
+// exception: without an instruction for it, fma rounds twice. Builds are compiled with -ffp-contract=off, so an fma is where one is
+// written and nowhere else.
 //
-// This file and gemm_kernel.h are the only ones with instructions of one machine.
+// Only this file, gemm_kernel.h and int4_dot.h use instructions of one machine.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -39,7 +39,7 @@ typedef uint32_t LeafU __attribute__((vector_size(LEAF * 4)));
 // -- leaves ----------------------------------------------------------------------------------------------------------
 
 template <class V>
-struct Lanes;  // how a vector is made, read and written
+struct Lanes;  // constructors, loads and stores of a vector
 
 inline LeafF as_floats(LeafI x) { return (LeafF)x; }
 inline LeafI as_ints(LeafF x) { return (LeafI)x; }
@@ -55,9 +55,9 @@ inline LeafF fma(LeafF a, LeafF b, LeafF c) { return _mm512_fmadd_ps(a, b, c); }
 inline LeafF fnma(LeafF a, LeafF b, LeafF c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 inline LeafF max(LeafF a, LeafF b) { return _mm512_max_ps(a, b); }
 inline LeafF min(LeafF a, LeafF b) { return _mm512_min_ps(a, b); }
-inline LeafF nearest(LeafF x) { return _mm512_roundscale_ps(x, 0); }  // whole numbers, halves to even
+inline LeafF nearest(LeafF x) { return _mm512_roundscale_ps(x, 0); }  // integers, ties to even
 inline LeafI to_ints(LeafF x) { return (LeafI)_mm512_cvtps_epi32(x); }  // rounds as nearest does
-inline LeafF inverse(LeafF x) {  // 1 / x for x from 1 to 2^126: as good as a division, and four times as quick
+inline LeafF inverse(LeafF x) {  // 1 / x for x from 1 to 2^126: as exact as a division, and four times as fast
   const LeafF y = _mm512_rcp14_ps(x);
   return fma(y, fnma(x, y, _mm512_set1_ps(1.f)), y);
 }
@@ -77,7 +77,7 @@ inline LeafI high_bytes(LeafI x) { return (LeafI)_mm512_srai_epi16((__m512i)x, 8
 // Two products of 16 bits in each lane, added.
 inline LeafI multiply_shorts(LeafI a, LeafI b) { return (LeafI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 
-inline __m256i narrow(LeafF x) {  // to bf16, halves to even
+inline __m256i narrow(LeafF x) {  // to bf16, ties to even
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(x);
 #else
@@ -109,7 +109,7 @@ inline void store(float* p, LeafF x) { _mm512_storeu_ps(p, x); }
 inline void store(int32_t* p, LeafI x) { _mm512_storeu_si512(p, (__m512i)x); }
 inline void store(bf16* p, LeafF x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
 inline void store_bytes(uint8_t* p, LeafI x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
-inline LeafF rounded(LeafF x) {  // to what bf16 holds
+inline LeafF rounded(LeafF x) {  // to the precision of bf16
   return (LeafF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16);
 }
 
@@ -145,7 +145,7 @@ inline LeafF fma(LeafF a, LeafF b, LeafF c) { return a * b + c; }
 inline LeafF fnma(LeafF a, LeafF b, LeafF c) { return c - a * b; }
 inline LeafF max(LeafF a, LeafF b) { return select(less(b, a), a, b); }
 inline LeafF min(LeafF a, LeafF b) { return select(less(a, b), a, b); }
-inline LeafF nearest(LeafF x) {  // of less than 2^22: what lies behind the point falls off
+inline LeafF nearest(LeafF x) {  // for x below 2^22: the fraction is lost
   const LeafF shift = LeafF{} + 12582912.f;
   return (x + shift) - shift;
 }
@@ -179,7 +179,7 @@ inline V read(const void* p) {
   return v;
 }
 
-inline LeafI rounded_bits(LeafF x) {  // bf16 in the upper half of each lane, halves to even; the lower half is noise
+inline LeafI rounded_bits(LeafF x) {  // bf16 in the upper half of each lane, ties to even; the lower half is undefined
   const LeafI bits = (LeafI)x, up = bits + ((logical_right(bits, 16) & 1) + 0x7fff);
   return select((LeafI)(x != x), bits | 0x400000, up);
 }
@@ -210,7 +210,7 @@ inline void store_bytes(uint8_t* p, LeafI x) {  // the lowest byte of each
 }
 inline LeafF rounded(LeafF x) { return (LeafF)(rounded_bits(x) & (int32_t)0xffff0000); }
 
-// Halves of halves, as the AVX-512 reductions do.
+// Reduces halves recursively, as the AVX-512 reductions do.
 inline float sum_of(LeafF x) {
 #if defined(__AVX2__)
   const __m128 y = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
@@ -343,10 +343,10 @@ inline Ints load(const int32_t* p) { return Lanes<Ints>::load(p); }
 inline Floats widen(const bf16* p) { return Lanes<Floats>::widen(p); }    // values of bf16
 inline Ints widen(const uint8_t* p) { return Lanes<Ints>::widen(p); }
 inline Ints widen(const int8_t* p) { return Lanes<Ints>::widen(p); }
-inline Ints widen_bits(const uint16_t* p) { return Lanes<Ints>::widen(p); }  // 16 bits as they are, zeros above
+inline Ints widen_bits(const uint16_t* p) { return Lanes<Ints>::widen(p); }  // 16 bits, zero-extended
 inline Floats magnitude(Floats x) { return as_floats(as_ints(x) & 0x7fffffff); }
 
-// Lanes [from, to); either may lie outside of 0..16.
+// Lanes [from, to); either may be outside of 0..16.
 inline Mask span(long from, long to) {
 #if defined(__AVX512F__)
   const auto below = [](long n) { return n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1; };
@@ -376,7 +376,7 @@ inline void store(bf16* p, Floats left, Floats right) {
 #endif
 }
 
-// The same of a line that is neither to be read into the cache first nor to stay there.
+// The same with a non-temporal store: the line is neither read first nor kept in the cache.
 inline void stream(bf16* p, const Floats& left, const Floats& right) {
 #if defined(__AVX512BF16__)
   _mm512_stream_si512((__m512i*)p, (__m512i)_mm512_cvtne2ps_pbh(right, left));
@@ -384,7 +384,7 @@ inline void stream(bf16* p, const Floats& left, const Floats& right) {
   store(p, left, right);
 #endif
 }
-inline void stream(bf16* p, const bf16* left, const Floats& right) {  // the left half is bf16 already
+inline void stream(bf16* p, const bf16* left, const Floats& right) {  // the left half is already bf16
 #if defined(__AVX512F__)
   const __m256i half = _mm256_load_si256((const __m256i*)left);
   _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(_mm512_castsi256_si512(half), narrow(right), 1));
@@ -394,13 +394,13 @@ inline void stream(bf16* p, const bf16* left, const Floats& right) {  // the lef
 #endif
 }
 
-inline void end_streams() {  // else another core may see them late
+inline void end_streams() {  // a fence: other cores see the stores
 #if defined(__AVX512F__)
   _mm_sfence();
 #endif
 }
 
-// Fetches a line into the L2 cache.
+// Prefetches a line into the L2 cache.
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace quire

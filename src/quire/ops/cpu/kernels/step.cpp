@@ -1,9 +1,9 @@
-// A whole step in one call, from the tokens that stand in rows to tokens drawn and written there: the same functions in the
-// same order as from Python, so the same bits, without the host's time between them (a third of a small model's step).
+// A whole step in one call, from the rows' tokens to drawn tokens written back: the same functions in the same order as from
+// Python, so the same bits, without the host's time between them (a third of a small model's step).
 //
-//   places     of each token: its id, its position, its slot in the cache of each group
-//   x          rows of the table; all layers and the norm behind them
-//   logits     of the rows that draw; a token for each, by that row's parameters
+//   places     of each token: its id, its position, its slot in the cache of each KV group
+//   x          embeddings; then all layers and the final norm
+//   logits     of the rows that draw; each draws a token by its own parameters
 #include "step.h"
 
 namespace quire {
@@ -20,7 +20,7 @@ struct Places {  // of one step: T tokens, B rows, S rows that draw
 
 struct Size {
   long tokens = 0, longest = 0;
-  bool there = true;  // all tokens that it computes
+  bool there = true;  // the rows have all tokens that the step computes
 };
 
 Size measure(const Rows& r, const Work& w) {
@@ -34,7 +34,7 @@ Size measure(const Rows& r, const Work& w) {
   return size;
 }
 
-// What the layers want to know of the step, by group.
+// The arguments of the layers, by KV group.
 void place(const Model& m, const Rows& r, const Work& w, const Size& size, Places& p, Step* steps) {
   const long T = size.tokens, B = w.B, block_size = m.layers[0]->block_size, width = (size.longest + block_size - 1) / block_size;
   int64_t *ids = p.ids.at_least(T), *positions = p.positions.at_least(T), *slots = p.slots.at_least(m.num_groups * T);
@@ -63,7 +63,7 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
     for (long t = 0; t < T; t++) memcpy(x + t * hidden, m.table + ids[t] * hidden, hidden * sizeof(bf16));
 }
 
-// Rows are moved on; how many draw, and which of the tokens each of these is.
+// Advances the rows. Returns how many draw; p.last: the last token of each, p.who: its work item.
 long advance(const Rows& r, const Work& w, Places& p) {
   int64_t *last = p.last.at_least(w.B), *who = p.who.at_least(w.B);
   long S = 0;
@@ -107,10 +107,10 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
 
 using namespace quire;
 
-// drawn and whole, by row of the step: -1 and 0 where none draws. Gives how many of `whole` are no numbers; or -1, and nothing
-// has happened: a row has not the tokens. All tokens are within the vocabulary, and all positions within the angles.
+// drawn and whole, by work item: -1 and 0 if it draws no token. Returns how many of `whole` are not finite; or -1, with nothing
+// changed: a row lacks tokens. All tokens must be in the vocabulary, and all positions in the rotary table.
 EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_3B, long B, int64_t* drawn, float* whole) {
-  static thread_local Places p;  // of who calls
+  static thread_local Places p;  // of the calling thread
   static thread_local Scratch<Step> keep;
   static thread_local Scratch<const Step*> keep_all;
   const Model& m = *model;

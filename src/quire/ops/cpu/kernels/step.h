@@ -10,12 +10,12 @@ struct Model {  // fixed once it is loaded
   const Layer* const* layers;
   const int64_t* groups;    // of each layer
   const float *cos, *sin;   // of each position: [positions, pairs]
-  const bf16 *norm, *table; // the table of the vocabulary: [vocab, hidden], or packed
+  const bf16 *norm, *table; // table: the embeddings, [vocab, hidden], or packed
   int64_t count, num_groups, positions, pairs, packed, vocab;
   float eps;
 };
 
-struct Rows {  // what is known of each row, by its number; tokens and counts are moved on
+struct Rows {  // the state of each row, by its number; a step advances tokens and counts
   int32_t* tokens;
   int64_t *computed, *length;
   const int32_t* const* blocks;  // by group
@@ -23,7 +23,7 @@ struct Rows {  // what is known of each row, by its number; tokens and counts ar
   int64_t tokens_step, blocks_step;  // from row to row
 };
 
-struct Work {  // of each of B rows: its number, how many of its tokens are computed, and whether it may draw then
+struct Work {  // of each of B work items: row, number of tokens to compute, whether it may draw a token
   const int64_t *row, *tokens, *draws;
   long B;
 };

@@ -1,4 +1,4 @@
-// Lanes that change places: transposes and pairs, for packing.
+// Permutations of lanes for packing: transposes and pairs.
 #pragma once
 #include "simd.h"
 
@@ -6,7 +6,7 @@ namespace quire {
 
 #if defined(__AVX512F__)
 
-// 16 rows of 16 words of 4 bytes, transposed: word j of row i becomes word i of row j, which `take(j, row)` is given.
+// Transposes 16 rows of 16 words of 4 bytes: word j of row i becomes word i of row j, which is passed to `take(j, row)`.
 template <class Take>
 inline void each_transposed(const void* from, long step, const Take& take) {
   const char* in = (const char*)from;
