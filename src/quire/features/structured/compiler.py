@@ -133,7 +133,7 @@ class GrammarCompiler:
                 future.set_exception(UnsupportedConstraint(limit_error(constraint)))
         except BaseException as error:  # the caller gets it from the future
             future.set_exception(error)
-        if self.fork_server.started:
+        if self.fork_server.close is not None:
             self.fork_server.fork_spare()
 
     def _to_slow_lane(self, key: bytes, job: _Job) -> bool:

@@ -82,10 +82,6 @@ class GrammarForkServer:
             spare, self._spare = self._spare, None
         return spare if spare is not None and spare.ready() else self._fork()
 
-    @property
-    def started(self) -> bool:
-        return self._control is not None
-
     def fork_spare(self) -> None:
         """Fork the process that the next `fork` returns, which then does not wait for it."""
         if self._spare is None:
