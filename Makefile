@@ -30,7 +30,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve test test-long attack sanitize soak check format bench bench-peers clean
+.PHONY: install serve test test-long attack sanitize soak check check-types check-architecture format bench bench-peers clean
 
 install: $(INSTALLED)
 
@@ -64,7 +64,12 @@ soak: install
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-architecture
+
+check-types:
 	$(BIN)/mypy
+
+check-architecture:
 	$(BIN)/python -m pytest -q tests/architecture
 
 format: install
