@@ -146,6 +146,22 @@ def test_equals_the_formula(kind):
                 torch.testing.assert_close(out[i].double(), want, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [16, 128])
+def test_without_causality_each_token_attends_to_the_whole_prompt(tile, dtype):
+    lengths = [23, 1, 300, 41, 41]
+    layer = Attention(4, 2, 16, causal=False)
+    rows = Rows(layer, lengths, 16, tile, dtype=dtype)
+    together = rows.step(list(enumerate(lengths)))
+    for row, (n, out) in enumerate(zip(lengths, together, strict=True)):
+        alone = Rows(Attention(4, 2, 16, causal=False), lengths, 16, tile, dtype=dtype)
+        assert torch.equal(out, alone.step([(row, n)])[0])
+        for at in {0, n // 2, n - 1}:
+            want = formula(layer, rows.q[row][at], rows.k[row], rows.v[row])
+            near = {"atol": 2e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}  # fmt: skip
+            torch.testing.assert_close(out[at].double(), want, **near)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [16, 128])
 def test_same_bits_alone_batched_and_chunked(kind, tile):

@@ -43,6 +43,7 @@ def test_needs_are_those_of_all_layers() -> None:
         Attention(4, 2, 16),
         Attention(4, 2, 32, window=5, v_head_dim=8),
         Attention(4, 2, 16, softcap=2.0, sinks=sinks),
+        Attention(4, 2, 16, causal=False),
     ]
     about = {"device": "cpu", "dtype": "float32", "kv_dtype": "auto", "block_size": 16}
     plain = Needs.of([layers[0].spec], **about)
@@ -50,7 +51,7 @@ def test_needs_are_those_of_all_layers() -> None:
     assert Needs.of([layer.spec for layer in layers], **about) == replace(
         plain,
         head_dims=frozenset({16, 32}),
-        **dict.fromkeys(("differing_values", "windows", "softcap", "sinks"), True),
+        **dict.fromkeys(("differing_values", "windows", "softcap", "sinks", "non_causal"), True),
     )
 
 
@@ -64,6 +65,7 @@ LACKING = {
     "windows": (True, "windows"),
     "softcap": (True, "softcap"),
     "sinks": (True, "sinks"),
+    "non_causal": (True, "attention to later tokens"),
 }
 
 
@@ -105,3 +107,12 @@ def test_attention_without_a_worker_says_so() -> None:
         layer(ones(1, 4, 16), ones(1, 2, 16), ones(1, 2, 16))
     with pytest.raises(ValueError, match="4 query heads do not divide among 3 KV heads"):
         Attention(4, 3, 16)
+    with pytest.raises(ValueError, match="a layer with a window must be causal"):
+        Attention(4, 2, 16, window=4, causal=False)
+
+
+def test_only_the_reference_backend_attends_to_later_tokens() -> None:
+    needs = replace(PLAIN, non_causal=True)
+    with pytest.raises(ConfigError, match="CPU_ATTN lacks attention to later tokens"):
+        choose("CPU_ATTN", (), needs)
+    assert choose("auto", ("CPU_ATTN", "TORCH_SDPA"), needs)[0] == "TORCH_SDPA"

@@ -34,7 +34,7 @@ BACKENDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """What a backend computes for one layer: causal attention of this step's tokens over the contexts of their rows.
+    """What a backend computes for one layer: attention of this step's tokens over the contexts of their rows.
 
     Args:
         head_dim: size of a query and a key; v_head_dim: of a value.
@@ -43,6 +43,7 @@ class AttentionSpec:
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], one score per head that enters the softmax without a value.
         cache: the tensors that the backend's `cache_parts` describes; None until they are allocated.
+        causal: False: a token attends to all tokens of its row, also to later ones. The row's prompt must be one step.
     """
 
     num_heads: int
@@ -54,6 +55,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     cache: Any = None
+    causal: bool = True
 
     def cache_spec(self, dtype: str) -> CacheSpec:
         """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
@@ -83,6 +85,7 @@ class Needs:
     windows: bool = False
     softcap: bool = False
     sinks: bool = False
+    non_causal: bool = False
     block_size: int = 64
 
     @staticmethod
@@ -99,6 +102,7 @@ class Needs:
             windows=any(spec.window is not None for spec in found),
             softcap=any(spec.softcap is not None for spec in found),
             sinks=any(spec.sinks is not None for spec in found),
+            non_causal=not all(spec.causal for spec in found),
             block_size=block_size,
         )
 
@@ -116,6 +120,7 @@ class Capabilities:
     windows: bool = False
     softcap: bool = False
     sinks: bool = False
+    non_causal: bool = False
     graphs: bool = False
 
     def lacking(self, needs: Needs) -> list[str]:
@@ -138,6 +143,7 @@ class Capabilities:
                 ("windows", needs.windows, self.windows),
                 ("softcap", needs.softcap, self.softcap),
                 ("sinks", needs.sinks, self.sinks),
+                ("attention to later tokens", needs.non_causal, self.non_causal),
             )
             if asked and not able
         ]

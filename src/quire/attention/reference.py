@@ -57,7 +57,8 @@ class Unit:
     lengths: list[int]
     tokens: Tensor | slice  # indices in T of the unit's tokens, row by row
     table_BN: Tensor  # int64
-    spans: dict[int | None, list[Span]] = field(default_factory=dict)  # by window
+    # by window and causality
+    spans: dict[tuple[int | None, bool], list[Span]] = field(default_factory=dict)
     pieces: dict[int | None, list[torch_sdpa.Piece]] = field(default_factory=dict)  # by window
 
 
@@ -81,6 +82,7 @@ class ReferenceAttention:
         windows=True,
         softcap=True,
         sinks=True,
+        non_causal=True,
     )
 
     def __init__(self, tile: int = TILE):
@@ -136,11 +138,12 @@ class ReferenceAttention:
     def _attend_tiles(
         self, spec: AttentionSpec, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
     ) -> Tensor:
-        spans = unit.spans.get(spec.window)
+        key = spec.window, spec.causal
+        spans = unit.spans.get(key)
         if spans is None:
             num_kv_heads, block_size = spec.cache[0].shape[1:3]
-            spans = list(_spans(unit, spec.window, num_kv_heads, block_size, self.tile))
-            unit.spans[spec.window] = spans
+            spans = list(_spans(unit, *key, num_kv_heads, block_size, self.tile))
+            unit.spans[key] = spans
         return _attend_unit(spec, unit, spans, q)
 
     def _attend_fused(
@@ -162,7 +165,7 @@ def _write(cache: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
 
 
 def _spans(
-    unit: Unit, window: int | None, num_kv_heads: int, block_size: int, tile: int
+    unit: Unit, window: int | None, causal: bool, num_kv_heads: int, block_size: int, tile: int
 ) -> Iterator[Span]:
     """The tiles that some query of the unit attends to, in the order of their keys."""
     per_tile = max(1, tile // block_size)
@@ -189,10 +192,14 @@ def _spans(
         tiles: list[tuple[slice, Tensor | None]] = []
         for x in range(0, Q, QUERY_BLOCK):
             y = min(Q, x + QUERY_BLOCK)
-            if start > firsts[a] + y - 1 or (window and stop <= firsts[b - 1] + x - window + 1):
+            if (causal and start > firsts[a] + y - 1) or (
+                window and stop <= firsts[b - 1] + x - window + 1
+            ):
                 continue  # all keys are in the queries' future, or before their windows
             hidden = None
-            if stop - 1 > firsts[b - 1] + x or (window and start < firsts[a] + y - window):
+            if not causal:  # only what lies beyond the row's end is hidden
+                hidden = None if unseen_BS is None else unseen_BS[:, None].expand(-1, y - x, -1)
+            elif stop - 1 > firsts[b - 1] + x or (window and start < firsts[a] + y - window):
                 at = at_BQ[:, x:y, None]
                 hidden = key_S > at
                 if window:

@@ -1,6 +1,6 @@
 """16-bit attention on the CPU by torch's fused kernel, which the reference backend uses for plain layers.
 
-Knows blocks and windows. Does not know softcap, sinks, values of another size than keys, or float32: these use the
+Knows blocks and windows. Does not know softcap, sinks, layers that are not causal, values of another size than keys, or float32: these use the
 tiles of `reference.py`, which are batch-invariant. In 16 bits no matrix product on the CPU is batch-invariant, so
 nothing is lost here. The kernel multiplies and sums in float32.
 
@@ -56,6 +56,7 @@ def serves(spec: AttentionSpec, q_THD: Tensor) -> bool:
         q_THD.device.type == "cpu"
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.dtype == keys.dtype == values.dtype
+        and spec.causal
         and spec.softcap is None
         and spec.sinks is None
         and spec.v_head_dim == spec.head_dim

@@ -23,7 +23,7 @@ class Attention(nn.Module):
     Args:
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         v_head_dim: size of a value; None: head_dim.
-        window, softcap, sinks: see `AttentionSpec`.
+        window, softcap, sinks, causal: see `AttentionSpec`.
         layer_index: index of the layer in its model, for messages.
     """
 
@@ -42,14 +42,17 @@ class Attention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         sinks: nn.Parameter | None = None,
+        causal: bool = True,
         layer_index: int = 0,
     ):
         super().__init__()
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
+        if window is not None and not causal:
+            raise ValueError("a layer with a window must be causal")
         scale = head_dim**-0.5 if scale is None else scale
         sizes = (num_heads, num_kv_heads, head_dim, v_head_dim or head_dim)
-        self.spec = AttentionSpec(*sizes, scale, window, softcap, sinks)
+        self.spec = AttentionSpec(*sizes, scale, window, softcap, sinks, causal=causal)
         self.sinks = sinks  # a weight of this module; loading may replace it until `bind`
         self.layer_index = layer_index
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config.engine import Resolved
+from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.platforms.cpu_affinity import bind_to_cores
@@ -129,7 +130,8 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         model_impl=model.description,
-        prefix_caching=model.supports_prefix_caching,
+        prefix_caching=model.supports_prefix_caching
+        and all(layer.spec.causal for layer in model.attention_layers()),
         stages=stages.done,
     )
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
@@ -237,6 +239,11 @@ def allocate_kv_cache(resolved: Resolved, platform: Any, model: Any, plan: Memor
         kv_dtype=resolved.kv_dtype,
         block_size=resolved.block_size,
     )
+    if needs.non_causal and resolved.chunked_prefill:
+        raise ConfigError(
+            "tokens of this model attend to later tokens, so a prompt must be computed in one step:"
+            " set enable_chunked_prefill=False, and max_num_batched_tokens to at least max_model_len"
+        )
     _, backend = choose(resolved.attention_backend, platform.attention, needs)
     groups = plan.layout.groups
     return allocate_cache(
