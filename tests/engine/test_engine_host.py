@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.supervisor import EngineSupervisor, RestartPolicy, own_folder
+from quire.engine.supervisor import EngineSupervisor, own_folder
 from quire.errors import StartupError
 from quire.processes.child import own_stacks
+from quire.processes.restart_policy import RestartPolicy
 
 CHILD = """
 import sys, time
@@ -40,17 +41,17 @@ FULL = OSError(28, "No space left on device")
 class Host(EngineSupervisor):
     """`how`: behaviours of its children, one after another; the last one repeats."""
 
-    def __init__(self, *how: str, **patience: Any):
+    def __init__(self, *how: str, **policy: Any):
         self.how = how
-        super().__init__(b"", patience=RestartPolicy(**{"retry": 0.5} | patience))
+        super().__init__(b"", policy=RestartPolicy(**{"retry": 0.5} | policy))
 
-    def _spawn(self, epoch: int, lifeline: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, epoch: int, status_fd: int) -> subprocess.Popen[bytes]:
         how = self.how[min(epoch, len(self.how)) - 1]
         if how == "no process":
             raise OSError(11, "Resource temporarily unavailable")
-        words = [sys.executable, "-c", CHILD, str(lifeline), how]
+        words = [sys.executable, "-c", CHILD, str(status_fd), how]
         env = {**os.environ, "PYTHONPATH": SOURCE}
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[lifeline], env=env)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[status_fd], env=env)
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     made: list[Host] = []
 
-    def start(*how: str, **patience: Any) -> Host:
-        made.append(Host(*how, **patience))
+    def start(*how: str, **policy: Any) -> Host:
+        made.append(Host(*how, **policy))
         return made[-1]
 
     yield start
@@ -109,7 +110,7 @@ def test_a_folder_that_was_deleted_is_made_again(make: Callable[..., Host]) -> N
     host = make("lives", "lives")
     until(is_ready(host, 1))
     shutil.rmtree(host.folder)
-    host.child.kill()
+    host.child.process.kill()
     until(is_ready(host, 2))
     assert host.folder.stat().st_mode & 0o777 == 0o700
     assert (host.folder / "2").is_dir()
@@ -132,7 +133,7 @@ def test_a_disk_that_is_full_at_a_death_hides_nothing(
             return before(self, *args, **more)
 
         monkeypatch.setattr(Path, name, wrapped)
-    host.child.kill()
+    host.child.process.kill()
     until(lambda: host.state.condition == "delayed")
     full.clear()
     until(is_ready(host, 2))

@@ -111,7 +111,7 @@ def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) ->
         params = SamplingParams(max_tokens=2).settled(extra_args={"a": value})
         with pytest.raises(ValidationError, match="cannot be sent"):
             client.submit(EngineRequest("bad", [1], params))
-    assert not client._mine
+    assert not client._unfinished
     ask(client, "good")
     place.publish(2, "restarting", error="struck down")
     client._receive(1)
@@ -124,7 +124,7 @@ def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) ->
 def test_a_request_that_cannot_be_sent_again_fails_alone(place: Place) -> None:
     client = place.client()
     ask(client, "spoilt", "good")
-    client._mine["spoilt"].request.tokens.append(1 << 64)
+    client._unfinished["spoilt"].request.tokens.append(1 << 64)
     place.publish(2, "restarting", error="struck down")
     [failed] = client.outputs()
     assert (failed.id, failed.finish, failed.error_kind) == ("spoilt", "error", "invalid")
@@ -176,7 +176,7 @@ SECRET = "OSError: /srv/model: row 3 is taken by 'cmpl-of-another'"
 
 
 def begun(client: ProcessClient, id: str) -> None:
-    client._mine[id].begun = True
+    client._unfinished[id].begun = True
 
 
 def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place) -> None:
@@ -203,7 +203,7 @@ def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
     with pytest.raises(ValidationError, match="died twice while this request ran"):
         ask(client, "under another name")
     client.submit(EngineRequest("other", [2], SamplingParams(max_tokens=2)))
-    assert list(client._mine) == ["other"]
+    assert list(client._unfinished) == ["other"]
     client.close()
 
 
@@ -213,7 +213,7 @@ def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> N
     for epoch in (2, 3):
         ask(client, "hi")
         begun(client, "hi")
-        known = digest_of(client._mine["hi"].request)
+        known = digest_of(client._unfinished["hi"].request)
         poison = [known] if epoch == 3 else []
         place.publish(epoch, "restarting", recorded=True, poison=poison)
         assert [(one.id, one.finish) for one in client.outputs()] == [("hi", "error")]
@@ -229,7 +229,7 @@ def test_what_only_waited_at_two_deaths_may_be_asked_for_again(place: Place) -> 
     ask(client, "waiting")
     place.publish(2, "restarting", recorded=True)
     client._receive(1)
-    assert list(client._mine) == ["waiting"]
+    assert list(client._unfinished) == ["waiting"]
     place.publish(3, "restarting", recorded=True)
     [ended] = client.outputs()
     assert (ended.id, ended.finish) == ("waiting", "error")
@@ -257,7 +257,7 @@ def test_what_the_host_calls_poison_is_refused_by_every_front_room(place: Place)
     client = place.client()
     ask(client, "waiting", "begun")
     begun(client, "begun")
-    known = digest_of(client._mine["waiting"].request)
+    known = digest_of(client._unfinished["waiting"].request)
     place.publish(2, "restarting", recorded=True, poison=[known])
     assert {one.id: one.finish for one in client.outputs()} == {
         "waiting": "error",
@@ -282,7 +282,7 @@ def test_while_no_engine_is_started_nobody_waits_for_one(place: Place) -> None:
     place.publish(2, "restarting")
     client._receive(1)
     ask(client, "new")
-    assert list(client._mine) == ["new"]
+    assert list(client._unfinished) == ["new"]
     client.close()
 
 

@@ -21,7 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
 from quire.engine import build, flight_recorder, supervisor
 from quire.engine.process_client import ProcessClient
-from quire.engine.supervisor import EngineSupervisor, RestartPolicy
+from quire.engine.supervisor import EngineSupervisor
 from quire.errors import (
     EngineDeadError,
     EngineDelayed,
@@ -29,6 +29,7 @@ from quire.errors import (
     StartupError,
     ValidationError,
 )
+from quire.processes.restart_policy import RestartPolicy
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -56,12 +57,10 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     made: list[ProcessClient] = []
 
-    def make(
-        patience: RestartPolicy | None = None, frontends: int = 1, **keywords
-    ) -> ProcessClient:
+    def make(policy: RestartPolicy | None = None, frontends: int = 1, **keywords) -> ProcessClient:
         asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
         resolved = build.resolve_config(asked)
-        keeper = EngineSupervisor(resolved_to_bytes(resolved), frontends, patience)
+        keeper = EngineSupervisor(resolved_to_bytes(resolved), frontends, policy)
         client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
         made.append(client)
         client.wait_ready(200)  # a test has 240
@@ -70,7 +69,7 @@ def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     yield make
     for client in made:
         client.close()
-        assert not client.host.folder.exists()
+        assert not client.supervisor.folder.exists()
 
 
 Got = dict[str, list[EngineOutput]]
@@ -119,11 +118,11 @@ def begun(client: ProcessClient, ids: set[str]) -> Got:
 
 
 def die(client: ProcessClient) -> None:
-    os.kill(client.host.child.pid, signal.SIGKILL)
+    os.kill(client.supervisor.child.pid, signal.SIGKILL)
 
 
 def hang(client: ProcessClient) -> None:
-    os.kill(client.host.child.pid, signal.SIGSTOP)
+    os.kill(client.supervisor.child.pid, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "sign of life")])
@@ -138,7 +137,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
     running = submit(client, "running", 8, LONG)  # all the rows there are
     waiting = submit(client, "waiting", 4, 5)
     seen = begun(client, running)
-    before = client.host.child.pid
+    before = client.supervisor.child.pid
     blow(client)
     got = collect(client, running | waiting, seen)
     for id in running:
@@ -150,7 +149,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
         assert got[id][-1].error_kind == "internal"
     for id in waiting:
         assert got[id][-1].finish == "length"
-    assert client.host.child.pid != before
+    assert client.supervisor.child.pid != before
     assert client.state().condition == "ready"
     assert client.epoch == 2
     [kept] = (tmp_path / "crashes").iterdir()
@@ -209,7 +208,9 @@ def test_a_recording_tells_what_ran_and_its_poison_is_refused(start: Callable) -
         die(client)
         got = collect(client, {name}, seen)
         assert got[name][-1].finish == "error"
-    other = ProcessClient(client.resolved, client.host.folder, client.host.board, client=1)
+    other = ProcessClient(
+        client.resolved, client.supervisor.folder, client.supervisor.board, client=1
+    )
     try:
         with pytest.raises(ValidationError, match="died twice"):
             other.submit(EngineRequest("third", [5, 6, 7], greedy(LONG)))
@@ -221,7 +222,7 @@ def test_a_recording_tells_what_ran_and_its_poison_is_refused(start: Callable) -
 
 def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:
     client = start()
-    os.kill(client.host.child.pid, signal.SIGSTOP)
+    os.kill(client.supervisor.child.pid, signal.SIGSTOP)
     threading.Timer(0.5, die, [client]).start()
     with pytest.raises(Exception, match="replaced before it answered"):
         client.call("stats")
@@ -267,7 +268,7 @@ from quire.config.engine import EngineConfig
 from quire.engine import build
 if __name__ == "__main__":
     client = build.make_client(EngineConfig.from_keywords(model=sys.argv[1], max_model_len=64), process=True)
-    print(client.host.child.pid, client.host.folder, flush=True)
+    print(client.supervisor.child.pid, client.supervisor.folder, flush=True)
     sys.stdin.read()
 """
 
@@ -299,7 +300,7 @@ kill -CONT {0}
 def test_being_frozen_together_is_no_hang(start: Callable) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
     client = start(RestartPolicy(heartbeat=4.0))
-    before = client.host.child.pid
+    before = client.supervisor.child.pid
     ids = submit(client, "r", 2, 200)
     seen = begun(client, ids)
     script = WAKE.format(f"{before} {os.getpid()}")
@@ -308,4 +309,4 @@ def test_being_frozen_together_is_no_hang(start: Callable) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         got = collect(client, ids, seen)
     assert {outs[-1].finish for outs in got.values()} == {"length"}
-    assert client.host.child.pid == before
+    assert client.supervisor.child.pid == before

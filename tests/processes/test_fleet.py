@@ -20,7 +20,8 @@ from server_process import PATIENCE_S, Served, children, has_torch
 from tiny_llama import make_checkpoint
 
 from quire.engine.shared_state import EngineState
-from quire.engine.supervisor import RestartPolicy
+from quire.processes.restart_policy import RestartPolicy
+from quire.processes.supervisor import SupervisedProcess
 from quire.server.process import http_supervisor
 
 TEXT = "/v1/completions"
@@ -339,17 +340,22 @@ def test_a_keeper_that_was_stopped_blames_nobody(
     was_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A paused container: the children's silence is as long as the keeper's own."""
-    monkeypatch.setattr(http_supervisor.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     long_ago = time.monotonic() - 100
-    process = Mock(poll=Mock(return_value=None))
-    child = http_supervisor.HttpWorkerSlot(0, None, process, heard=long_ago, is_open=True)
+    process = object.__new__(SupervisedProcess)
+    polled = long_ago if was_stopped else time.monotonic()
+    process.__dict__.update(
+        heard=long_ago, polled=polled, process=Mock(poll=Mock(return_value=None)),
+        status=Mock(broken=True, poll=Mock(return_value=[])),
+    )  # fmt: skip
+    child = http_supervisor.HttpWorkerSlot(0, None, Mock(), process, is_open=True)
     keeper = object.__new__(http_supervisor.HttpSupervisor)
     keeper.__dict__.update(
-        children=[child], patience=RestartPolicy(heartbeat=8), looked=long_ago if was_stopped else time.monotonic(),
-        told=None, stats=None, engine_died=None, host=Mock(state=EngineState(1, "starting")), config=Mock(),
+        children=[child], policy=RestartPolicy(heartbeat=8),
+        stop_at=None, stats=None, engine_died_at=None, engine=Mock(state=EngineState(1, "starting")), config=Mock(),
     )  # fmt: skip
     assert keeper._turn() is None
-    assert process.kill.called is not was_stopped
+    assert process.process.kill.called is not was_stopped
 
 
 def test_killing_the_parent_leaves_nobody(tmp_path: Path):

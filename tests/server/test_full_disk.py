@@ -15,11 +15,11 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.engine import sleep_state
 from quire.engine.shared_state import EngineState
-from quire.engine.supervisor import RestartPolicy
 from quire.logging import get_logger
 from quire.observe import processes
 from quire.observe.processes import AllocatedDict
 from quire.observe.prometheus import MergedCollector
+from quire.processes.restart_policy import RestartCount, RestartPolicy
 from quire.server import shared_usage
 from quire.server.process import http_supervisor
 from quire.server.process.sockets import bind_all, bind_beside
@@ -166,13 +166,19 @@ def keeper(
 ) -> tuple[http_supervisor.HttpSupervisor, http_supervisor.HttpWorkerSlot]:
     made = object.__new__(http_supervisor.HttpSupervisor)
     listener = Mock()
-    child = http_supervisor.HttpWorkerSlot(0, listener, Mock(), is_open=True)
-    child.deaths.extend([time.monotonic()] * deaths)
-    other = http_supervisor.HttpWorkerSlot(1, Mock(), Mock(), is_open=others, is_over=not others)
+    policy = RestartPolicy(restarts=restarts, retry=30.0)
+    count = RestartCount(policy)
+    for _ in range(deaths):
+        count.after_death()
+    process = Mock(poll=Mock(return_value=[]))
+    child = http_supervisor.HttpWorkerSlot(0, listener, count, process, is_open=True)
+    other = http_supervisor.HttpWorkerSlot(
+        1, Mock(), count, process, is_open=others, is_given_up=not others
+    )
     made.__dict__.update(
-        children=[child, other], patience=RestartPolicy(restarts=restarts, retry=30.0), counted="/none",
-        keys=Path("/none"), count=2, told=None, engine_died=None, stats=Mock(),
-        host=Mock(state=EngineState(1, "ready")), config=Mock(server=Mock(uds=None)), client=Mock(),
+        children=[child, other], policy=policy, metrics_folder="/none",
+        usage_folder=Path("/none"), count=2, stop_at=None, engine_died_at=None, stats=Mock(),
+        engine=Mock(state=EngineState(1, "ready")), config=Mock(server=Mock(uds=None)), client=Mock(),
     )  # fmt: skip
     return made, child
 
@@ -188,14 +194,14 @@ def test_http_processes_that_die_often_are_started_later(
     listener, start = child.listener, Mock()
     made._start = start
     made._ended(child, child.process)
-    assert not child.is_over
-    assert 20 < child.due - time.monotonic() <= 30
+    assert not child.is_given_up
+    assert 20 < child.start_at - time.monotonic() <= 30
     assert listener.close.called is others  # the last one's queue stays open
-    child.disowning.join(60)
-    made._look_after(child)
+    child.cleanup.join(60)
+    made._check(child)
     assert not start.called
-    child.due = 0.0
-    made._look_after(child)
+    child.start_at = 0.0
+    made._check(child)
     assert start.called
 
 
@@ -204,12 +210,12 @@ def test_where_nothing_is_replaced_the_last_one_ends_the_server(monkeypatch: pyt
     monkeypatch.setattr(http_supervisor, "SETTLE_S", 0.0)
     made, child = keeper(0, 0, others=False)
     made._ended(child, child.process)
-    child.disowning.join(60)
-    assert child.is_over
+    child.cleanup.join(60)
+    assert child.is_given_up
     made.children[1].process = None
-    made.children[1].disowning = None
-    made._hear, made.looked = Mock(), time.monotonic()
-    child.disowning = None
+    made.children[1].cleanup = None
+    made._read_status = Mock()
+    child.cleanup = None
     assert made._turn() == 1
 
 

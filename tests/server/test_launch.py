@@ -135,16 +135,15 @@ def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
     monkeypatch.setattr(http_supervisor.signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(http_supervisor.signal, "getsignal", lambda number: signal.SIG_DFL)
     monkeypatch.setattr(http_supervisor.HttpSupervisor, "_turn", lambda self: 0)
-    monkeypatch.setattr(http_supervisor.HttpSupervisor, "_take_in", lambda self: None)
+    monkeypatch.setattr(http_supervisor.HttpSupervisor, "_read_stats", lambda self: None)
     keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
     keeper.config = EngineConfig.from_keywords(model="none", api_key_file=key_file)
-    keeper.told, keeper.client, front = None, Mock(), Mock()
-    front.poll.return_value = None
+    keeper.stop_at, keeper.client, front = None, Mock(), Mock()
     keeper.children = []
     assert keeper.run() == 0
-    keeper.children = [http_supervisor.HttpWorkerSlot(0, None, front)]
+    keeper.children = [http_supervisor.HttpWorkerSlot(0, None, Mock(), front)]
     handlers[signal.SIGHUP](signal.SIGHUP, None)
-    assert (keeper.told is None) == (key_file is not None)
+    assert (keeper.stop_at is None) == (key_file is not None)
     front.send_signal.assert_called_once_with(STOP if key_file is None else signal.SIGHUP)
 
 
@@ -152,18 +151,18 @@ def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
     listener: socket, monkeypatch: pytest.MonkeyPatch
 ):
     """(It served on until it was killed.)"""
-    started = Mock()
+    started = Mock(poll=Mock(return_value=None))
 
     def start(*words: Any, **more: Any) -> Mock:
-        keeper.told = 1.0  # the signal comes now, when this child is nobody's yet
+        keeper.stop_at = 1.0  # the signal comes now, when this child is nobody's yet
         return started
 
     monkeypatch.setattr(http_supervisor, "start_child", start)
     keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
-    keeper.host, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
-    keeper.counted, keeper.told = Mock(), None
-    child = http_supervisor.HttpWorkerSlot(0, listener)
+    keeper.engine, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
+    keeper.metrics_folder, keeper.stop_at = Mock(), None
+    child = http_supervisor.HttpWorkerSlot(0, listener, Mock())
     keeper._start(child)
-    assert child.ear is not None
-    child.ear.close()
+    assert child.process is not None
+    child.process.status.close()
     started.send_signal.assert_called_once_with(STOP)

@@ -26,7 +26,7 @@ from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
-from quire.engine.supervisor import EngineSupervisor, RestartPolicy
+from quire.engine.supervisor import EngineSupervisor
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -41,6 +41,7 @@ from quire.observe.inspector import Inspector
 from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
+from quire.processes.restart_policy import RestartPolicy
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
 from quire.scheduler.fair_queue import FairQueue
@@ -78,8 +79,8 @@ def make_client(
     with stages("read the configuration"):
         resolved = resolve_config(config)
     if process:
-        host = EngineSupervisor(resolved_to_bytes(resolved), patience=patience())
-        client = ProcessClient(resolved, host.folder, host.board, host)
+        supervisor = EngineSupervisor(resolved_to_bytes(resolved), policy=restart_policy())
+        client = ProcessClient(resolved, supervisor.folder, supervisor.board, supervisor)
         if wait:
             client.wait_ready()
         return client
@@ -87,7 +88,7 @@ def make_client(
     return InlineClient(core, resolved, ready, shut=core.executor.close)
 
 
-def patience() -> RestartPolicy:
+def restart_policy() -> RestartPolicy:
     return RestartPolicy(
         heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
         start=float(env.get("ENGINE_READY_TIMEOUT_S")),

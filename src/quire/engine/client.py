@@ -92,7 +92,7 @@ class InlineClient:
         self.core, self.resolved, self.ready, self._shut = core, resolved, ready, shut
         self._stepping = threading.Lock()
         # outputs received while another thread waited for a reply
-        self._held: list[EngineOutput] = []
+        self._outputs: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
         self._numbers = itertools.count(1)
@@ -108,25 +108,25 @@ class InlineClient:
         return EngineState(self.epoch, "dead", self.ready, str(dead))
 
     def check(self) -> None:
-        self._alive()
+        self._check_open()
 
     def stats(self, fresh: bool = False) -> EngineStats:
         return EngineStats(**self.call("stats")) if fresh else self.core.stats()
 
     def submit(self, request: EngineRequest) -> None:
-        self._alive()
+        self._check_open()
         self.core.inbox.put(request)
 
     def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
-        self._alive()
+        self._check_open()
         self.core.inbox.put(Abort(ids, why))
 
     def outputs(self) -> list[EngineOutput]:
         with self._stepping:
-            while not self._held:
-                self._alive()
+            while not self._outputs:
+                self._check_open()
                 self._keep(self.core.receive(block=self.core.idle))
-                self._alive()
+                self._check_open()
                 try:
                     with interrupts_deferred():
                         self._keep(self.core.step())
@@ -137,12 +137,12 @@ class InlineClient:
                         f"the engine stopped: {type(error).__name__}: {error}"
                     )
                     raise self._dead from error
-            outputs, self._held = self._held, []
+            outputs, self._outputs = self._outputs, []
             return outputs
 
     def call(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)
-        self._alive()
+        self._check_open()
         self.core.inbox.put(Call(number, name, list(args)))
         while True:
             # If no thread runs steps, this one receives the message, without running a step.
@@ -154,7 +154,7 @@ class InlineClient:
             with self._replied:
                 if (reply := self._replies.pop(number, None)) is not None:
                     return answer(reply)
-                self._alive()
+                self._check_open()
                 self._replied.wait(0.01)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class InlineClient:
             with self._stepping:
                 self._shut()
 
-    def _alive(self) -> None:
+    def _check_open(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
@@ -175,7 +175,7 @@ class InlineClient:
                     self._replies[message.id] = message
                     self._replied.notify_all()
             else:
-                self._held.append(message)
+                self._outputs.append(message)
 
 
 def answer(reply: Reply) -> Any:

@@ -63,13 +63,13 @@ class EngineSockets:
         self.up.close()
 
 
-class _Mine:
+class UnfinishedRequest:
     """An unfinished request of this client."""
 
-    __slots__ = ("begun", "given_up", "request", "sent")
+    __slots__ = ("aborted", "begun", "request", "sent")
 
     def __init__(self, request: EngineRequest):
-        self.request, self.sent, self.begun, self.given_up = request, 1, False, False
+        self.request, self.sent, self.begun, self.aborted = request, 1, False, False
 
 
 class ProcessClient:
@@ -77,7 +77,7 @@ class ProcessClient:
 
     Args:
         board: the engine's state.
-        host: the engine's supervisor, if this client must close it.
+        supervisor: the engine's supervisor, if this client must close it.
         client: this client's number among the frontends.
     """
 
@@ -88,17 +88,17 @@ class ProcessClient:
         resolved: Resolved,
         folder: Path,
         board: StateBoard,
-        host: EngineSupervisor | None = None,
+        supervisor: EngineSupervisor | None = None,
         client: int = 0,
     ):
-        self.resolved, self.client, self.host = resolved, client, host
+        self.resolved, self.client, self.supervisor = resolved, client, supervisor
         self._folder, self._board = folder, board
         self._suspects, self._poison, self._cleared = Suspects(), frozenset[str](), set[str]()
         self._context: zmq.Context[Any] = zmq.Context()
         self._decoder = FrameDecoder[list[FromEngine]](list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
-        self._mine: dict[str, _Mine] = {}
-        self._held: list[EngineOutput] = []
+        self._unfinished: dict[str, UnfinishedRequest] = {}
+        self._outputs: list[EngineOutput] = []
         self._replies: dict[int, Reply] = {}
         self._replied = threading.Condition()
         # Start at the time, so that replies to an earlier process with this client number match no call of this one.
@@ -106,13 +106,13 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()  # the latest that the engine sent
         self.epoch = self.state().epoch
-        self._wires = EngineSockets(self._context, folder / str(self.epoch), client)
+        self._sockets = EngineSockets(self._context, folder / str(self.epoch), client)
 
     def state(self) -> EngineState:
-        return self._board.look() if self.host is None else self.host.state
+        return self._board.look() if self.supervisor is None else self.supervisor.state
 
     def check(self) -> None:
-        self._alive()
+        self._check_open()
         state = self.state()
         if state.condition in ("dead", "closed"):
             raise EngineDeadError(state.error or "the engine was shut down")
@@ -151,29 +151,29 @@ class ProcessClient:
         data = self._encoded(request)  # a request that cannot be encoded is not registered
         with self._sending:
             # The engine refuses an id that is in use; this client keeps the first request.
-            is_new = request.id not in self._mine
+            is_new = request.id not in self._unfinished
             if is_new:
-                self._mine[request.id] = _Mine(request)
+                self._unfinished[request.id] = UnfinishedRequest(request)
             try:
                 self._send(data)
             except EngineDeadError:
                 if is_new:
-                    del self._mine[request.id]
+                    del self._unfinished[request.id]
                 raise
 
     def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
-        self._alive()
+        self._check_open()
         with self._sending:
             for id in ids:
-                if (mine := self._mine.get(id)) is not None:
-                    mine.given_up = True
+                if (ours := self._unfinished.get(id)) is not None:
+                    ours.aborted = True
             self._put(Abort(ids, why))
 
     def call(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)
         self.check()
         with self._sending:
-            asked = self.epoch
+            epoch = self.epoch
             self._put(Call(number, name, list(args), self.client))
         while True:
             if self._reading.acquire(blocking=False):  # no other thread receives messages
@@ -185,23 +185,23 @@ class ProcessClient:
                 if (reply := self._replies.pop(number, None)) is not None:
                     return answer(reply)
                 self.check()
-                if self.epoch != asked:
+                if self.epoch != epoch:
                     raise QuireError(f"the engine was replaced before it answered {name!r}")
                 self._replied.wait(0.01)
 
     def outputs(self) -> list[EngineOutput]:
         with self._reading:
-            while not self._held:
-                self._alive()
+            while not self._outputs:
+                self._check_open()
                 self._receive(LOOK_AGAIN_MS)
-            outputs, self._held = self._held, []
+            outputs, self._outputs = self._outputs, []
             return outputs
 
-    def close(self, patience: float = 5.0) -> None:
+    def close(self, seconds: float = 5.0) -> None:
         if self._dead is None:
             self._dead = EngineDeadError("the engine was shut down")
-        if self.host is not None:
-            self.host.close(patience)
+        if self.supervisor is not None:
+            self.supervisor.close(seconds)
         with self._sending, self._reading:
             self._context.destroy(linger=0)
 
@@ -220,21 +220,21 @@ class ProcessClient:
 
     def _send(self, data: bytes) -> None:
         try:
-            self._wires.down.send(data)
+            self._sockets.down.send(data)
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
 
     def _receive(self, wait_ms: int) -> None:
         """Receive messages; if none comes, check the engine's state. The caller has the lock `_reading`."""
         try:
-            if self._wires.up.poll(wait_ms):
-                self._keep(self._decoder.decode(self._wires.up.recv_multipart()))
+            if self._sockets.up.poll(wait_ms):
+                self._keep(self._decoder.decode(self._sockets.up.recv_multipart()))
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
         state = self.state()
         if state.epoch != self.epoch:
-            self._follow(state)
+            self._follow_replacement(state)
         elif state.condition == "delayed":
             self._end_all(state)
         elif state.condition in ("dead", "closed") and self._dead is None:
@@ -244,12 +244,12 @@ class ProcessClient:
         for message in messages:
             match message:
                 case EngineOutput():
-                    if (mine := self._mine.get(message.id)) is not None:
-                        mine.begun = True
+                    if (ours := self._unfinished.get(message.id)) is not None:
+                        ours.begun = True
                         if message.finish is not None:
-                            del self._mine[message.id]
-                            self._clear(mine.request, message.finish)
-                    self._held.append(message)
+                            del self._unfinished[message.id]
+                            self._clear(ours.request, message.finish)
+                    self._outputs.append(message)
                 case Reply():
                     with self._replied:
                         self._replies[message.id] = message
@@ -257,37 +257,39 @@ class ProcessClient:
                 case EngineStats():
                     self._stats = message
 
-    def _follow(self, state: EngineState) -> None:
+    def _follow_replacement(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""
-        while self._wires.up.poll(0):  # outputs from before the death are valid
-            self._keep(self._decoder.decode(self._wires.up.recv_multipart()))
+        while self._sockets.up.poll(0):  # outputs from before the death are valid
+            self._keep(self._decoder.decode(self._sockets.up.recv_multipart()))
         error = (
             "the engine was restarted while this request ran; the server's log has the reason under"
             f" {state.incident}"
         )
         with self._sending:
-            self._wires.close()
+            self._sockets.close()
             self.epoch = state.epoch
-            self._wires = EngineSockets(self._context, self._folder / str(self.epoch), self.client)
+            self._sockets = EngineSockets(
+                self._context, self._folder / str(self.epoch), self.client
+            )
             ran = self._note_deaths(state)
-            for id, mine in list(self._mine.items()):
-                if mine.given_up:  # the old process may not have received the abort
+            for id, ours in list(self._unfinished.items()):
+                if ours.aborted:  # the old process may not have received the abort
                     self._end(id, "abort")
-                elif id in ran or self._is_poison(mine.request):
+                elif id in ran or self._is_poison(ours.request):
                     self._end(id, "error", error)
                 else:
-                    mine.sent += 1
-                    self._send_again(mine.request)
+                    ours.sent += 1
+                    self._resend(ours.request)
 
     def _note_deaths(self, state: EngineState) -> set[str]:
         """Ids of this client's requests that must not be sent again: they may have run, or were sent twice."""
         lost, not_again, suspects = set(state.lost), set(), []
-        for id, mine in self._mine.items():
-            ran = mine.begun or id in lost or mine.sent > 1
+        for id, ours in self._unfinished.items():
+            ran = ours.begun or id in lost or ours.sent > 1
             if ran:
                 not_again.add(id)
             if ran or not state.recorded:  # without a recording any of them may have run
-                suspects.append(digest_of(mine.request))
+                suspects.append(digest_of(ours.request))
         self._suspects.ran(suspects)
         self._poison = frozenset(self._suspects.poison())
         return not_again
@@ -299,8 +301,8 @@ class ProcessClient:
         )
         with self._sending:
             self._note_deaths(state)
-            for id, mine in list(self._mine.items()):
-                if mine.given_up:
+            for id, ours in list(self._unfinished.items()):
+                if ours.aborted:
                     self._end(id, "abort")
                 else:
                     self._end(id, "error", error, "overloaded")
@@ -309,8 +311,8 @@ class ProcessClient:
         self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
     ) -> None:
         """End a request here, without the engine."""
-        del self._mine[id]
-        self._held.append(
+        del self._unfinished[id]
+        self._outputs.append(
             EngineOutput(id, [], finish, error=error, error_kind=kind, client=self.client)
         )
 
@@ -331,13 +333,13 @@ class ProcessClient:
         digest = digest_of(request)
         return digest in self._poison or (digest in known and digest not in self._cleared)
 
-    def _send_again(self, request: EngineRequest) -> None:
+    def _resend(self, request: EngineRequest) -> None:
         """If this fails, only the request ends, not the thread that reads outputs."""
         try:
             self._put(request)
         except ValidationError as why:
             self._end(request.id, "error", str(why), "invalid")
 
-    def _alive(self) -> None:
+    def _check_open(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))

@@ -11,15 +11,13 @@ message of an earlier process reaches a later one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
 import subprocess
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +29,17 @@ from quire.engine import flight_recorder
 from quire.engine.quarantine import Suspects, digest_of_entered
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.logging import get_logger
-from quire.processes.child import STACKS, end_child, how_it_ended, own_stacks, start_child
+from quire.processes.child import how_it_ended, own_stacks, start_child
+from quire.processes.restart_policy import RestartCount, RestartPolicy
 from quire.processes.run_folder import hold, own_folder, remove_stale
-from quire.processes.status_pipe import StatusReader
-from quire.processes.watchdog import SUSPENDED_S
+from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineReady, Heartbeat
 
 log = get_logger(__name__)
 
 CONFIG = "resolved"
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """When an engine counts as dead, and how often a dead engine is replaced."""
-
-    heartbeat: float = 8.0  # seconds without a heartbeat; 0: no limit
-    start: float = 600.0  # seconds in which the model must be loaded
-    restarts: int = 3  # immediate restarts within `window`; 0: a dead engine is not replaced
-    window: float = 600.0
-    retry: float = 30.0  # seconds between two starts after more deaths than `restarts`
+LOOK_EVERY_S = 0.2
+STOP_S = 5.0  # for the child to end by itself
 
 
 class EngineSupervisor:
@@ -64,19 +53,21 @@ class EngineSupervisor:
         StartupError: no directory for the sockets.
     """
 
-    def __init__(self, payload: bytes, frontends: int = 1, patience: RestartPolicy | None = None):
+    def __init__(self, payload: bytes, frontends: int = 1, policy: RestartPolicy | None = None):
         self.folder = own_folder()
         self._lock = hold(self.folder)
         remove_stale(self.folder.parent)
         (self.folder / "1").mkdir()
-        self.patience = patience or RestartPolicy()
+        self.policy = policy or RestartPolicy()
+        self._restarts = RestartCount(self.policy)
         self._payload, self._frontends = payload, frontends
         self._closing = threading.Event()
-        self._deaths: deque[float] = deque()
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: SupervisedProcess | None = None
         self.board = StateBoard()
         self._suspects = Suspects()
-        self._thread = threading.Thread(target=self._keep, name="engine-host", daemon=True)
+        self._thread = threading.Thread(
+            target=self._supervise, name="engine-supervisor", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -86,14 +77,14 @@ class EngineSupervisor:
         if state.condition in ("dead", "closed") or self._thread.is_alive():
             return state
         if (state := self.board.now).condition not in ("dead", "closed"):
-            log.error("the thread that keeps the engine has ended")
-            self._change(condition="dead", error="the thread that keeps the engine has ended")
+            log.error("the thread that supervises the engine has ended")
+            self._change(condition="dead", error="the thread that supervises the engine has ended")
         return self.board.now
 
-    def close(self, patience: float = 5.0) -> None:
+    def close(self, seconds: float = 5.0) -> None:
         """Stop the child; kill it if it does not end."""
         self._closing.set()
-        self._thread.join(patience + 2.0)
+        self._thread.join(seconds + 2.0)
         if self.board.now.condition != "dead":
             self._change(condition="closed")
         self.board.close()
@@ -102,139 +93,114 @@ class EngineSupervisor:
             self._lock.close()
 
     # -- the thread -----------------------------------------------------------------------------
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         try:
-            while self._live_once():
+            while self._run_once():
                 pass
         except Exception as error:
-            log.exception("the engine's host failed")
+            log.exception("the engine's supervisor failed")
             self._change(condition="dead", error=f"{type(error).__name__}: {error}")
 
     def _change(self, **changes: Any) -> None:
         self.board.publish(msgspec.structs.replace(self.board.now, **changes))
 
-    def _live_once(self) -> bool:
+    def _run_once(self) -> bool:
         """Run one child from its start to its end. Returns whether to start another."""
         epoch = self.board.now.epoch
-        place = self.folder / str(epoch) / CONFIG
-        try:  # a flight recording is only useful with it
-            place.write_bytes(for_recording(self._payload))
-        except Exception as why:  # only the recording is lost, not the engine
-            log.warning(
-                "the configuration could not be written beside the flight recording: %s", why
-            )
+        self._write_configuration(self.folder / str(epoch) / CONFIG)
         try:
-            child, listener = self._start(epoch)
+            self.child = child = SupervisedProcess(partial(self._spawn, epoch))
         except OSError as why:  # no processes or descriptors are free; others may free some
             return self._after(EngineDied(f"the engine's process could not be started: {why}"))
         try:
-            died = self._watch(child, listener)
+            died = self._watch(child)
         finally:
-            listener.close()
-            end_child(child, 5.0)
+            child.end(STOP_S)
         if died is None:
             self.board.publish(EngineState(epoch, "closed"))
             return False
         return self._after(died)
 
-    def _start(self, epoch: int) -> tuple[subprocess.Popen[bytes], StatusReader]:
-        reading, writing = os.pipe()
+    def _write_configuration(self, path: Path) -> None:
+        """A flight recording is only useful with it."""
         try:
-            self.child = child = self._spawn(epoch, writing)
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        return child, StatusReader(reading)
+            path.write_bytes(for_recording(self._payload))
+        except Exception as why:  # only the recording is lost, not the engine
+            log.warning(
+                "the configuration could not be written beside the flight recording: %s", why
+            )
 
-    def _spawn(self, epoch: int, lifeline: int) -> subprocess.Popen[bytes]:
-        args = self.folder, epoch, self._frontends, lifeline, os.getpid()
-        return start_child("quire.engine.engine_process", args, self._payload, [lifeline])
+    def _spawn(self, epoch: int, status_fd: int) -> subprocess.Popen[bytes]:
+        args = self.folder, epoch, self._frontends, status_fd, os.getpid()
+        return start_child("quire.engine.engine_process", args, self._payload, [status_fd])
 
-    def _watch(self, child: subprocess.Popen[bytes], listener: StatusReader) -> EngineDied | None:
+    def _watch(self, child: SupervisedProcess) -> EngineDied | None:
         """Monitor the child until it has died or hangs, and return why; None: this supervisor was closed."""
-        clock, patience = time.monotonic, self.patience
-        began = heard = looked = clock()
-        ready, last_words = False, None
+        policy, started = self.policy, time.monotonic()
+        ready, last_message = False, None
         while not self._closing.is_set():
-            # this process was suspended (a frozen container, a closed lid)
-            if clock() - looked > SUSPENDED_S:
-                heard = clock()
-            looked = clock()
-            for message in listener.poll(0.2):
-                heard = clock()
+            for message in child.poll(LOOK_EVERY_S):
                 match message:
                     case EngineReady():
                         ready = True
                         self._change(condition="ready", ready=message, error="", traceback="")
                     case EngineDied():
-                        last_words = message
+                        last_message = message
                     case Heartbeat() if ready and message.busy > message.allowed:
                         why = (
                             f"a step, or a function of the engine, has taken {message.busy:.0f} s, and"
                             f" {message.allowed:.0f} s is what it may take (a step: at this machine's pace)"
                         )
                         return self._hung(child, why)
-            if listener.broken:
-                return last_words or EngineDied(f"the engine process {how_it_ended(child)}")
-            if ready and 0 < patience.heartbeat < clock() - heard:
-                return self._hung(child, f"no sign of life for {patience.heartbeat:.0f} s")
-            if not ready and clock() - began > patience.start:
-                return self._hung(child, f"the model was not loaded after {patience.start:.0f} s")
+            if child.status.broken:
+                how = how_it_ended(child.process)
+                return last_message or EngineDied(f"the engine process {how}")
+            if ready and child.is_silent(policy.heartbeat):
+                return self._hung(child, f"no sign of life for {policy.heartbeat:.0f} s")
+            if not ready and time.monotonic() - started > policy.start:
+                return self._hung(child, f"the model was not loaded after {policy.start:.0f} s")
         return None
 
-    def _hung(self, child: subprocess.Popen[bytes], why: str) -> EngineDied:
+    def _hung(self, child: SupervisedProcess, why: str) -> EngineDied:
         """Make both processes write their stacks to the log, then kill the child."""
         log.error("the engine hangs: %s; the stacks of both processes follow", why)
         log.error("%s", own_stacks())
-        with contextlib.suppress(OSError):
-            child.send_signal(STACKS)
-        time.sleep(1.0)
-        child.kill()
+        child.kill_hanging()
         return EngineDied(f"the engine hung: {why}")
 
     def _after(self, died: EngineDied) -> bool:
         """Publish what was lost. Returns whether to start the engine again, at once or after a delay."""
-        state, now = self.board.now, time.monotonic()
+        state = self.board.now
         if state.condition == "starting":  # the caller that waits for the start reports it
             self._change(condition="dead", error=died.error, traceback=died.traceback)
             return False
         recording = self._recording()
         running = [] if recording is None else recording.running()
         self._suspects.ran(digest_of_entered(row) for row in running)
-        self._deaths.append(now)
-        while now - self._deaths[0] > self.patience.window:
-            self._deaths.popleft()
-        incident, count = secrets.token_hex(4), len(self._deaths)
-        is_over, is_late = self.patience.restarts == 0, count > self.patience.restarts
-        what = "it is started again"
-        if is_over or is_late:
-            after = (
-                "not started again" if is_over else f"started again in {self.patience.retry:.0f} s"
-            )
-            what = f"and {count} times in a row: it is {after}"
-        log.error("failure %s: %s; %s\n%s", incident, died.error, what, died.traceback)
+        incident, restart = secrets.token_hex(4), self._restarts.after_death()
+        log.error("failure %s: %s; %s\n%s", incident, died.error, restart.text, died.traceback)
         new = EngineState(
-            state.epoch, "dead" if is_over else "delayed", error=died.error, traceback=died.traceback,
+            state.epoch, "dead" if restart.delay is None else "delayed", error=died.error, traceback=died.traceback,
             lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
             poison=self._suspects.poison(), incident=incident,
         )  # fmt: skip
-        if is_over:
-            new.error += f" ({what})"
-        if is_over or is_late:
+        if restart.delay is None:
+            new.error += f" ({restart.text})"
             self.board.publish(new)
-        return not is_over and self._succeed(new, self.patience.retry if is_late else 0.0)
+            return False
+        if restart.delay:
+            self.board.publish(new)
+        return self._start_next(new, restart.delay)
 
-    def _succeed(self, state: EngineState, wait: float) -> bool:
+    def _start_next(self, state: EngineState, wait: float) -> bool:
         """Create the next process's folder and publish that, after `wait` seconds; False: the supervisor was closed."""
         while not self._closing.wait(wait):
             try:
-                self._make_place(state.epoch + 1)
+                self._make_folder(state.epoch + 1)
             except OSError as why:
                 log.error("there is no room for the next engine's sockets: %s", why)
                 self.board.publish(msgspec.structs.replace(state, condition="delayed"))
-                wait = self.patience.retry
+                wait = self.policy.retry
                 continue
             self.board.publish(msgspec.structs.replace(
                 state, epoch=state.epoch + 1, condition="restarting"
@@ -243,7 +209,7 @@ class EngineSupervisor:
         self._change(condition="closed")
         return False
 
-    def _make_place(self, epoch: int) -> None:
+    def _make_folder(self, epoch: int) -> None:
         """Create the folder for the next process's sockets. A cleaner of old files may have deleted its parent."""
         if not self.folder.exists():
             log.warning("%s was deleted; it is made again", self.folder)

@@ -47,7 +47,7 @@ class StatusReader:
 
     def poll(self, wait: float) -> list[Lifeline]:
         """The messages received within at most `wait` seconds; sets `broken` when the other end is gone."""
-        if not select.select([self._fd], [], [], wait)[0]:
+        if self.broken or not select.select([self._fd], [], [], wait)[0]:
             return []
         data = os.read(self._fd, 1 << 16)
         self.broken = not data
@@ -65,4 +65,8 @@ class StatusReader:
         return heard
 
     def close(self) -> None:
-        os.close(self._fd)
+        """May be called twice."""
+        self.broken = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

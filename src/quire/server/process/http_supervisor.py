@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from types import FrameType
 
@@ -27,15 +27,15 @@ from prometheus_client.multiprocess import mark_process_dead
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.build import patience, resolve_config
+from quire.engine.build import resolve_config, restart_policy
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
-from quire.processes.child import STACKS, STOP, end_child, how_it_ended, start_child
-from quire.processes.status_pipe import StatusReader
-from quire.processes.watchdog import SUSPENDED_S
+from quire.processes.child import STOP, how_it_ended, start_child
+from quire.processes.restart_policy import RestartCount
+from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
@@ -58,18 +58,16 @@ class HttpWorkerSlot:
 
     number: int
     listener: socket | None
-    process: subprocess.Popen[bytes] | None = None
-    ear: StatusReader | None = None
-    heard: float = 0.0
+    restarts: RestartCount
+    process: SupervisedProcess | None = None
     is_open: bool = False
     died: EngineDied | None = None
     """Its last message, or this process's report of its death."""
-    deaths: deque[float] = field(default_factory=deque)
-    is_over: bool = False
-    """It is not restarted."""
-    due: float = 0.0
-    """When it may be restarted."""
-    disowning: threading.Thread | None = None
+    is_given_up: bool = False
+    """It is not started again."""
+    start_at: float = 0.0
+    """When it may be started again."""
+    cleanup: threading.Thread | None = None
     """Aborts the previous process's requests in the engine; there is no new process until this is done."""
 
 
@@ -82,23 +80,24 @@ class HttpSupervisor:
         self.family, self.name = listeners[0].family, listeners[0].getsockname()
         self.count = len(listeners)
         resolved = resolve_config(config)
-        self.payload, self.patience = resolved_to_bytes(resolved), patience()
+        self.payload, self.policy = resolved_to_bytes(resolved), restart_policy()
         # This process is the last of the engine's frontends.
-        self.host = EngineSupervisor(self.payload, self.count + 1, self.patience)
-        self.counted = self.host.folder / "metrics"
-        self.keys = self.host.folder / KEYS
-        self.counted.mkdir()
-        self.keys.mkdir()
-        self.client = ProcessClient(
-            resolved, self.host.folder, self.host.board, self.host, self.count
-        )
+        self.engine = EngineSupervisor(self.payload, self.count + 1, self.policy)
+        folder = self.engine.folder
+        self.metrics_folder, self.usage_folder = folder / "metrics", folder / KEYS
+        self.metrics_folder.mkdir()
+        self.usage_folder.mkdir()
+        self.client = ProcessClient(resolved, folder, self.engine.board, self.engine, self.count)
         self.stats: StatsLog | None = None
+        """Not None: the server is ready."""
         self.ticked = 0.0
-        self.looked = time.monotonic()
-        self.children = [HttpWorkerSlot(number, own) for number, own in enumerate(listeners)]
+        self.children = [
+            HttpWorkerSlot(number, own, RestartCount(self.policy))
+            for number, own in enumerate(listeners)
+        ]
         self.chats = False
-        self.told: float | None = None  # time of the first stop signal
-        self.engine_died: float | None = None
+        self.stop_at: float | None = None  # time of the first stop signal
+        self.engine_died_at: float | None = None
 
     def run(self) -> int:
         """Run to the end; the exit status."""
@@ -108,7 +107,7 @@ class HttpSupervisor:
             signal.signal(signal.SIGHUP, self._reload)
         elif closes_with_terminal():
             signal.signal(signal.SIGHUP, self._stop)
-        threading.Thread(target=self._take_in, name="engine-stats", daemon=True).start()
+        threading.Thread(target=self._read_stats, name="engine-stats", daemon=True).start()
         try:
             for child in self.children:
                 self._start(child)
@@ -118,41 +117,34 @@ class HttpSupervisor:
         finally:
             for child in self.children:
                 if child.process is not None:
-                    end_child(child.process, LAST_ANSWERS_S)
+                    child.process.end(LAST_ANSWERS_S)
             self.client.close()
 
     # -- signals --------------------------------------------------------------------------------
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """The first signal drains the server, the second one ends it."""
-        if self.told is None:
+        if self.stop_at is None:
             log.info("%s: shutting down", signal.Signals(number).name)
-            self.told = time.monotonic()
-        self._tell(STOP)
+            self.stop_at = time.monotonic()
+        self._signal_all(STOP)
 
     def _reload(self, number: int, frame: FrameType | None) -> None:
-        self._tell(signal.SIGHUP)
+        self._signal_all(signal.SIGHUP)
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _signal_all(self, number: signal.Signals) -> None:
         for child in self.children:
-            if child.process is not None and child.process.poll() is None:
+            if child.process is not None:
                 child.process.send_signal(number)
 
     # -- one turn -------------------------------------------------------------------------------
     def _turn(self) -> int | None:
         """Read status messages and check each process; the exit status at the end, else None."""
-        now = time.monotonic()
-        if (
-            now - self.looked > SUSPENDED_S
-        ):  # this process was suspended, and perhaps its children too
-            for child in self.children:
-                child.heard = now
-        self.looked = now
-        self._hear()
+        self._read_status()
         for child in self.children:
-            self._look_after(child)
-        state = self.host.state
-        if self.told is not None:
-            return self._stopped(self.told)
+            self._check(child)
+        state = self.engine.state
+        if self.stop_at is not None:
+            return self._stopped(self.stop_at)
         if self.stats is None:
             if state.condition == "dead":
                 return self._failed(StartupError(state.error, state.traceback))
@@ -163,121 +155,108 @@ class HttpSupervisor:
                 self._greet()
         elif state.condition == "dead":
             return self._engine_died(state.error)
-        elif not any(c.process or c.disowning or not c.is_over for c in self.children):
+        elif not any(c.process or c.cleanup or not c.is_given_up for c in self.children):
             log.error("no HTTP process is left")
             return 1
         self._tick()
         return None
 
-    def _hear(self) -> None:
-        ears = {child.ear: child for child in self.children if child.ear is not None}
-        if not ears:
+    def _read_status(self) -> None:
+        pipes = [
+            child.process.status
+            for child in self.children
+            if child.process is not None and not child.process.status.broken
+        ]
+        if pipes:
+            select.select(pipes, [], [], LOOK_EVERY_S)
+        else:
             time.sleep(LOOK_EVERY_S)
-            return
-        for ear in select.select(list(ears), [], [], LOOK_EVERY_S)[0]:
-            child = ears[ear]
-            child.heard = time.monotonic()
-            for message in ear.poll(0):
-                match message:
-                    case EngineOpen(chats=chats):
-                        child.is_open, self.chats = True, chats
-                        if self.stats is not None:
-                            log.info("HTTP process %d is ready again", child.number)
-                    case EngineDied():
-                        child.died = message
-            if ear.broken:
-                ear.close()
-                child.ear = None
+        for child in self.children:
+            if child.process is not None:
+                self._read_messages(child, child.process)
 
-    def _look_after(self, child: HttpWorkerSlot) -> None:
+    def _read_messages(self, child: HttpWorkerSlot, process: SupervisedProcess) -> None:
+        for message in process.poll(0):
+            match message:
+                case EngineOpen(chats=chats):
+                    child.is_open, self.chats = True, chats
+                    if self.stats is not None:
+                        log.info("HTTP process %d serves again", child.number)
+                case EngineDied():
+                    child.died = message
+
+    def _check(self, child: HttpWorkerSlot) -> None:
         process = child.process
         if process is None:
-            if child.disowning is not None and not child.disowning.is_alive():
-                child.disowning = None
-            has_end = self.told is not None or self.engine_died is not None
-            is_due = child.disowning is None and time.monotonic() >= child.due
-            if self.stats is not None and not child.is_over and not has_end and is_due:
+            if child.cleanup is not None and not child.cleanup.is_alive():
+                child.cleanup = None
+            ends = self.stop_at is not None or self.engine_died_at is not None
+            is_due = child.cleanup is None and time.monotonic() >= child.start_at
+            if self.stats is not None and not child.is_given_up and not ends and is_due:
                 self._start(child, again=True)
-        elif process.poll() is not None:
+        elif process.has_ended:
             self._ended(child, process)
-        elif child.is_open and 0 < self.patience.heartbeat < time.monotonic() - child.heard:
+        elif child.is_open and process.is_silent(self.policy.heartbeat):
             log.error(
-                "HTTP process %d sent no heartbeat for %g s; its stacks follow",
-                child.number, self.patience.heartbeat,
+                "HTTP process %d gave no sign of life for %g s; its stacks follow",
+                child.number, self.policy.heartbeat,
             )  # fmt: skip
-            process.send_signal(STACKS)
-            time.sleep(0.5)
-            process.kill()
-            process.wait()
+            process.kill_hanging()
 
     # -- start and restart ----------------------------------------------------------------------
     def _start(self, child: HttpWorkerSlot, again: bool = False) -> None:
         try:
             if child.listener is None:
                 child.listener = bind_beside(self.family, self.name)
-            reading, writing = os.pipe()
+            spawn = partial(self._spawn, child.number, child.listener.fileno(), again)
+            child.process = process = SupervisedProcess(spawn)
         except OSError as why:
-            log.error("HTTP process %d cannot be started: %s", child.number, why)
-            child.due = time.monotonic() + self.patience.retry
+            log.error("HTTP process %d cannot be started now: %s", child.number, why)
+            child.start_at = time.monotonic() + self.policy.retry
             return
-        listener = child.listener.fileno()
-        board = self.host.board.fd
-        words = (self.host.folder, child.number, self.count, listener, writing, os.getpid(), int(again), board)  # fmt: skip
-        environment = env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.counted))
-        fds = [listener, writing, board]
-        child.process = process = start_child(MODULE, words, self.payload, fds, environment)
-        os.close(writing)
-        child.ear, child.heard = StatusReader(reading), time.monotonic()
         child.is_open, child.died = False, None
-        if self.told is not None:  # the stop signal came during its start
+        if self.stop_at is not None:  # the stop signal came during its start
             process.send_signal(STOP)
 
-    def _ended(self, child: HttpWorkerSlot, process: subprocess.Popen[bytes]) -> None:
+    def _spawn(
+        self, number: int, listener: int, again: bool, status_fd: int
+    ) -> subprocess.Popen[bytes]:
+        board = self.engine.board.fd
+        args = (self.engine.folder, number, self.count, listener, status_fd, os.getpid(), int(again), board)  # fmt: skip
+        environment = env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.metrics_folder))
+        return start_child(MODULE, args, self.payload, [listener, status_fd, board], environment)
+
+    def _ended(self, child: HttpWorkerSlot, process: SupervisedProcess) -> None:
         """Restart the process, if that is allowed and the server is not stopping."""
+        self._read_messages(child, process)  # its last one
+        process.status.close()
         child.process, child.is_open = None, False
         try:
-            mark_process_dead(process.pid, str(self.counted))  # type: ignore[no-untyped-call]
-            forget(self.keys, child.number, self.count)
+            mark_process_dead(process.pid, str(self.metrics_folder))  # type: ignore[no-untyped-call]
+            forget(self.usage_folder, child.number, self.count)
         except OSError as why:
-            log.warning(
-                "the shared counts of HTTP process %d could not be corrected: %s", child.number, why
-            )
-        if self.told is not None or self.host.state.condition == "dead":
-            child.is_over = True
-            self._shut(child)
+            log.warning("the counts of HTTP process %d could not be settled: %s", child.number, why)
+        if self.stop_at is not None or self.engine.state.condition == "dead":
+            child.is_given_up = True
+            self._close_listener(child)
             return
-        what = f"HTTP process {child.number} (pid {process.pid}) {how_it_ended(process)}"
+        what = f"HTTP process {child.number} (pid {process.pid}) {how_it_ended(process.process)}"
         if self.stats is None:
-            child.died = child.died or EngineDied(
-                f"{what} before it was ready; its log lines above give the reason"
-            )
+            child.died = child.died or EngineDied(f"{what} before it was ready; why stands above")
             return
-        now = time.monotonic()
-        child.deaths.append(now)
-        while now - child.deaths[0] > self.patience.window:
-            child.deaths.popleft()
-        count = len(child.deaths)
-        if self.patience.restarts == 0:
-            child.is_over = True
-            self._shut(child)
-            log.error("%s, %d times in a row; it is not restarted", what, count)
-        elif count > self.patience.restarts:
-            child.due = now + self.patience.retry
-            if any(other.is_open for other in self.children):  # they accept connections meanwhile
-                self._shut(child)
-            log.error(
-                "%s, %d times in a row; restarting it in %.0f s",
-                what,
-                count,
-                self.patience.retry,
-            )
-        else:
-            log.error("%s; restarting it", what)
-        child.disowning = threading.Thread(target=self._disown, args=(child.number,), daemon=True)
-        child.disowning.start()
+        restart = child.restarts.after_death()
+        log.error("%s; %s", what, restart.text)
+        child.is_given_up = restart.delay is None
+        if restart.delay is not None:
+            child.start_at = time.monotonic() + restart.delay
+        others_serve = any(other.is_open for other in self.children)
+        if child.is_given_up or (restart.delay and others_serve):
+            self._close_listener(child)  # new connections go to the others
+        child.cleanup = threading.Thread(target=self._clean_up, args=(child.number,), daemon=True)
+        child.cleanup.start()
 
-    def _disown(self, number: int) -> None:
-        """In a thread, since the engine's answer may take as long as a step."""
+    def _clean_up(self, number: int) -> None:
+        """Release what the dead process had in the engine. In a thread, since the engine's answer may take as long as a step."""
         time.sleep(SETTLE_S)
         try:
             if count := self.client.call("abort_client", number):
@@ -286,7 +265,7 @@ class HttpSupervisor:
         except QuireError as error:
             log.warning("could not abort the requests of HTTP process %d: %s", number, error)
 
-    def _shut(self, child: HttpWorkerSlot) -> None:
+    def _close_listener(self, child: HttpWorkerSlot) -> None:
         """Close its queue: no connection waits for this process any more."""
         if child.listener is not None and self.config.server.uds is None:
             child.listener.close()
@@ -297,30 +276,30 @@ class HttpSupervisor:
         show(failure(error), sys.stderr)
         return 1
 
-    def _stopped(self, told: float) -> int | None:
+    def _stopped(self, since: float) -> int | None:
         """The exit status, once all processes have ended or should have; else None."""
         if not any(child.process for child in self.children):
             return 0
         most = self.config.server.shutdown_timeout + ABORTED_S + LAST_ANSWERS_S + GRACE_S
-        if time.monotonic() - told < most:
+        if time.monotonic() - since < most:
             return None
         log.error("HTTP processes did not exit; killing them")
         for child in self.children:
             if child.process is not None:
-                child.process.kill()
+                child.process.process.kill()
         return 0
 
     def _engine_died(self, why: str) -> int | None:
         """The HTTP processes tell their clients, and end by themselves."""
         now = time.monotonic()
-        if self.engine_died is None:
-            self.engine_died = now
+        if self.engine_died_at is None:
+            self.engine_died_at = now
             log.error("the engine has stopped: %s", why)
         if env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
             return None
         left = any(child.process for child in self.children)
-        patience_s = DEATH_TOLD_S + LAST_ANSWERS_S + GRACE_S
-        return None if left and now - self.engine_died < patience_s else 1
+        seconds = DEATH_TOLD_S + LAST_ANSWERS_S + GRACE_S
+        return None if left and now - self.engine_died_at < seconds else 1
 
     # -- output to the terminal -----------------------------------------------------------------
     def _greet(self) -> None:
@@ -339,7 +318,7 @@ class HttpSupervisor:
             self.stats.tick(now - self.ticked, write=not self.config.observe.disable_log_stats)
             self.ticked = now
 
-    def _take_in(self) -> None:
+    def _read_stats(self) -> None:
         """Receives the engine's statistics. This process sends the engine nothing but `call`s."""
         try:
             while True:

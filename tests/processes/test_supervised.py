@@ -1,0 +1,137 @@
+"""A supervised child over small programs: messages, silence, a hang with stacks, its end; and when it starts again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.processes.child import how_it_ended, start_child
+from quire.processes.restart_policy import RestartCount, RestartPolicy
+from quire.processes.supervisor import SupervisedProcess
+from quire.protocol.output import EngineDied, Heartbeat
+
+CHILD = """
+import os, signal, sys, time
+from quire.processes.child import STOP, begin_child, exit_child
+from quire.processes.status_pipe import StatusWriter
+from quire.protocol.output import EngineDied, Heartbeat
+status, how = StatusWriter(int(sys.argv[1])), sys.argv[2]
+begin_child("child", os.getppid())
+status.send(Heartbeat(1, 0.0, 1.0))
+if how == "fails":
+    status.send(EngineDied("for a reason " + "x" * 200_000))
+    exit_child(3)
+if how == "deaf":
+    signal.signal(STOP, signal.SIG_IGN)
+status.send(Heartbeat(2, 0.0, 1.0))
+time.sleep(600)
+"""
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def start(how: str) -> SupervisedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(quire.__file__).parents[1])}
+
+    def spawn(status_fd: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", CHILD, str(status_fd), how]
+        return subprocess.Popen(words, pass_fds=[status_fd], env=environment)
+
+    return SupervisedProcess(spawn)
+
+
+def heard(child: SupervisedProcess, count: int) -> list[object]:
+    messages: list[object] = []
+    end = time.monotonic() + 60
+    while len(messages) < count and not child.status.broken:
+        assert time.monotonic() < end
+        messages += child.poll(0.2)
+    return messages
+
+
+def test_the_last_message_and_the_exit_code_of_a_child_arrive() -> None:
+    child = start("fails")
+    first, last = heard(child, 2)
+    assert first == Heartbeat(1, 0.0, 1.0)
+    assert isinstance(last, EngineDied)
+    assert len(last.error) > 200_000
+    while not child.status.broken:
+        child.poll(0.2)
+    assert how_it_ended(child.process) == "ended with exit code 3"
+    child.end(1.0)
+    child.end(1.0)  # again: nothing happens
+
+
+@pytest.mark.parametrize("how", ["lives", "deaf"])
+def test_a_child_ends_when_it_is_stopped_or_is_killed(how: str) -> None:
+    child = start(how)
+    heard(child, 2)
+    child.end(0.5 if how == "deaf" else 60.0)
+    assert child.has_ended
+    assert how_it_ended(child.process).startswith(
+        "was ended by " + ("SIGKILL" if how == "deaf" else "SIGUSR2")
+    )
+
+
+def test_a_hanging_child_writes_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    child = start("lives")
+    heard(child, 2)
+    assert not child.is_silent(60.0)
+    assert not child.is_silent(0)
+    child.heard -= 100
+    assert child.is_silent(60.0)
+    child.kill_hanging()
+    assert "SIGKILL" in how_it_ended(child.process, 60)
+    assert "most recent call first" in capfd.readouterr().err
+    child.end(1.0)
+
+
+def test_time_in_which_the_supervisor_was_suspended_is_not_silence() -> None:
+    child = start("lives")
+    heard(child, 2)
+    child.heard -= 100
+    child.polled -= 100
+    child.poll(0)
+    assert not child.is_silent(60.0)
+    child.end(1.0)
+
+
+def test_a_spawn_that_fails_leaves_no_descriptor() -> None:
+    def spawn(status_fd: int) -> subprocess.Popen[bytes]:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="temporarily"):
+        SupervisedProcess(spawn)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_child_that_dies_before_it_reads_its_payload_is_no_error() -> None:
+    child = start_child("quire.no_such_module", [], b"x" * 1_000_000)
+    assert how_it_ended(child, 60) == "ended with exit code 1"
+
+
+def test_restarts_are_immediate_then_late_then_forgotten() -> None:
+    clock = Clock()
+    count = RestartCount(RestartPolicy(restarts=2, window=60.0, retry=30.0), clock)
+    assert [count.after_death().delay for _ in range(4)] == [0.0, 0.0, 30.0, 30.0]
+    assert "4 times" not in count.after_death().text
+    clock.now += 61
+    assert count.after_death() == (0.0, "it is started again")
+
+
+def test_no_restarts_means_none() -> None:
+    delay, text = RestartCount(RestartPolicy(restarts=0)).after_death()
+    assert delay is None
+    assert "not started again" in text
