@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from quire.processes.child import STACKS, end_child
+from quire.processes.child import STACKS, end_child, wait_or_kill
 from quire.processes.status_pipe import StatusReader
 from quire.processes.watchdog import SUSPENDED_S
 from quire.protocol.output import Lifeline
@@ -72,7 +72,7 @@ class SupervisedProcess:
         """Let it write its stacks to the log, then kill it."""
         self.send_signal(STACKS)
         time.sleep(STACKS_S)
-        self.process.kill()
+        wait_or_kill(self.process, 0.0)
 
     def end(self, seconds: float) -> None:
         """Stop it if it is alive, kill it after that time, and close the pipe."""
