@@ -122,7 +122,7 @@ def test_an_engine_without_tokenizer_takes_ids_only():
     inputs = InputProcessor(None, MAX_LEN, 50)
     assert accept(inputs, [1, 2]).tokens == [1, 2]
     for given, words in (
-        ({}, "give prompt_token_ids"),
+        ({}, "give token ids"),
         ({"prompt": [1], "stop": "x"}, "stop needs a tokenizer"),
         ({"prompt": [1], "bad_words": ["x"]}, "bad_words needs a tokenizer"),
     ):

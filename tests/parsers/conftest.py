@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from scripted import make_state
 
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
-from quire.server.async_engine import AsyncTextEngine
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerState
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,6 @@ def state() -> Iterator[ServerState]:
     )
     client = make_client(config)
     made = make_state(None)
-    made.engine, made.phase = AsyncTextEngine.over(client, config), ServerPhase.READY
+    made.attach(engine := AsyncEngine(client, config))
     yield made
-    made.engine.llm.shutdown()
+    engine.shutdown()

@@ -14,7 +14,7 @@ from asymptotic import uncollected
 
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
-from quire.server import async_engine
+from quire.server import prompts
 from quire.server.state import ServerState
 
 HI = [{"role": "user", "content": "hi"}]
@@ -38,15 +38,15 @@ def trusting(
     state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[UntrustedTemplateRenderer]:
     """The server takes templates from requests, and gives none more than a third of a second."""
-    monkeypatch.setattr(async_engine, "SECONDS", 0.3)
+    monkeypatch.setattr(prompts, "SECONDS", 0.3)
     monkeypatch.setattr("quire.frontend.untrusted_templates.GRACE_S", 0.4)
     server = state.config.server
     object.__setattr__(server, "trust_request_chat_template", True)
-    strangers = state.engine.strangers = UntrustedTemplateRenderer(0.3)
-    yield strangers
+    renderer = UntrustedTemplateRenderer(0.3)
+    monkeypatch.setattr(state, "untrusted", renderer)
+    yield renderer
     object.__setattr__(server, "trust_request_chat_template", False)
-    strangers.close()
-    del state.engine.strangers
+    renderer.close()
 
 
 async def longest_work(until: asyncio.Future[Any]) -> float:
@@ -113,6 +113,6 @@ def test_a_template_of_a_request_holds_up_nobody(
             trusting.seconds = 60
             own = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
             told = await client.post("/tokenize", json=own)
-            assert told.json()["tokens"] == state.engine.encode("hi", special=False)
+            assert told.json()["tokens"] == state.engine.tokenizer.encode("hi", False)
 
     asyncio.run(main())

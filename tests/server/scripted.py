@@ -11,13 +11,15 @@ from contextlib import aclosing
 from types import SimpleNamespace as Object
 from typing import Any
 
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, ValidationError
+from quire.frontend.input_processor import InputProcessor
+from quire.frontend.parsers.model_formats import ModelFormats
 from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.state import ServerPhase, ServerState
-from quire.server.text_pool import TextPool
 
 CREATED = 1_700_000_000
 
@@ -63,16 +65,20 @@ class Stream:
             self.engine.aborted.append(self.name)
 
 
-class ScriptedEngine:
-    """Answers each request with `script`: texts, one an output; an exception is raised at its place."""
+class ScriptedEngine(AsyncEngine):
+    """Answers each request with `script`: texts, one an output; an exception is raised at its place.
 
-    fingerprint = "scripted"
-    created = CREATED
+    Its prompts pass the real `InputProcessor`. It is its own frontend and tokenizer.
+    """
+
     max_model_len = 64
-    vocab_size = 0x110000
-    eos_token_ids = ()
+    eos_token_id = None
+    template_text, special_texts, special_tokens_map = "", (), {}  # type: ignore[var-annotated]
+    has_chat_template = True
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
+        self.front = self.client = self  # type: ignore[assignment]
+        self.inputs = InputProcessor(self, self.max_model_len, 0x110000)  # type: ignore[arg-type]
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")
         self.finish = finish
         self.gate: asyncio.Event | None = None  # outputs after the first wait for it
@@ -84,16 +90,12 @@ class ScriptedEngine:
         self.called: list[tuple[Any, ...]] = []
         self.dead: str | None = None
         self.cached, self.replaced = 0, False
-        self.texts = TextPool()
 
-    def defaults(self) -> dict[str, Any]:
-        return {}
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return ([1] if special else []) + [ord(char) for char in text]
 
-    def check_width(self, text: str) -> None:
-        pass
+    def get_vocab(self) -> dict[str, int]:
+        return {"x" * 1_000_000: 0}  # any text may fit
 
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
         return "".join(chr(token) for token in tokens if token != 1)
@@ -101,7 +103,7 @@ class ScriptedEngine:
     def token_text(self, token: int) -> str:
         return chr(token)
 
-    async def render(self, messages: list[dict[str, Any]], options: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], options: Any) -> str:
         if any(message["role"] == "alien" for message in messages):
             raise ValidationError("the template knows no aliens", parameter="messages")
         lines = [f"{message['role'][0]}:{message.get('content') or ''}" for message in messages]
@@ -188,11 +190,11 @@ class ScriptedEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def check_health(self) -> None:
+    def check(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
-    def serving(self) -> bool:
+    def is_ready(self) -> bool:
         return not self.replaced
 
     def stats(self) -> EngineStats:
@@ -227,6 +229,8 @@ def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:
     config = EngineConfig.from_keywords(**keywords)
     state = ServerState(config, ServerMetrics("toy", process=False))
     if engine is not None:
+        engine.in_thread, engine.formats = state.texts.run_sized, ModelFormats.of(config.server)
         state.engine, state.phase = engine, ServerPhase.READY
+        state.fingerprint, state.created = "scripted", CREATED
         state.metrics.attach(engine.stats, engine.max_model_len, {"block_size": 16})
     return state

@@ -12,14 +12,13 @@ from typing import Any
 
 from tiny_llama import make_tokenizer
 
-from quire.api.async_llm import AsyncLLM
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.shared_state import Condition, EngineState
 from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.tokenizer import load
 from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason
 from quire.protocol.request import EngineRequest
-from quire.server.async_engine import AsyncTextEngine
 
 
 class ToldClient:
@@ -108,10 +107,10 @@ def gone_round(loop: asyncio.AbstractEventLoop, rounds: int) -> bool:
     return ended.is_set()
 
 
-def told_engine(folder: Path, text: str, step: int = 1) -> tuple[AsyncTextEngine, ToldClient]:
-    """A TextEngine that says `text`; the folder holds a tokenizer (`tiny_llama.make_tokenizer`)."""
+def told_engine(folder: Path, text: str, step: int = 1) -> tuple[AsyncEngine, ToldClient]:
+    """An engine that says `text`; the folder holds a tokenizer (`tiny_llama.make_tokenizer`)."""
     client = ToldClient(folder, text, step)
-    return AsyncTextEngine(AsyncLLM.from_client(client, client.resolved.asked), client), client
+    return AsyncEngine(client), client
 
 
 __all__ = ["make_tokenizer", "told_engine"]

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.server.openai.sampling_params import capped
+from quire.frontend.generation_config import GenerationDefaults
 
 EMBEDDED = Path(quire.__file__).parent / "embedded"
 
 
 def test_a_cut_by_the_model_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    defaults = {"max_tokens": 83}
+    defaults = GenerationDefaults({"max_tokens": 83})
     with caplog.at_level(logging.WARNING, logger="quire"):
-        assert (capped(None, defaults), capped(83, defaults)) == (83, 83)
+        assert (defaults.max_tokens(None), defaults.max_tokens(83)) == (83, 83)
         assert not caplog.records
-        assert [capped(asked, defaults) for asked in (84, 700)] == [83, 83]
+        assert [defaults.max_tokens(asked) for asked in (84, 700)] == [83, 83]
     (record,) = caplog.records
     assert "limits outputs to 83 tokens" in record.getMessage()
     assert "--generation-config vllm" in record.getMessage()

@@ -28,17 +28,17 @@ class Working(ScriptedEngine):
         super().__init__(*(script or ("x",)))
         self.worked = 0
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         self.worked += 1
-        return super().encode(text, special=special)
+        return super().encode(text, special)
 
     def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
         self.worked += 1
         return super().decode(tokens, skip_special=skip_special)
 
-    async def render(self, messages: list[dict[str, Any]], options: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], options: Any) -> str:
         self.worked += 1
-        return await super().render(messages, options)
+        return super().render(messages, options)
 
 
 def told(answer: httpx.Response) -> str:

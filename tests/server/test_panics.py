@@ -28,9 +28,9 @@ class Panicking(ScriptedEngine):
             yield self.output(prompt, params, request_id, "Hel", False)
         raise self.error
 
-    def encode(self, text, *, special):
+    def encode(self, text, special=True):
         if self.streamed:
-            return super().encode(text, special=special)
+            return super().encode(text, special)
         raise self.error
 
 

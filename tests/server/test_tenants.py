@@ -15,8 +15,8 @@ from scripted import ScriptedEngine, make_state
 from quire.config.api_key_file import TenantKey, read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.frontend.input_processor import tenant_salt
 from quire.server.api_keys import ApiKeys, RateLimit, Tenant
-from quire.server.async_engine import salted
 from quire.server.errors import ApiError
 from quire.server.shared_usage import UsageLedger, forget
 from quire.server.state import ServerState
@@ -69,7 +69,7 @@ def test_the_engine_is_told_who_asks(tmp_path: Path):
 
 
 def test_tenants_share_no_cached_prefixes():
-    salts = [salted("", ""), salted("s", ""), salted("", "a"), salted("s", "a"), salted("", "b"), salted("a", "b")]  # fmt: skip
+    salts = [tenant_salt("", ""), tenant_salt("s", ""), tenant_salt("", "a"), tenant_salt("s", "a"), tenant_salt("", "b"), tenant_salt("a", "b")]  # fmt: skip
     assert len(set(salts)) == len(salts)
     assert salts[:2] == ["", "s"]
 

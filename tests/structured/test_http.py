@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from asgi import browser, frames
 from scripted import make_state
 
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
-from quire.server.async_engine import AsyncTextEngine
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerState
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"  # fmt: skip
 SAID = {"messages": [{"role": "user", "content": "hi"}]}
@@ -37,9 +37,9 @@ def state(checkpoint: str) -> Iterator[ServerState]:
     )
     client = make_client(config)
     made = make_state(None)
-    made.engine, made.phase = AsyncTextEngine.over(client, config), ServerPhase.READY
+    made.attach(engine := AsyncEngine(client, config))
     yield made
-    made.engine.llm.shutdown()
+    engine.shutdown()
 
 
 def talk(state: ServerState, work: Callable[[Go], Awaitable[Any]]) -> Any:

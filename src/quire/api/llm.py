@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, Unpack
 
-from quire.api import beam
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, refuse_media_and_lora
@@ -23,6 +23,7 @@ from quire.config.from_keywords import engine_config
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, Unsupported, ValidationError
+from quire.frontend.beam_search import search_together
 from quire.frontend.chat import ChatOptions, conversations
 from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
@@ -184,7 +185,18 @@ class LLM(Later):
             ValidationError: as `generate`.
         """
         refuse_media_and_lora(None, lora_request)
-        return beam.search(self, read_prompts(prompts), params, use_tqdm, concurrency_limit)
+        given, found = read_prompts(prompts), []
+        at_once = concurrency_limit or len(given) or 1
+        with progress(use_tqdm, len(given), "Beam search") as bar:
+            for start in range(0, len(given), at_once):
+                began, some = time.monotonic(), given[start : start + at_once]
+                ids = map(str, self.request_counter)
+                for one in search_together(self.front.inputs, some, params, self.run_accepted, ids):
+                    result = BeamSearchOutput(one.best(self.tokenizer))
+                    self.watch.searched(began, len(one.prompt), result, params.max_tokens)
+                    found.append(result)
+                bar.update(len(some))
+        return found
 
     # -- requests -------------------------------------------------------------------------------
     def _accept(
@@ -193,29 +205,10 @@ class LLM(Later):
         return accept_all(self.front, map(str, self.request_counter), prompts, params, **options)
 
     def _accept_chat(
-        self,
-        messages: Any,
-        params: Params,
-        *,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[AcceptedRequest]:
-        how = ChatOptions(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template=chat_template,
-            template_kwargs=dict(chat_template_kwargs or {}),
-            tools=tools,
-            documents=documents,
-            content_format=chat_template_content_format,
-        )
+        self, messages: Any, params: Params, *,
+        tokenization_kwargs: Mapping[str, Any] | None = None, **options: Any,
+    ) -> list[AcceptedRequest]:  # fmt: skip
+        how = ChatOptions.of_keywords(options)
         prompts = [Prompt(self.front.render(chat, how)) for chat in conversations(messages)]
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)

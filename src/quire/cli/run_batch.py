@@ -137,20 +137,17 @@ async def run(
     config: EngineConfig, lines: Iterable[bytes], out: IO[bytes], metrics: bool = False
 ) -> tuple[int, int]:
     """Answer all lines; returns their number and the number of errors. `metrics`: serve /metrics meanwhile."""
+    from quire.api.async_engine import AsyncEngine
     from quire.engine.build import make_client
-    from quire.observe.prometheus import ServerMetrics, cache_info
+    from quire.observe.prometheus import ServerMetrics
     from quire.server.app import build_app
-    from quire.server.async_engine import AsyncTextEngine
-    from quire.server.state import ServerPhase, ServerState
+    from quire.server.state import ServerState
 
     state = ServerState(config, ServerMetrics(config.model.model))
     async with telling(state) if metrics else nullcontext():
         client = await asyncio.to_thread(make_client, config, process=True)
         try:
-            engine = await asyncio.to_thread(AsyncTextEngine.over, client, config)
-            state.engine, state.phase = engine, ServerPhase.READY
-            info = cache_info(config.cache, client.ready, client.resolved)
-            state.metrics.attach(engine.stats, client.ready.max_model_len, info)
+            state.attach(await asyncio.to_thread(AsyncEngine, client, config))
             app = build_app(state)
             count = refused = 0
             async for answer in answers(app, lines):

@@ -3,21 +3,36 @@
     beams (width) --one token each, 2 x width log-probabilities--> candidates --the best--> beams
                                                                       `-- an end of text --> done
 
-Knows sequences and their scores. Does not know how a step is computed: `api/beam.py` and
-`server/openai/beam_search.py` do.
+`BeamSearch` is the search of one prompt. `search_together` runs many for a program that waits, `BeamStream` runs one
+in an event loop. With prefix caching a step costs about one token per beam. Does not know how tokens are computed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
-from collections.abc import Collection, Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
+
+from quire.errors import QuireError
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.logprobs import Position
-from quire.frontend.outputs import BeamSearchSequence
+from quire.frontend.outputs import (
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+    error_of,
+)
+from quire.frontend.prompts import Prompt
+from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
@@ -83,9 +98,9 @@ class BeamSearch:
         score = self._score(total, len(beam.tokens))
         if len(self.done) == params.beam_width and score <= self.done[-1].score:
             return
-        kept = [*beam.tokens, token] if params.include_stop_str_in_output else beam.tokens
+        tokens = [*beam.tokens, token] if params.include_stop_str_in_output else beam.tokens
         ended = BeamSearchSequence(
-            kept, self._history(beam, entries), total, finish_reason="stop", stop_reason=token
+            tokens, self._history(beam, entries), total, finish_reason="stop", stop_reason=token
         )
         ended.score = score
         self._keep([ended])
@@ -110,9 +125,12 @@ class BeamSearch:
         self._keep(self.beams)
         self.beams = []
 
-    def best(self) -> list[BeamSearchSequence]:
-        """The `beam_width` best sequences, best first."""
+    def best(self, tokenizer: Tokenizer | None = None) -> list[BeamSearchSequence]:
+        """The `beam_width` best sequences, best first; with their texts if there is a tokenizer."""
         self.stop()
+        if tokenizer is not None:
+            for beam in self.done:
+                beam.text = tokenizer.decode(beam.tokens, self.params.skip_special_tokens)
         return self.done
 
 
@@ -125,7 +143,165 @@ def candidates(entries: Position, count: int) -> list[tuple[int, float]]:
     ]
 
 
-def entries_of(output: Any) -> Position:
+def entries_of(output: RequestOutput) -> Position:
     """The log-probabilities in a step's output: the sampled token and the most likely ones."""
-    found: Position = (output.outputs[0].logprobs or [{}])[0]
+    found: Position = (output.outputs[0].logprobs or [{}])[0] or {}
     return found
+
+
+def search_together(
+    inputs: InputProcessor, prompts: Sequence[Prompt], params: BeamSearchParams,
+    run: Callable[[list[AcceptedRequest]], list[RequestOutput]], ids: Iterator[str],
+) -> list[BeamSearch]:  # fmt: skip
+    """Search for all prompts, to the end; `run` computes one step of all their beams.
+
+    Raises:
+        ValidationError: a prompt is invalid.
+        QuireError: a step failed.
+    """
+    step, arrived, searches = step_params(params), time.time(), []
+    for prompt in prompts:
+        tokens = inputs.accept(prompt, step, id="beam", inner=True).tokens
+        searches.append(BeamSearch(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
+    for _ in range(params.max_tokens):
+        requests = [
+            inputs.accept(
+                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", inner=True, arrived=arrived
+            )
+            for one, prompt in zip(searches, prompts, strict=True)
+            for beam in one.beams
+        ]  # fmt: skip
+        outputs = run(requests)
+        if (error := next(filter(None, map(error_of, outputs)), None)) is not None:
+            raise error
+        entries = map(entries_of, outputs)
+        for one in searches:
+            one.advance([next(entries) for _ in one.beams])
+        if not any(one.beams for one in searches):
+            break
+    return searches
+
+
+class StepStream(Protocol):
+    """The output stream of one step of one beam."""
+
+    ended: bool
+
+    def take(self) -> RequestOutput | None: ...
+
+    def close(self) -> None: ...
+
+
+OpenStep = Callable[..., Awaitable[StepStream]]
+"""Start a request: of a prompt, its parameters, an id, and a callable for when there is output."""
+
+
+class BeamStream:
+    """The beam search of one prompt, as a stream with a single output at its end.
+
+    Args:
+        open_step: starts one step of one beam.
+        count_ended: reports how many outputs ended for which reason to the engine's counters.
+    """
+
+    def __init__(
+        self, inputs: InputProcessor, prompt: Prompt, params: BeamSearchParams, id: str,
+        open_step: OpenStep, count_ended: Callable[[Mapping[Any, int]], Awaitable[Any]],
+        on_output: Callable[[], None], *, logprobs: bool,
+    ):  # fmt: skip
+        self.inputs, self.prompt, self.params, self.id = inputs, prompt, params, id
+        self.open_step, self.count_ended, self.logprobs = open_step, count_ended, logprobs
+        self.ended, self.stopped, self._step_output = False, False, asyncio.Event()
+        self._task = asyncio.ensure_future(self._counted())
+        self._task.add_done_callback(lambda _: on_output())
+
+    def take(self) -> RequestOutput | None:
+        """The whole output once the search is done; None before. Raises the error if the search failed."""
+        if self.ended or not self._task.done():
+            return None
+        self.ended = True
+        return self._task.result()
+
+    def stop(self) -> None:
+        """End the search with the beams found so far; their finish reason is "abort"."""
+        self.stopped = True
+        self._step_output.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+        if self._task.done() and not self._task.cancelled():
+            self._task.exception()  # the error may not have been taken
+
+    async def _counted(self) -> RequestOutput:
+        """The search's output. Counts its finish reasons, also after an error."""
+        ends: Mapping[Any, int] = {"error": self.params.beam_width}
+        try:
+            found = await self._searched()
+            ends = dict(Counter(one.finish_reason for one in found.outputs))
+            return found
+        except asyncio.CancelledError:
+            ends = {"abort": self.params.beam_width}
+            raise
+        finally:
+            with suppress(QuireError):  # a dead engine counts nothing
+                await self.count_ended(ends)
+
+    async def _searched(self) -> RequestOutput:
+        inputs, params, prompt = self.inputs, self.params, self.prompt
+        ends, limit = frozenset(inputs.eos_token_ids), inputs.max_model_len
+        search, step = BeamSearch(params, prompt.tokens, ends, limit, self.logprobs), step_params(params)  # fmt: skip
+        for number in range(min(params.max_tokens, limit)):
+            entries = await self._step(search, step, f"{self.id}.{number}")
+            if entries is None:
+                search.stop("abort")
+            else:
+                search.advance(entries)
+            if not search.beams:
+                break
+        outputs = []
+        for index, beam in enumerate(search.best()):
+            tokens = beam.tokens[len(prompt.tokens) :]
+            text = inputs.need_tokenizer().decode(tokens, params.skip_special_tokens)
+            finish: Any = beam.finish_reason
+            outputs.append(
+                CompletionOutput(
+                    index, text, tokens, beam.cum_logprob, beam.logprobs if self.logprobs else None,
+                    finish, beam.stop_reason,
+                )
+            )  # fmt: skip
+        return RequestOutput(self.id, prompt.text, prompt.tokens, None, outputs, finished=True)
+
+    async def _step(
+        self, search: BeamSearch, step: SamplingParams, id: str
+    ) -> list[Position] | None:
+        """Each beam's next token with its alternatives; None: a step was aborted."""
+        streams: list[StepStream] = []
+        try:
+            for at, beam in enumerate(search.beams):
+                prompt, params = Prompt(None, beam.tokens, self.prompt.salt), msgspec.structs.replace(step)  # fmt: skip
+                streams.append(
+                    await self.open_step(prompt, params, f"{id}.{at}", self._step_output.set)
+                )
+                await asyncio.sleep(0)  # let other tasks run: a step of a wide beam takes long
+            return await self._entries(streams)
+        finally:
+            for stream in streams:
+                with suppress(Exception):
+                    stream.close()
+
+    async def _entries(self, streams: list[StepStream]) -> list[Position] | None:
+        found: dict[int, Position] = {}
+        while not self.stopped:
+            for at, stream in enumerate(streams):
+                if at in found:
+                    continue
+                output = stream.take()
+                if output is not None and output.outputs[0].finish_reason != "abort":
+                    found[at] = entries_of(output)
+                elif output is not None or stream.ended:
+                    return None
+            if len(found) == len(streams):
+                return [found[at] for at in range(len(streams))]
+            await self._step_output.wait()
+            self._step_output.clear()
+        return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.chat_template import ChatTemplate, plain
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+KEYWORDS = {
+    "chat_template": "template", "chat_template_content_format": "content_format",
+    "chat_template_kwargs": "template_kwargs", "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message", "tools": "tools", "documents": "documents",
+}  # fmt: skip
+"""Keyword of vLLM's `chat` -> field of ChatOptions."""
 MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
 
@@ -38,21 +44,26 @@ class ChatOptions:
     seconds: float = SECONDS
     """Time limit of the template."""
 
+    @classmethod
+    def of_keywords(cls, keywords: dict[str, Any]) -> Self:
+        """Take these options out of `keywords`, where they have vLLM's names."""
+        found = {field: keywords.pop(name, None) for name, field in KEYWORDS.items()}
+        return cls(**{field: value for field, value in found.items() if value is not None})
+
 
 def render(
-    tokenizer: Tokenizer | None, messages: Sequence[Any], options: ChatOptions | None = None
+    tokenizer: Tokenizer, messages: Sequence[Any], options: ChatOptions | None = None
 ) -> str:
     """Render the prompt text.
 
     Raises:
-        ValidationError: no tokenizer, no template, or messages that the template rejects; the given template does not
+        ValidationError: no template, or messages that the template rejects; the given template does not
             parse or does not exist.
         TemplateTooSlow: the template takes longer than `options.seconds`.
         Unsupported: images, audio, video.
         ConfigError: the checkpoint's own template does not parse.
     """
     options = options or ChatOptions()
-    tokenizer = having_tokenizer(tokenizer)
     template = tokenizer.template
     if options.template is not None:
         template = _own(options.template, options.template_may_be_path)
@@ -63,16 +74,6 @@ def render(
             parameter="chat_template",
         )  # fmt: skip
     return rendered(template, messages, options, tokenizer.special_tokens_map)
-
-
-def having_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Raises ValidationError: there is no tokenizer."""
-    if tokenizer is None:
-        raise ValidationError(
-            "chat needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids to generate",
-            parameter="messages",
-        )
-    return tokenizer
 
 
 def rendered(

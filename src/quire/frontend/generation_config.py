@@ -42,6 +42,19 @@ class GenerationDefaults:
             **{**self.sampling, **{k: v for k, v in given.items() if v is not None}}
         )
 
+    def max_tokens(self, asked: int | None) -> int | None:
+        """`asked`, at most the file's max_new_tokens, as servers take it. Logs the first time that the cap applies."""
+        cap = self.sampling.get("max_tokens")
+        if cap is None or (asked is not None and asked <= cap):
+            return asked
+        if asked is not None:
+            log.warning_once(
+                "generation_config of the model limits outputs to %d tokens, even if a request sets a larger max_tokens;"
+                " --generation-config vllm removes the limit",
+                int(cap),
+            )
+        return int(cap)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; {} if there is no such file.

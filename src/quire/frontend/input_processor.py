@@ -1,8 +1,8 @@
 """Input processor: a prompt and its parameters -> valid engine requests, or an error that gives the reason.
 
 Knows the tokenizer, the model's limits and defaults. All callers (Python, HTTP, command line) use
-`InputProcessor.accept`, which checks every rule that needs a model. The server checks the prompt length earlier
-(its `prompts.py`). Does not know how outputs return.
+`InputProcessor.accept`, and every rule that needs a model is here. The server calls `tokenize` first: it needs the
+prompt's tokens before it starts a request. Does not know how outputs return.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -66,6 +67,10 @@ class TokenizeOptions:
     """Keep that many tokens; -1: as many as fit into the context with one output token."""
     keep_first: bool = False
     """Truncate the end instead of the beginning."""
+    parameter: str = "prompt_token_ids"
+    """The caller's name for token ids, for errors."""
+    fits_model: bool = True
+    """False: the tokens are only counted, so the model's limits do not apply."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> TokenizeOptions:
@@ -115,6 +120,8 @@ class InputProcessor:
     structured: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     reasoning: Callable[[], ReasoningFormat | None] = lambda: None
     """Returns the model's reasoning format."""
+    max_text_bytes: int = 0
+    """Bytes of UTF-8 that are tokenized in one piece; 0: any number."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
@@ -159,15 +166,14 @@ class InputProcessor:
         options = TokenizeOptions.read(tokenization_kwargs)
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens
-        tokens = self.tokens(given, options)
-        self._check_prompt(tokens)
+        tokens = self.tokenize(given, options).tokens
         settled = self._settle(params, len(tokens), limited=not inner)
         if (budget := params.thinking_token_budget) is not None and budget >= 0:
             marks = thinking_markers(budget, self.reasoning(), self.tokenizer, tokens)
             settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
-            priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=given.salt,
+            priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=tenant_salt(given.salt, tenant),
             tenant=tenant, inner=inner,
         )  # fmt: skip
         asked = params.settled(
@@ -176,36 +182,61 @@ class InputProcessor:
         return AcceptedRequest(id, given.text, tokens, asked, fan_out(request), arrived, inner)
 
     # -- the prompt -----------------------------------------------------------------------------
-    def tokens(self, prompt: Prompt, options: TokenizeOptions | None = None) -> list[int]:
-        """Token ids of a prompt, truncated if requested. Does not check the model's limits.
+    def tokenize(self, prompt: Prompt, options: TokenizeOptions | None = None) -> Prompt:
+        """The prompt as token ids, truncated if requested; without its text if that is truncated.
 
         Raises:
-            ValidationError: a text without a tokenizer, or one that is far too long.
+            ValidationError: a text without a tokenizer; or the prompt is empty, does not fit into the context, or
+                has ids outside the vocabulary.
         """
+        if prompt.is_checked:
+            return prompt
         options = options or TokenizeOptions()
-        found = prompt.tokens
-        if found is None:
-            if self.tokenizer is None:
+        text, tokens, limit = prompt.text, prompt.tokens, options.truncate
+        checked = options.fits_model
+        if not tokens and text is not None:
+            self._check_text(text, checked and limit is None)
+            tokens = self.need_tokenizer().encode(text, options.add_special_tokens)
+        if limit is not None:
+            most = self.max_model_len - 1 if limit == -1 else limit
+            if len(tokens) > most:
+                text, tokens = None, tokens[:most] if options.keep_first else tokens[-most:]
+        if checked:
+            if not tokens:
                 raise ValidationError(
-                    "text needs a tokenizer, and skip_tokenizer_init=True left it out: give prompt_token_ids",
-                    parameter="prompt",
+                    "the prompt is empty: it needs at least one token", parameter="prompt", value=[]
                 )
-            text = prompt.text or ""
-            if options.truncate is None:
-                self.check_width(text)
-            found = self.tokenizer.encode(text, options.add_special_tokens)
-        if options.truncate is not None:
-            keep = self.max_model_len - 1 if options.truncate == -1 else options.truncate
-            found = found[:keep] if options.keep_first else found[-keep:]
-        return found
+            self.check_length(len(tokens))
+            self.check_ids(options.parameter, tokens)
+        return Prompt(text, tokens, prompt.salt, checked)
 
-    def check_width(self, text: str) -> None:
-        """Refuse a text that cannot fit before spending time on tokenizing it.
+    def need_tokenizer(self, parameter: str = "prompt") -> Tokenizer:
+        """Raises ValidationError: there is no tokenizer for this parameter."""
+        if self.tokenizer is None:
+            raise ValidationError(
+                "text needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids (prompt_token_ids)",
+                parameter=parameter,
+            )
+        return self.tokenizer
+
+    def _check_text(self, text: str, fits: bool) -> None:
+        """Refuse a long text before spending time and memory on tokenizing it.
 
         Raises:
-            ValidationError: it is WIDEST times longer than `max_model_len` of the vocabulary's longest tokens.
+            ValidationError: it has more than `max_text_bytes`; or, if it must fit the context, it is WIDEST times
+                longer than `max_model_len` of the vocabulary's longest tokens.
         """
         if len(text) <= self.max_model_len:
+            return
+        if self.max_text_bytes and 4 * len(text) > self.max_text_bytes:
+            size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            if size > self.max_text_bytes:
+                raise ValidationError(
+                    f"the text has {size} bytes of UTF-8; the limit is {self.max_text_bytes}: shorten it, or send it"
+                    " in parts",
+                    parameter="input_tokens", value=size,
+                )  # fmt: skip
+        if not fits:
             return
         if not self._longest and self.tokenizer is not None:
             self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
@@ -216,28 +247,24 @@ class InputProcessor:
                 parameter="input_tokens", value=len(text),
             )  # fmt: skip
 
-    def _check_prompt(self, tokens: list[int]) -> None:
-        if not tokens:
-            raise ValidationError(
-                "the prompt is empty: it needs at least one token", parameter="prompt", value=[]
-            )
-        if len(tokens) >= self.max_model_len:
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ValidationError: a prompt of so many tokens leaves no room for output."""
+        if num_tokens >= self.max_model_len:
             raise ValidationError(
                 f"This model's maximum context length is {self.max_model_len} tokens: the prompt has"
-                f" {len(tokens)}, and an output needs at least 1. Shorten the prompt, set"
+                f" {num_tokens}, and an output needs at least 1. Shorten the prompt, set"
                 " truncate_prompt_tokens, or start the engine with a larger max_model_len.",
-                parameter="input_tokens", value=len(tokens),
+                parameter="input_tokens", value=num_tokens,
             )  # fmt: skip
-        self._check_ids("prompt_token_ids", tokens)
 
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
         if not ids:
             return
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
             raise ValidationError(
-                f"{name} has {wrong}, which is no token of this model: ids go from 0 to"
+                f"{name} has {wrong}, which is not a token id of this model; ids are 0 to"
                 f" {self.vocab_size - 1}",
                 parameter=name, value=wrong,
             )  # fmt: skip
@@ -245,10 +272,10 @@ class InputProcessor:
     # -- the parameters -------------------------------------------------------------------------
     def _settle(self, params: SamplingParams, num_prompt: int, *, limited: bool) -> SamplingParams:
         """The engine's parameters: all defaults resolved, fields that only the frontend reads removed."""
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_ids("logit_bias", params.logit_bias or ())
+        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
         if self.tokenizer is None and params.stop:
             raise ValidationError(
                 "stop needs a tokenizer, and skip_tokenizer_init=True left it out: use stop_token_ids",
@@ -326,3 +353,8 @@ class InputProcessor:
             )  # fmt: skip
         self._words = (list(words), found)
         return found
+
+
+def tenant_salt(salt: str, tenant: str) -> str:
+    """Tenants share no cached prefixes: the latency of an answer would reveal other tenants' prompts."""
+    return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from quire.errors import Unsupported, ValidationError
@@ -61,11 +61,14 @@ MAX_SALT = 128
 
 @dataclass(slots=True)
 class Prompt:
-    """`text` or `tokens` is set, or both: then the engine uses the tokens, and the output returns the text."""
+    """A text, token ids, or both: then the engine uses the ids, and the output returns the text."""
 
     text: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[int] = field(default_factory=list)
+    """Empty: the text is not tokenized yet."""
     salt: str = ""
+    is_checked: bool = False
+    """The tokens fit the model (`InputProcessor.tokenize`)."""
 
 
 def read_prompt(given: Any) -> Prompt:
@@ -109,7 +112,11 @@ def _read_mapping(given: Mapping[str, Any]) -> Prompt:
         raise ValidationError(
             "a prompt dict must have prompt (text) or prompt_token_ids", parameter="prompt"
         )
-    return Prompt(text, None if tokens is None else _tokens(tokens), read_salt(salt))
+    ids = [] if tokens is None else _tokens(tokens)
+    has_text = tokens is None or bool(
+        ids
+    )  # an empty list of ids is an empty prompt, also beside a text
+    return Prompt(text if has_text else None, ids, read_salt(salt))
 
 
 def read_salt(salt: Any) -> str:

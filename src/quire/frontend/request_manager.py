@@ -23,9 +23,7 @@ from quire.frontend import chat
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.parsers.model_formats import ModelFormats
-from quire.frontend.parsers.plugins import registry
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.logging import get_logger
 from quire.models import hf_config
@@ -62,7 +60,7 @@ class RequestManager:
             asked.seed,
             number,
             structured=structured_options(resolved.asked.structured.structured_outputs_config),
-            reasoning=functools.cache(self._reasoning),
+            reasoning=lambda: self.formats.reasoning,
         )
         self.logs_requests = False
         """Log a line for each request; the server writes its own."""
@@ -83,22 +81,24 @@ class RequestManager:
             texts += [template.source, *template.named.values()]
         return "\n".join(texts)
 
-    def _reasoning(self) -> ReasoningFormat | None:
-        """The reasoning format, chosen by name or by the chat template, as the server does."""
-        server = self.client.resolved.asked.server
-        files = [file for file in (server.reasoning_parser_plugin,) if file]
-        found = ModelFormats(None, server.reasoning_parser, self.template_text, (), registry(files))
-        return found.reasoning
+    @functools.cached_property
+    def formats(self) -> ModelFormats:
+        """The model's formats of reasoning and tool calls."""
+        return ModelFormats.of(
+            self.client.resolved.asked.server, self.template_text, self.special_texts
+        )
+
+    @property
+    def special_texts(self) -> list[str]:
+        return [] if self.tokenizer is None else self.tokenizer.all_special_tokens
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.template is not None
 
     def need_tokenizer(self) -> Tokenizer:
         """Raises ValidationError: there is no tokenizer, because of skip_tokenizer_init=True."""
-        if self.tokenizer is None:
-            raise ValidationError(
-                "there is no tokenizer: skip_tokenizer_init=True left it out",
-                parameter="skip_tokenizer_init",
-                value=True,
-            )
-        return self.tokenizer
+        return self.inputs.need_tokenizer()
 
     # -- in -------------------------------------------------------------------------------------
     def accept(
@@ -112,7 +112,7 @@ class RequestManager:
         options = options or chat.ChatOptions()
         if options.content_format == "auto":
             options = dataclasses.replace(options, content_format=self.content_format)
-        return chat.render(self.tokenizer, messages, options)
+        return chat.render(self.inputs.need_tokenizer("messages"), messages, options)
 
     def submit(self, accepted: AcceptedRequest) -> OutputProcessor:
         """Register the request and send it to the engine. Raises: as `register` and `send`."""

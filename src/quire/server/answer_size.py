@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
-from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 
 
 def check_answer_size(
-    prompts: Sequence[TokenizedPrompt], params: SamplingParams, beams: BeamSearchParams | None,
-    engine: TextEngine, most: int, copies: int = 1,
+    prompts: Sequence[Prompt], params: SamplingParams, beams: BeamSearchParams | None,
+    engine: AsyncEngine, most: int, copies: int = 1,
 ) -> None:  # fmt: skip
     """`most`: entries; one completion without log-probabilities is never refused.
 
@@ -26,11 +27,11 @@ def check_answer_size(
     """
     each = max(params.n, params.best_of or 1)
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-    room = (max(1, engine.max_model_len - len(prompt.tokens)) for prompt in prompts)
+    room = (max(1, engine.inputs.max_model_len - len(prompt.tokens)) for prompt in prompts)
     asked = params.max_tokens
     output_tokens = each * sum(one if asked is None else min(asked, one) for one in room)
-    of_prompt = entries_per_token(params.prompt_logprobs, engine.vocab_size)
-    of_output = entries_per_token(params.logprobs, engine.vocab_size)
+    of_prompt = entries_per_token(params.prompt_logprobs, engine.inputs.vocab_size)
+    of_output = entries_per_token(params.logprobs, engine.inputs.vocab_size)
     if params.logprob_token_ids is not None and beams is None:
         of_output = 2 + len(params.logprob_token_ids)
     if beams is not None:
@@ -45,7 +46,7 @@ def check_answer_size(
         "n" if of_prompt == 1 else "prompt_logprobs": prompt_tokens * of_prompt,
         "max_tokens" if of_output == 1 else "logprobs": output_tokens * of_output,
     }
-    if (total := sum(sums.values())) <= max(most, engine.max_model_len):
+    if (total := sum(sums.values())) <= max(most, engine.inputs.max_model_len):
         return
     told = []
     if of_prompt:

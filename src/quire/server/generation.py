@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from quire.errors import QueueFull
-from quire.frontend.outputs import ERRORS
+from quire.api.async_engine import AsyncEngine, OutputStream
+from quire.errors import QueueFull, Unsupported, ValidationError
+from quire.frontend.beam_search import BeamStream
+from quire.frontend.outputs import ERRORS, RequestOutput
 from quire.frontend.parsers.stream_parser import CallDelta
+from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
 from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
@@ -28,10 +33,8 @@ from quire.observe.tracing import SpanAttributes
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
-from quire.server.engine_protocol import OutputLike, StreamLike, TextEngine, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.large_answers import LARGE_ENTRIES
-from quire.server.openai.beam_search import BeamStream
 from quire.server.openai.chat_output import ChatOutputReader, added
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
@@ -110,7 +113,7 @@ class RunningPrompt:
     told: str
     """Its id for the user."""
     params: SamplingParams
-    stream: StreamLike
+    stream: OutputStream | BeamStream
     timer: RequestTimer
     times: Any = None
     """The frontend's RequestMetrics, if any."""
@@ -121,9 +124,9 @@ class Generation:
     """Call `open`, then `next` until `ended`, and `close` in any case."""
 
     state: ServerState
-    engine: TextEngine
+    engine: AsyncEngine
     id: str
-    prompts: list[TokenizedPrompt]
+    prompts: list[Prompt]
     params: SamplingParams
     priority: int = 0
     timeout: float | None = None
@@ -307,14 +310,18 @@ class Generation:
         return RunningPrompt(which, name, told, params, stream, timer)
 
     async def _stream(
-        self, prompt: TokenizedPrompt, params: SamplingParams, name: str, tenant: str
-    ) -> StreamLike:
-        asked: dict[str, Any] = {"priority": self.priority, "tenant": tenant}
+        self, prompt: Prompt, params: SamplingParams, name: str, tenant: str
+    ) -> OutputStream | BeamStream:
+        engine = self.engine
+        open_request = partial(engine.open, priority=self.priority, tenant=tenant)
         if self.beams is None:
-            return await self.engine.open(prompt, params, name, self._bell.ring, **asked)
+            try:
+                return await open_request(prompt, params, name, self._bell.ring)
+            except Unsupported as error:
+                raise ValidationError(str(error)) from error
         search = self.state.searches[name] = BeamStream(
-            self.engine, prompt, self.beams, name, self._bell.ring,
-            logprobs=params.logprobs is not None, **asked,
+            engine.inputs, prompt, self.beams, name, partial(open_request, inner=True, arrived=time.time()),
+            partial(engine.call, "count_ended"), self._bell.ring, logprobs=params.logprobs is not None,
         )  # fmt: skip
         return search
 
@@ -348,7 +355,7 @@ class Generation:
             streamed = params.output_kind != FINAL_ONLY
             self.state.metrics.read_for_calls(streamed, called, kind)
 
-    def _log(self, name: str, prompt: TokenizedPrompt, params: SamplingParams) -> None:
+    def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
         most = self.state.config.observe.max_log_len
         text = None if prompt.text is None else prompt.text[:most]
         log.info(
@@ -375,7 +382,9 @@ def own_name(shared: str) -> str:
     return shared.rpartition("@")[0]
 
 
-def output_deltas(output: OutputLike, which: int, n: int, count: TokenCount) -> list[OutputDelta]:
+def output_deltas(
+    output: RequestOutput, which: int, n: int, count: TokenCount
+) -> list[OutputDelta]:
     """The deltas of an output; its prompt's data goes into `count`."""
     count.cached = output.num_cached_tokens or count.cached
     if output.prompt_logprobs is not None:

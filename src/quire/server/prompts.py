@@ -1,87 +1,58 @@
-"""Prompts of requests -> token ids.
+"""Prompts of requests: messages -> text -> token ids, in threads if they are long, so that other streams continue.
 
-Knows text, ids and truncation. Does not know endpoints. Threads tokenize long texts, so that other requests' streams
-continue.
+Knows request fields. `frontend/input_processor.py` checks what depends on the model. Does not know endpoints.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from quire import env
-from quire.server.engine_protocol import TextEngine, TokenizedPrompt
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.chat import ChatOptions
+from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
+from quire.frontend.prompts import Prompt
+from quire.protocol.sampling_params import truncation
 from quire.server.errors import invalid
 from quire.server.schemas import CompletionRequest, Sampling
+from quire.server.state import ServerState
 
-LONG_TEXT = 20_000  # characters: about 5 ms of tokenizing
-MOST_TEXT = (
-    4 << 20
-)  # bytes of UTF-8: about a million tokens, for which the tokenizer takes 300 MiB of memory
-BYTES_A_TOKEN = 16  # ... or so many bytes for each token of a longer context
+IN_LOOP_S = 0.03  # of the event loop, at most, for a template; nearly all take less than a tenth
 MOST_MESSAGES = 10_000
 
 
-async def encode(engine: TextEngine, text: str, *, special: bool, fits: bool = True) -> list[int]:
-    """Token ids of a text; a thread tokenizes a long one. `fits`: refuse a text that the model cannot take.
+async def render(
+    messages: list[dict[str, Any]], options: ChatOptions, engine: AsyncEngine, state: ServerState
+) -> str:
+    """Messages -> the prompt's text: in the event loop if that is quick, else in a thread; with a request's own
+    template in another process.
 
     Raises:
-        ApiError: 400: the text is too long to be tokenized at all.
-        ValidationError: it cannot fit into the model's context.
+        ValidationError: the template rejects the messages.
     """
-    if len(text) < LONG_TEXT:
-        return engine.encode(text, special=special)
-    return await engine.texts.run_sized(len(text), encode_long, engine, text, special, fits)
+    front = engine.front
+    if options.template is not None:
+        specials = front.inputs.need_tokenizer("messages").special_tokens_map
+        return await state.templates.run(state.untrusted.render, messages, options, specials)
+    if not state.texts.inside:
+        with suppress(TemplateTooSlow):
+            return front.render(messages, replace(options, seconds=IN_LOOP_S))
+    return await state.texts.run(front.render, messages, replace(options, seconds=SECONDS))
 
 
-def encode_long(engine: TextEngine, text: str, special: bool, fits: bool) -> list[int]:
-    """`encode` of a long text, run in a thread."""
-    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    most = max(MOST_TEXT, BYTES_A_TOKEN * engine.max_model_len)
-    if size > most:
-        raise invalid(
-            f"the text has {size} bytes of UTF-8; the limit is {most}: shorten it, or send it in parts",
-            "input_tokens",
-        )
-    if fits:
-        engine.check_width(text)
-    return engine.encode(text, special=special)
-
-
-def truncated(tokens: list[int], request: Sampling, engine: TextEngine) -> list[int]:
-    """The last (or first) truncate_prompt_tokens of a prompt; -1: as many as the model takes."""
-    most = request.truncate_prompt_tokens
-    if most is None:
-        return tokens
-    if most == -1:
-        most = engine.max_model_len - 1
-    if most == 0:
-        raise invalid("`truncate_prompt_tokens` is 0, which would leave an empty prompt; set at least 1, or -1", "truncate_prompt_tokens")  # fmt: skip
-    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
-
-
-def check_length(tokens: list[int], request: Sampling, engine: TextEngine) -> None:
-    """Raises ApiError 400 for a prompt that is empty, too long, or has ids outside the vocabulary."""
-    if not tokens:
-        raise invalid("the prompt is empty: it must have at least one token", "prompt")
-    check_fits(len(tokens), request, engine)
-    low, high = min(tokens), max(tokens)
-    if low < 0 or (engine.vocab_size and high >= engine.vocab_size):
-        wrong = low if low < 0 else high
-        raise invalid(
-            f"token id {wrong} is out of range: the vocabulary has {engine.vocab_size} tokens",
-            "prompt",
-        )
-
-
-def check_fits(count: int, request: Sampling, engine: TextEngine) -> None:
-    """Raises ApiError 400 for a prompt of more tokens than the model takes."""
-    least = 0 if getattr(request, "echo", False) and getattr(request, "max_tokens", 1) == 0 else 1
-    if count + least > engine.max_model_len:
-        raise invalid(
-            f"this model's maximum context length is {engine.max_model_len} tokens, but the prompt has"
-            f" {count}; make it shorter, or set truncate_prompt_tokens",
-            "input_tokens",
-        )
+def tokenize_options(request: Sampling, special: bool, *, fits_model: bool = True) -> TokenizeOptions:  # fmt: skip
+    """How to tokenize the prompt of a request. Raises ValidationError: truncate_prompt_tokens is 0."""
+    limit = request.truncate_prompt_tokens
+    return TokenizeOptions(
+        add_special_tokens=special,
+        truncate=None if limit is None else truncation(limit),
+        keep_first=request.truncation_side == "right",
+        parameter="prompt",
+        fits_model=fits_model,
+    )
 
 
 def given_prompts(request: CompletionRequest) -> list[Any]:
@@ -103,35 +74,21 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
     return many
 
 
-async def one_prompt(
-    prompt: Any, request: CompletionRequest, engine: TextEngine
-) -> TokenizedPrompt:
-    text: str | None = None
+async def one_prompt(prompt: Any, request: CompletionRequest, engine: AsyncEngine) -> Prompt:
+    """One of the given prompts, tokenized. Raises ApiError, ValidationError: it is invalid."""
+    options = tokenize_options(request, request.add_special_tokens)
+    salt = request.cache_salt or ""
     if isinstance(prompt, str):
-        text = prompt
-        tokens = await encode(
-            engine, prompt, special=request.add_special_tokens,
-            fits=request.truncate_prompt_tokens is None,
-        )  # fmt: skip
-    elif isinstance(prompt, list) and is_ids(prompt, request, engine):
-        tokens = prompt
-    else:
-        raise invalid(
-            "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists",
-            "prompt",
-        )
-    kept = truncated(tokens, request, engine)
-    if kept is not tokens and len(kept) < len(tokens):
-        text = None
-    check_length(kept, request, engine)
-    return TokenizedPrompt(kept, text, request.cache_salt or "")
-
-
-def is_ids(prompt: list[Any], request: CompletionRequest, engine: TextEngine) -> bool:
-    """Whether a prompt is a list of token ids. Raises ApiError 400: it is too long to check."""
-    if request.truncate_prompt_tokens is None:
-        check_fits(len(prompt), request, engine)
-    return all(type(token) is int for token in prompt)
+        return await engine.tokenize(Prompt(prompt, salt=salt), options)
+    if isinstance(prompt, list):
+        if options.truncate is None:
+            engine.inputs.check_length(len(prompt))  # before each of its items is
+        if all(type(token) is int for token in prompt):
+            return await engine.tokenize(Prompt(None, prompt, salt), options)
+    raise invalid(
+        "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists",
+        "prompt",
+    )
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

@@ -144,7 +144,7 @@ async def read(request: Request, kind: type[Body]) -> Body:
     raw = await read_raw(request)
     if len(raw) <= SHORT_BODY:
         return read_short(raw, kind)
-    texts: TextPool = request.app.state.quire.serving().texts
+    texts: TextPool = request.app.state.quire.texts
     return await texts.run_sized(len(raw), read_long, raw, kind)
 
 
@@ -158,7 +158,7 @@ async def prepared(
     size = request.scope.get(SIZE, 0)
     if size <= SHORT_BODY:
         return await work(*args, **keywords)
-    texts: TextPool = request.app.state.quire.serving().texts
+    texts: TextPool = request.app.state.quire.texts
     return await texts.run_sized(size, partial(run_alone, work, *args, **keywords))
 
 

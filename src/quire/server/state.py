@@ -10,17 +10,23 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from hashlib import sha256
 
-from quire import env
+from quire import __version__, env
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, EngineDelayed
-from quire.frontend.parsers.model_formats import ModelFormats
-from quire.observe.prometheus import ServerMetrics
+from quire.frontend.beam_search import BeamStream
+from quire.frontend.untrusted_templates import AT_ONCE, UntrustedTemplateRenderer
+from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
-from quire.server.engine_protocol import TextEngine
 from quire.server.errors import ApiError, unavailable
-from quire.server.openai.beam_search import BeamStream
+from quire.server.text_pool import TextPool
+
+MAX_TEXT_BYTES = 4 << 20  # a million tokens, for which the tokenizer takes 300 MiB of memory
+BYTES_PER_TOKEN = 16  # ... or so many bytes for each token of a longer context
 
 
 class ServerPhase(Enum):
@@ -36,7 +42,7 @@ class ServerState:
 
     config: EngineConfig
     metrics: ServerMetrics
-    engine: TextEngine | None = None
+    engine: AsyncEngine | None = None
     phase: ServerPhase = ServerPhase.LOADING
     tenants: ApiKeys | None = None
     hosts: frozenset[str] | None = None
@@ -51,8 +57,15 @@ class ServerState:
     """HTTP requests in progress (/load)."""
     hurry: bool = False
     """Set by the second stop signal: do not wait for running requests."""
-    formats: ModelFormats | None = None
-    """How the model writes reasoning and tool calls; `chat_output.model_formats` sets it."""
+    texts: TextPool = field(default_factory=TextPool)
+    """Threads for long texts."""
+    templates: TextPool = field(default_factory=partial(TextPool, AT_ONCE))
+    """Threads that wait for the processes of `untrusted`."""
+    untrusted: UntrustedTemplateRenderer = field(default_factory=UntrustedTemplateRenderer)
+    """Renders templates that come with requests."""
+    fingerprint: str = ""
+    """Changes with everything that may change an answer."""
+    created: int = 0
     answering: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "answers"))
     """Encodes the parts of large answers, one part of each in turn."""
     tracer: Tracer | None = None
@@ -73,7 +86,18 @@ class ServerState:
     def model_name(self) -> str:
         return self.model_names[0]
 
-    def serving(self) -> TextEngine:
+    def attach(self, engine: AsyncEngine) -> None:
+        """Serve this engine."""
+        client, limit = engine.client, engine.inputs.max_model_len
+        engine.front.packs_logprobs = True
+        engine.in_thread = self.texts.run_sized
+        engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
+        self.created, self.fingerprint = int(time.time()), fingerprint(client)
+        info = cache_info(self.config.cache, client.ready, client.resolved)
+        self.metrics.attach(engine.stats, limit, info)
+        self.engine, self.phase = engine, ServerPhase.READY
+
+    def serving(self) -> AsyncEngine:
         """The engine.
 
         Raises:
@@ -99,7 +123,7 @@ class ServerState:
         if self.engine is None or self.phase is ServerPhase.DEAD:
             return False
         try:
-            self.engine.check_health()
+            self.engine.check()
         except EngineDeadError:
             self.phase = ServerPhase.DEAD
             return False
@@ -118,7 +142,7 @@ class ServerState:
                 return "the engine has stopped"
             case ServerPhase.READY:
                 engine = self.engine
-                replaced = engine is not None and not engine.serving()
+                replaced = engine is not None and not engine.is_ready()
                 return "the engine is being restarted" if replaced else ""
 
     def check_model(self, name: str | None) -> str:
@@ -135,3 +159,10 @@ class ServerState:
         raise ApiError(
             404, f"The model `{name[:200]}` does not exist; this server has {known}.", param="model"
         )
+
+
+def fingerprint(client: EngineClient) -> str:
+    """Differs for another version, model or implementation of it, dtype or device."""
+    ready = client.ready
+    what = (__version__, client.resolved.path, ready.dtype, ready.device, ready.model_impl)
+    return f"quire-{__version__}-{sha256(repr(what).encode()).hexdigest()[:8]}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from quire.frontend.parsers import tool_constraints
+from quire.config.server import ServerConfig
+from quire.frontend.parsers import plugins, tool_constraints
 from quire.frontend.parsers.format_registry import FormatChoice, FormatRegistry
 from quire.frontend.parsers.format_table import ParserTable, ReasoningFormat, ToolFormat, compose
 from quire.frontend.parsers.stream_parser import StreamParser
@@ -40,6 +41,20 @@ class ModelFormats:
         elif self.tools is not None and self.tools.whole:
             self.reasoning = next(r for r in registry.reasoning.values() if r.whole)
         self.specials = frozenset(specials)
+
+    @classmethod
+    def of(cls, config: ServerConfig, template: str = "", specials: Iterable[str] = ()) -> Self:
+        """The formats that a configuration names, or that the template shows.
+
+        Raises:
+            ConfigError: an unknown parser, or a plugin that fails.
+        """
+        files = [
+            file for file in (config.tool_parser_plugin, config.reasoning_parser_plugin) if file
+        ]
+        return cls(
+            config.tool_call_parser, config.reasoning_parser, template, specials, plugins.registry(files)
+        )  # fmt: skip
 
     def opened(self, prompt: str, last: str = "") -> bool | None:
         """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.

@@ -15,7 +15,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from quire.api.async_engine import AsyncEngine
 from quire.errors import EngineDeadError
+from quire.frontend.prompts import Prompt
 from quire.server.anthropic.content_blocks import (
     ContentBlocks,
     choice_of,
@@ -23,13 +25,11 @@ from quire.server.anthropic.content_blocks import (
     text_of,
     tools_of,
 )
-from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import ENDS, as_api_error, clean, invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_prompt, effort_of, generation_of
-from quire.server.openai.chat_output import model_formats
 from quire.server.openai.response_format import of_format
 from quire.server.request_body import json_response, prepared, read
 from quire.server.respond import answer
@@ -191,10 +191,10 @@ class MessageEventEncoder:
 
 
 async def asked_of(
-    request: Request, body: MessagesRequest, engine: TextEngine, state: ServerState
+    request: Request, body: MessagesRequest, engine: AsyncEngine, state: ServerState
 ) -> Generation:
     wish = as_chat(body)
-    if wish.include_reasoning and model_formats(state, engine).reasoning is None:
+    if wish.include_reasoning and engine.front.formats.reasoning is None:
         raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
     return await generation_of(request, wish, engine, "msg_")
 
@@ -233,7 +233,5 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
-async def counted_of(
-    body: MessagesRequest, engine: TextEngine, state: ServerState
-) -> TokenizedPrompt:
+async def counted_of(body: MessagesRequest, engine: AsyncEngine, state: ServerState) -> Prompt:
     return await chat_prompt(as_chat(body, counted=True), engine, state, check=False)

@@ -14,15 +14,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.chat import ChatOptions
 from quire.frontend.parsers.stream_parser import CallDelta
-from quire.server.engine_protocol import RenderOptions, TextEngine, TokenizedPrompt
+from quire.frontend.prompts import Prompt
 from quire.server.errors import invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
-from quire.server.openai.beam_search import beams_of
 from quire.server.openai.chat_output import make_output_reader
 from quire.server.openai.chunks import (
     ChunkEncoder,
@@ -32,9 +33,9 @@ from quire.server.openai.chunks import (
     new_id,
     priority,
 )
-from quire.server.openai.sampling_params import chat_params
+from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
-from quire.server.prompts import check_length, check_messages, encode, truncated
+from quire.server.prompts import check_messages, render, tokenize_options
 from quire.server.request_body import prepared, read
 from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, TokenizeRequest
@@ -51,7 +52,7 @@ def effort_of(asked: Any, said: str) -> str | None:
     raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; send other template variables in `chat_template_kwargs`", said)  # fmt: skip
 
 
-def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> RenderOptions:
+def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
     """Raises ApiError 400: a client's chat template that the server does not trust, or options that exclude each other."""
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:
@@ -71,7 +72,7 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Ren
         thinks = effort != "none"
         kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     kwargs |= body.chat_template_kwargs
-    return RenderOptions(
+    return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template=body.chat_template,
@@ -82,25 +83,25 @@ def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> Ren
 
 
 async def chat_text(
-    body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: TextEngine,
+    body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: AsyncEngine,
     state: ServerState,
 ) -> str:  # fmt: skip
     """Render messages to text; every protocol uses this function."""
     check_messages(messages)
-    return await engine.render(with_calls_read(messages), chat_options(body, state))
+    return await render(with_calls_read(messages), chat_options(body, state), engine, state)
 
 
 async def chat_prompt(
-    body: ChatRequest, engine: TextEngine, state: ServerState, *, check: bool = True
-) -> TokenizedPrompt:
+    body: ChatRequest, engine: AsyncEngine, state: ServerState, *, check: bool = True
+) -> Prompt:
     """The conversation as tokens. `check`: refuse it if it is too long for the model."""
     text = await chat_text(body, body.messages, engine, state)
-    fits = check and body.truncate_prompt_tokens is None
-    tokens = await encode(engine, text, special=body.add_special_tokens, fits=fits)
-    tokens = truncated(tokens, body, engine)
-    if check:
-        check_length(tokens, body, engine)
-    return TokenizedPrompt(tokens, text, body.cache_salt or "")
+    options = tokenize_options(body, body.add_special_tokens, fits_model=check)
+    prompt = await engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
+    prompt.text = (
+        text  # all of it, also of truncated tokens: it shows whether the model is reasoning
+    )
+    return prompt
 
 
 @dataclass(slots=True)
@@ -244,7 +245,7 @@ def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 async def generation_of(
-    request: Request, body: ChatRequest, engine: TextEngine, kind: str
+    request: Request, body: ChatRequest, engine: AsyncEngine, kind: str
 ) -> Generation:
     """Check and render a chat request. `kind`: the prefix of the generation's id.
 
@@ -252,7 +253,7 @@ async def generation_of(
         ApiError, ValidationError: the request is invalid.
     """
     state: ServerState = request.app.state.quire
-    params = chat_params(body, engine.defaults())
+    params = chat_params(body, engine.inputs.defaults)
     choice = tool_choice_of(body)
     take_from_key(request, completions_of(1, params, state))
     prompt = await chat_prompt(body, engine, state)
@@ -260,7 +261,7 @@ async def generation_of(
     return Generation(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, interval(body, state),
-        request.scope.get(TENANT), reader, beams_of(body, params, engine.defaults()),
+        request.scope.get(TENANT), reader, beam_search_params(body, params, engine.inputs.defaults),
     )  # fmt: skip
 
 
@@ -279,7 +280,7 @@ async def chat(request: Request) -> Response | EventStream:
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         frames = ChunkFrames(
-            "chat.completion.chunk", generation.id, model, engine.fingerprint, body, state
+            "chat.completion.chunk", generation.id, model, state.fingerprint, body, state
         )
         return await answer(request, generation, ChatChunkEncoder(shaper, frames, details))
     created = int(time.time())
@@ -294,7 +295,7 @@ async def chat(request: Request) -> Response | EventStream:
         "model": model,
         "choices": shapes.listed(choices, large),
         "service_tier": None,
-        "system_fingerprint": engine.fingerprint,
+        "system_fingerprint": state.fingerprint,
         "usage": generation.usage(details),
         "prompt_logprobs": shapes.prompt(told, large) if body.prompt_logprobs is not None else None,
         "prompt_token_ids": prompt.tokens if body.return_token_ids else None,

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.config.server import ServerConfig
+from quire.api.async_engine import AsyncEngine
 from quire.config.structured import structured_options
 from quire.errors import ValidationError
 from quire.frontend.parsers.format_registry import OFF
 from quire.frontend.parsers.model_formats import ModelFormats, OutputFormat
-from quire.frontend.parsers.plugins import registry
 from quire.frontend.parsers.stream_parser import CallDelta, ParsedDelta, StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
@@ -26,10 +25,10 @@ from quire.frontend.parsers.tool_constraints import (
     forced,
     is_strict,
 )
+from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
-from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 from quire.server.openai.tools import ToolChoice
 from quire.server.schemas import ChatRequest
@@ -41,41 +40,16 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def formats_of(config: ServerConfig, engine: TextEngine | None) -> ModelFormats:
-    """The model's output formats; without an engine, this only checks that the configured parsers exist.
-
-    Raises:
-        ConfigError: an unknown parser, or a plugin that fails.
-    """
-    plugins = [config.tool_parser_plugin, config.reasoning_parser_plugin]
-    return ModelFormats(
-        config.tool_call_parser,
-        config.reasoning_parser,
-        getattr(engine, "template_text", ""),
-        getattr(engine, "special_texts", ()),
-        registry([path for path in plugins if path]),
-    )
-
-
-def model_formats(state: ServerState, engine: TextEngine) -> ModelFormats:
-    """The model's output formats; detected once and logged."""
-    if state.formats is None:
-        found = state.formats = formats_of(state.config.server, engine)
-        for what, choice in (("tool calls", found.tool_choice), ("thoughts", found.reasoning_choice)):  # fmt: skip
-            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
-    return state.formats
-
-
 def make_output_reader(
-    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: TokenizedPrompt,
-    state: ServerState, engine: TextEngine,
+    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt,
+    state: ServerState, engine: AsyncEngine,
 ) -> ChatOutputReader | None:  # fmt: skip
     """None: outputs are plain content. Adds the constraint of the request's tool calls to `params`.
 
     Raises:
         ApiError: 400: the model's call format is unknown, or the request has two constraints on its output.
     """
-    formats = model_formats(state, engine)
+    formats = engine.front.formats
     last = body.messages[-1].get("content") if body.continue_final_message else None
     opened = formats.opened(prompt.text or "", last if isinstance(last, str) else "")
     if choice.kind == "auto" and formats.tools is None:

@@ -15,15 +15,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.engine_protocol import TextEngine, TokenizedPrompt
 from quire.server.errors import invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
-from quire.server.openai.beam_search import beams_of
 from quire.server.openai.chunks import (
     ChunkEncoder,
     ChunkFrames,
@@ -32,7 +32,7 @@ from quire.server.openai.chunks import (
     new_id,
     priority,
 )
-from quire.server.openai.sampling_params import completion_params
+from quire.server.openai.sampling_params import beam_search_params, completion_params
 from quire.server.prompts import given_prompts, one_prompt
 from quire.server.request_body import prepared, read
 from quire.server.respond import answer
@@ -46,16 +46,16 @@ class CompletionChoiceBuilder:
     """Builds choices from deltas; tracks the text offset of each completion."""
 
     body: CompletionRequest
-    engine: TextEngine
+    engine: AsyncEngine
     generation: Generation
     name: shapes.Name
     offsets: dict[int, int] = field(default_factory=dict)
     echoed: set[int] = field(default_factory=set)
 
-    def prompt_of(self, delta: OutputDelta) -> TokenizedPrompt:
+    def prompt_of(self, delta: OutputDelta) -> Prompt:
         return self.generation.prompts[delta.prompt]
 
-    def text_of(self, prompt: TokenizedPrompt) -> str:
+    def text_of(self, prompt: Prompt) -> str:
         """The prompt's text; decoded if the client sent token ids."""
         if prompt.text is None:
             prompt.text = self.engine.decode(prompt.tokens)
@@ -143,17 +143,17 @@ class CompletionChunkEncoder(ChunkEncoder):
 
 
 async def asked_of(
-    request: Request, body: CompletionRequest, engine: TextEngine, state: ServerState
-) -> tuple[SamplingParams, list[TokenizedPrompt]]:
+    request: Request, body: CompletionRequest, engine: AsyncEngine, state: ServerState
+) -> tuple[SamplingParams, list[Prompt]]:
     """Check and tokenize a request. Raises ApiError, ValidationError: it is invalid."""
-    params = completion_params(body, engine.defaults())
+    params = completion_params(body, engine.inputs.defaults)
     given = given_prompts(body)
     total = completions_of(len(given), params, state)
     take_from_key(request, total)
     prompts = []
     for prompt in given:
         prompts.append(await one_prompt(prompt, body, engine))
-        if not engine.texts.inside:
+        if not state.texts.inside:
             await asyncio.sleep(0)  # let other tasks of the loop run
     return params, prompts
 
@@ -174,7 +174,7 @@ async def completions(request: Request) -> Response | EventStream:
     generation = Generation(
         state, engine, new_id("cmpl-", request, body), prompts, params,
         priority(request, body), body.timeout, interval(body, state),
-        request.scope.get(TENANT), beams=beams_of(body, params, engine.defaults()),
+        request.scope.get(TENANT), beams=beam_search_params(body, params, engine.inputs.defaults),
         copies=params.n if repeated else 1,
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
@@ -185,7 +185,7 @@ async def completions(request: Request) -> Response | EventStream:
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         frames = ChunkFrames(
-            "text_completion", generation.id, model, engine.fingerprint, body, state
+            "text_completion", generation.id, model, state.fingerprint, body, state
         )
         return await answer(request, generation, CompletionChunkEncoder(shaper, frames, details))
     created = int(time.time())
@@ -200,7 +200,7 @@ async def completions(request: Request) -> Response | EventStream:
             "model": model,
             "choices": shapes.listed(choices, large),
             "service_tier": None,
-            "system_fingerprint": engine.fingerprint,
+            "system_fingerprint": state.fingerprint,
             "usage": shaper.usage(details),
             "kv_transfer_params": None,
         },

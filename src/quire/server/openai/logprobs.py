@@ -11,12 +11,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from quire.server.engine_protocol import LogprobLike
+from quire.frontend.logprobs import Logprob
 from quire.server.large_answers import LongList
 
 FLOOR = -9999.0  # JSON has no -inf
-Position = Mapping[int, LogprobLike] | None
-Name = Callable[[int, LogprobLike], str]
+Position = Mapping[int, Logprob] | None
+Name = Callable[[int, Logprob], str]
 LEGACY = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
@@ -27,7 +27,7 @@ def floored(value: float) -> float:
 def naming(as_ids: bool, token_text: Callable[[int], str]) -> Name:
     """Names tokens; with `as_ids` as `token_id:N`, so that every name is printable."""
 
-    def name(token: int, entry: LogprobLike) -> str:
+    def name(token: int, entry: Logprob) -> str:
         if as_ids:
             return f"token_id:{token}"
         return token_text(token) if entry.decoded_token is None else entry.decoded_token
@@ -35,13 +35,11 @@ def naming(as_ids: bool, token_text: Callable[[int], str]) -> Name:
     return name
 
 
-def chosen(position: Mapping[int, LogprobLike], token: int) -> LogprobLike:
+def chosen(position: Mapping[int, Logprob], token: int) -> Logprob:
     return position[token] if token in position else next(iter(position.values()))
 
 
-def ranked(
-    position: Mapping[int, LogprobLike], top: int, token: int, keep_chosen: bool
-) -> list[int]:
+def ranked(position: Mapping[int, Logprob], top: int, token: int, keep_chosen: bool) -> list[int]:
     """The ids of the `top` best tokens (-1: all), best first; `keep_chosen` adds the chosen one if it is not among
     them.
     """
@@ -84,7 +82,7 @@ def chat_rows(
         yield entry
 
 
-def written(token: int, entry: LogprobLike, name: Name) -> dict[str, Any]:
+def written(token: int, entry: Logprob, name: Name) -> dict[str, Any]:
     text = name(token, entry)
     return {
         "token": text,
@@ -121,7 +119,7 @@ def legacy_rows(
     """For each token, a value of each of LEGACY. `top` None: no top_logprobs."""
     for token, position in zip(tokens, positions, strict=False):
         if position is None:  # the first token of a prompt has no log-probability
-            text, value, best = name(token, _Nothing()), None, None
+            text, value, best = name(token, Logprob(FLOOR)), None, None
         else:
             entry = chosen(position, token)
             text, value, best = name(token, entry), floored(entry.logprob), None
@@ -130,13 +128,6 @@ def legacy_rows(
                 best = {name(one, position[one]): floored(position[one].logprob) for one in keep}
         yield offset, value, text, best
         offset += len(text)
-
-
-@dataclass(slots=True)
-class _Nothing:
-    logprob: float = FLOOR
-    rank: int | None = None
-    decoded_token: str | None = None
 
 
 def prompt(positions: Iterable[Position] | None, long: bool = False) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.engine_protocol import TextEngine
+from quire.api.async_engine import AsyncEngine
 from quire.server.errors import ApiError
 from quire.server.health import state_of
 from quire.server.request_body import json_response
@@ -19,12 +19,12 @@ from quire.server.state import ServerState
 OWNER = "vllm"  # some clients check it
 
 
-def card(name: str, state: ServerState, engine: TextEngine) -> dict[str, Any]:
+def card(name: str, state: ServerState, engine: AsyncEngine) -> dict[str, Any]:
     """The card of one name."""
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
-        "created": engine.created,
+        "created": state.created,
         "allow_create_engine": False,
         "allow_sampling": True,
         "allow_logprobs": True,
@@ -38,11 +38,11 @@ def card(name: str, state: ServerState, engine: TextEngine) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": engine.created,
+        "created": state.created,
         "owned_by": OWNER,
         "root": state.config.model.model,
         "parent": None,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": engine.inputs.max_model_len,
         "permission": [permission],
     }
 

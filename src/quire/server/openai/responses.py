@@ -19,7 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.engine_protocol import TextEngine
+from quire.api.async_engine import AsyncEngine
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
@@ -215,7 +215,7 @@ class ResponseEventEncoder:
         return iter(())
 
 
-async def asked_of(request: Request, body: ResponsesRequest, engine: TextEngine) -> Generation:
+async def asked_of(request: Request, body: ResponsesRequest, engine: AsyncEngine) -> Generation:
     return await generation_of(request, as_chat(body), engine, "resp_")
 
 

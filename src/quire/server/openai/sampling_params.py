@@ -5,18 +5,16 @@ Knows which values are refused, and why. `frontend` checks what depends on the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire import env
-from quire.logging import get_logger
-from quire.protocol.sampling_params import SamplingParams
+from quire.frontend.generation_config import GenerationDefaults
+from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.errors import ApiError, invalid
 from quire.server.middleware import VALID_ID
 from quire.server.openai.response_format import constraint
 from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
-
-log = get_logger(__name__)
 
 MAX_SALT = 128  # characters
 MAX_STOP = 1024  # characters: a stop string costs a table of its length, and delays the output by its length
@@ -47,6 +45,14 @@ LATER: dict[str, str] = {
     "functions": "the deprecated functions interface",
     "function_call": "the deprecated functions interface",
 }
+
+NOT_WITH_BEAM_SEARCH = (
+    "stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "prompt_logprobs", "logprob_token_ids", "repetition_detection",
+    "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_json_object", "echo", "best_of", "tools",
+)  # fmt: skip
+"""Fields that would change the search. Sampling fields (top_p, seed) are accepted and ignored: nothing is sampled."""
 
 
 def refuse_later(request: Sampling) -> None:
@@ -117,13 +123,13 @@ def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
         raise invalid("the keys of `logit_bias` must be token ids", "logit_bias") from error
 
 
-def shared(request: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def shared(request: Sampling, defaults: GenerationDefaults) -> dict[str, Any]:
     """Keywords of SamplingParams: from the request, else from the model's defaults, else left out."""
     found: dict[str, Any] = {}
     for name in () if request.use_beam_search else DRAWING:
         value = getattr(request, name)
         if value is None:
-            value = defaults.get(name)
+            value = defaults.sampling.get(name)
         if value is not None:
             found[name] = value
     stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
@@ -154,21 +160,7 @@ def without_repeats(ids: list[int] | None) -> list[int] | None:
     return None if ids is None else list(dict.fromkeys(ids))
 
 
-def capped(asked: int | None, defaults: Mapping[str, Any]) -> int | None:
-    """max_tokens, at most the generation config's max_new_tokens. Logs the first time that the cap applies."""
-    cap = defaults.get("max_tokens")
-    if cap is None or (asked is not None and asked <= cap):
-        return asked
-    if asked is not None:
-        log.warning_once(
-            "generation_config of the model limits outputs to %d tokens, even if a request sets a larger max_tokens;"
-            " --generation-config vllm removes the limit",
-            int(cap),
-        )
-    return int(cap)
-
-
-def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def completion_params(request: CompletionRequest, defaults: GenerationDefaults) -> SamplingParams:
     check(request)
     if request.logprobs is not None and request.logprobs < -1:
         raise invalid("`logprobs` must be at least 0, or -1 for all", "logprobs")
@@ -191,11 +183,11 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
     return SamplingParams(
         **keywords,
         logprobs=request.logprobs,
-        max_tokens=capped(max(1, request.max_tokens), defaults),
+        max_tokens=defaults.max_tokens(max(1, request.max_tokens)),
     )
 
 
-def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_params(request: ChatRequest, defaults: GenerationDefaults) -> SamplingParams:
     check(request)
     top = request.top_logprobs
     if top is not None and top != 0 and not request.logprobs:
@@ -212,5 +204,33 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
     return SamplingParams(
         **shared(request, defaults),
         logprobs=(top or 0) if request.logprobs else None,
-        max_tokens=capped(asked, defaults),
+        max_tokens=defaults.max_tokens(asked),
+    )
+
+
+def beam_search_params(
+    request: Sampling, params: SamplingParams, defaults: GenerationDefaults
+) -> BeamSearchParams | None:
+    """None: the request uses no beam search.
+
+    Raises:
+        ApiError: 400 that names a field that beam search does not support.
+    """
+    if not request.use_beam_search:
+        return None
+    for name in NOT_WITH_BEAM_SEARCH:
+        if getattr(request, name, None):
+            raise invalid(
+                f"`{name}` is not supported with `use_beam_search`; leave one of them out", name
+            )
+    return BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens or 1 << 30,
+        ignore_eos=params.ignore_eos,
+        temperature=float(defaults.sampling.get("temperature", 1.0))
+        if request.temperature is None
+        else request.temperature,
+        length_penalty=request.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
     )

@@ -10,12 +10,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.engine_protocol import TextEngine
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.prompts import Prompt
 from quire.server.errors import invalid
 from quire.server.health import state_of
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_text
-from quire.server.prompts import encode
 from quire.server.request_body import json_response, prepared, read
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 from quire.server.state import ServerState
@@ -36,16 +37,17 @@ async def tokenize(request: Request) -> Response:
     return await prepared(request, tokenized, body, engine, state)
 
 
-async def tokenized(body: TokenizeRequest, engine: TextEngine, state: ServerState) -> Response:
+async def tokenized(body: TokenizeRequest, engine: AsyncEngine, state: ServerState) -> Response:
     special = body.add_special_tokens
     if body.prompt is not None:
         text, special = body.prompt, True if special is None else special
     else:
         text = await chat_text(body, body.messages or [], engine, state)
-    tokens = await encode(engine, text, special=bool(special), fits=False)
+    options = TokenizeOptions(bool(special), fits_model=False)
+    tokens = (await engine.tokenize(Prompt(text), options)).tokens
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": engine.max_model_len,
+        "max_model_len": engine.inputs.max_model_len,
         "tokens": tokens,
         "token_strs": None,
     }
@@ -64,18 +66,12 @@ async def detokenize(request: Request) -> Response:
     return await prepared(request, detokenized, body.tokens, engine)
 
 
-async def detokenized(tokens: list[int], engine: TextEngine) -> Response:
-    most = max(MOST_TOKENS, engine.max_model_len)
+async def detokenized(tokens: list[int], engine: AsyncEngine) -> Response:
+    most = max(MOST_TOKENS, engine.inputs.max_model_len)
     if len(tokens) > most:
         raise invalid(
             f"`tokens` has {len(tokens)} entries; the limit is {most}: send them in several requests",
             "tokens",
         )
-    low, high = min(tokens, default=0), max(tokens, default=0)
-    if low < 0 or high >= engine.vocab_size:
-        raise invalid(
-            f"`tokens` has {low if low < 0 else high}, which is not a token id of this model; ids are 0 to"
-            f" {engine.vocab_size - 1}",
-            "tokens",
-        )
+    engine.inputs.check_ids("tokens", tokens)
     return json_response({"prompt": engine.decode(tokens)})

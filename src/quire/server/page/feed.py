@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.engine_protocol import TextEngine
+from quire.api.async_engine import AsyncEngine
 
 EVERY_S = 0.25
 SHARE = 0.05  # of the engine's time, at most, goes into inspecting it
@@ -27,7 +27,7 @@ class LiveFeed:
         self._at = 0.0
         self._asking: asyncio.Future[dict[str, Any]] | None = None
 
-    async def look(self, engine: TextEngine) -> dict[str, Any]:
+    async def look(self, engine: AsyncEngine) -> dict[str, Any]:
         """The latest state; fetched from the engine if it is old, and never twice at once."""
         if self._seen is not None and self.clock() - self._at < FRESH * self.every:
             return self._seen
@@ -38,7 +38,7 @@ class LiveFeed:
             self._asking
         )  # a viewer that disconnects does not cancel it for the others
 
-    async def _ask(self, engine: TextEngine) -> dict[str, Any]:
+    async def _ask(self, engine: AsyncEngine) -> dict[str, Any]:
         seen: dict[str, Any] = await engine.call("live")
         self._seen, self._at = seen, self.clock()
         self.every = max(EVERY_S, seen["cost_ms"] / 1000 / SHARE)

@@ -47,7 +47,7 @@ async def ui_state(request: Request) -> Response:
     since = number(request, "since")
     state = state_of(request)
     engine = state.serving()
-    if not engine.serving():
+    if not engine.is_ready():
         raise unavailable("the engine is being restarted", 1)
     if (feed := getattr(request.app.state, "feed", None)) is None:
         feed = request.app.state.feed = LiveFeed()

@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import socket
 
 from quire import env
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
 from quire.engine.engine_process import COLLECT_AFTER
@@ -28,7 +29,6 @@ from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
-from quire.server.async_engine import AsyncTextEngine
 from quire.server.process.launch import ServerProcess, event_loop, tracer_of
 from quire.server.shared_usage import UsageLedger
 from quire.startup_timer import since_process_start
@@ -76,18 +76,18 @@ class HttpWorker(ServerProcess):
             await asyncio.sleep(BEAT_S)
             self.speaker.send(Heartbeat(0, 0.0, 0.0))
 
-    async def _connected(self, engine: AsyncTextEngine) -> None:
+    async def _connected(self, engine: AsyncEngine) -> None:
         """Fetch the statistics: the engine sends them only when they change."""
         await asyncio.to_thread(engine.client.stats, fresh=True)
 
-    def _greet(self, engine: AsyncTextEngine) -> None:
+    def _greet(self, engine: AsyncEngine) -> None:
         if self.again:
             self.state.metrics.replaced("http")
         else:
             seconds = since_process_start(os.getppid())
             self.state.metrics.startup.labels("all").set(seconds)
         self.opened.set()
-        self.speaker.send(EngineOpen(engine.chats))
+        self.speaker.send(EngineOpen(engine.front.has_chat_template))
 
     def _report(self, error: Exception) -> None:
         detail = error.detail if isinstance(error, StartupError) else ""

@@ -24,22 +24,22 @@ from socket import socket
 from typing import Any
 
 from quire import env
+from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
 from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError
+from quire.frontend.parsers.model_formats import ModelFormats
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.processes import Processes
-from quire.observe.prometheus import ServerMetrics, cache_info
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.stats_log import StatsLog
 from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
-from quire.server.async_engine import AsyncTextEngine
 from quire.server.hosts import allowed_hosts
-from quire.server.openai.chat_output import formats_of, model_formats
 from quire.server.process import tls
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.command_line import hide_secrets
@@ -81,7 +81,7 @@ def serve(config: EngineConfig) -> int:
     config = bounded(config)
     hide_secrets(config)
     # Refuse what does not exist before the model is loaded.
-    formats_of(config.server, None)
+    ModelFormats.of(config.server)
     own_layers(config.server.middleware)
     tls.check(config.server)
     tenants = ApiKeys(config.server)
@@ -263,7 +263,7 @@ class ServerProcess:
     def _report(self, error: Exception) -> None:
         show(failure(error), sys.stderr)
 
-    async def _connected(self, engine: AsyncTextEngine) -> None:
+    async def _connected(self, engine: AsyncEngine) -> None:
         """For subclasses: the engine's outputs are received from now on."""
 
     async def _start(self) -> None:
@@ -275,22 +275,21 @@ class ServerProcess:
         state = self.state
         client = self.client = self.client or await self.loading.client(self.config)
         await asyncio.to_thread(client.wait_ready, float(env.get("ENGINE_READY_TIMEOUT_S")))
-        engine = await asyncio.to_thread(AsyncTextEngine.over, client, self.config)
-        await engine.llm.listen()
+        engine = await asyncio.to_thread(AsyncEngine, client, self.config)
+        await engine.listen()
         await self._connected(engine)
         if state.phase is not ServerPhase.LOADING:
             return  # stop signal while it loaded
-        ready = client.ready
-        info = cache_info(self.config.cache, ready, client.resolved)
-        state.metrics.attach(engine.stats, ready.max_model_len, info)
         state.metrics.rows.set(client.resolved.max_num_seqs)
-        for name, seconds in ready.startup:
+        for name, seconds in client.ready.startup:
             state.metrics.startup.labels(name).set(seconds)
-        model_formats(state, engine)
-        state.engine, state.phase = engine, ServerPhase.READY
+        formats = engine.front.formats
+        for what, choice in (("tool calls", formats.tool_choice), ("thoughts", formats.reasoning_choice)):  # fmt: skip
+            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
+        state.attach(engine)
         self._greet(engine)
 
-    def _greet(self, engine: AsyncTextEngine) -> None:
+    def _greet(self, engine: AsyncEngine) -> None:
         names, client = self.state.model_names, self.client
         if client is None:
             return
@@ -298,7 +297,7 @@ class ServerProcess:
         self.state.metrics.startup.labels("all").set(total)
         log.info("start-up\n%s", stages_table(client.ready.startup, total))
         show(facts_table(self.config, client.ready, self.url, names))
-        line = curl_line(self.config, self.url, names[0], engine.chats)
+        line = curl_line(self.config, self.url, names[0], engine.front.has_chat_template)
         show(f"\nReady. Try:\n\n{line}\n")
 
     async def _watch(self) -> None:
@@ -315,7 +314,7 @@ class ServerProcess:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                engine.check_health()
+                engine.check()
             except EngineDeadError as error:
                 if state.phase is not ServerPhase.DEAD:
                     state.phase = ServerPhase.DEAD
