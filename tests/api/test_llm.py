@@ -13,7 +13,7 @@ import page_model_engine
 import pytest
 
 from quire.api.llm import LLM
-from quire.api.unsupported import LATER
+from quire.config.unsupported import METHODS
 from quire.errors import EngineDeadError, Unsupported, ValidationError
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
@@ -181,7 +181,7 @@ def test_one_wrong_prompt_and_nothing_is_generated(
     assert not llm.front.live
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_later_features_are_refused_by_name(llm: LLM, name: str):
     with pytest.raises(Unsupported, match=rf"LLM\.{name}"):
         getattr(llm, name)("x", y=1)

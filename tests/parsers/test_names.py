@@ -10,9 +10,9 @@ import pytest
 from call_writers import THOUGHTS, WRITERS
 
 import quire
+from quire.config.unsupported import PARSERS
 from quire.errors import ConfigError
 from quire.frontend.parsers.format_registry import (
-    LATER,
     REASONING_NAMES,
     REASONING_ORDER,
     TOOL_NAMES,
@@ -25,7 +25,7 @@ from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.tool_formats import TOOLS
 from quire.frontend.request_manager import response_template
 
-# Of vLLM's versions up to 0.30; those that we refuse are in LATER.
+# Of vLLM's versions up to 0.30; those that we refuse are in PARSERS.
 NAMED = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots
 ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 hy_v4
 internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax
@@ -90,7 +90,7 @@ def test_known_names():
         assert known.choose_tools(name, "").name in TOOLS
     for name in REASON.split():
         assert known.choose_reasoning(name, "").name in REASONING
-    assert set(REFUSED.split()) == set(LATER)
+    assert set(REFUSED.split()) == set(PARSERS)
     assert set(TOOL_NAMES.values()) <= set(TOOLS)
     assert set(REASONING_NAMES.values()) <= set(REASONING)
 
@@ -108,7 +108,7 @@ def test_the_page_has_every_format():
 
 def test_others_are_refused_by_name():
     known = FormatRegistry()
-    for name in LATER:
+    for name in PARSERS:
         with pytest.raises(ConfigError, match=f"tool_call_parser='{name}' is not supported yet"):
             known.choose_tools(name, "")
     with pytest.raises(ConfigError, match=r"tool_call_parser='hf' .* auto reads the checkpoint's"):

@@ -18,7 +18,9 @@ from asgi import ask, browser
 from scripted import ScriptedEngine, make_state
 
 from quire.config.server import ServerConfig
-from quire.server import api_keys, unsupported_routes
+from quire.config.unsupported import DEV_ROUTES as UNSUPPORTED_DEV_ROUTES
+from quire.config.unsupported import ROUTES as UNSUPPORTED_ROUTES
+from quire.server import api_keys
 from quire.server.api_keys import ApiKeys
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
@@ -42,7 +44,7 @@ METHODS = (
 KEY = {"Authorization": "Bearer k"}
 ROWS = ROUTES + UI_ROUTES + DEV_ROUTES
 PATHS = [re.sub(r"\{\w+(:path)?\}", "x", path) for _, path, _ in ROWS]
-PATHS += ["/docs", "/openapi.json", "/redoc", "/nothing", "/health/x", "/v1", "/v1/", *unsupported_routes.paths(True)]  # fmt: skip
+PATHS += ["/docs", "/openapi.json", "/redoc", "/nothing", "/health/x", "/v1", "/v1/", *UNSUPPORTED_ROUTES, *UNSUPPORTED_DEV_ROUTES]  # fmt: skip
 
 
 def guarded(engine: ScriptedEngine | None = None, **more: Any) -> ServerState:

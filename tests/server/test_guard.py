@@ -12,9 +12,9 @@ import pytest
 from asgi import ask, browser, calling
 from scripted import ScriptedEngine, make_state
 
+from quire.config.unsupported import REQUEST_FIELDS
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
 from quire.server.middleware import OPEN
-from quire.server.openai.sampling_params import LATER
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -197,7 +197,7 @@ def test_the_document_has_every_route_and_no_field_that_is_refused():
     assert "security" not in document["paths"]["/health"]["get"]
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert "temperature" in fields
-    assert not set(LATER) & set(fields)
+    assert not set(REQUEST_FIELDS) & set(fields)
     page = ask(None, "GET", "/docs", headers=KEY, state=state).text
     assert CHAT in page
     assert "http" not in page.replace("http-equiv", "")  # nothing from elsewhere

@@ -10,7 +10,7 @@ from typing import Any, Self
 from quire import env
 from quire.api.async_engine import AsyncEngine
 from quire.api.metrics import engine_stats
-from quire.api.unsupported import Later
+from quire.api.unsupported import UnsupportedMethods
 from quire.config.engine import EngineConfig
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
@@ -21,7 +21,7 @@ from quire.observe.stats_log import StatsLog
 from quire.protocol.sampling_params import SamplingParams
 
 
-class AsyncLLM(AsyncEngine, Later):
+class AsyncLLM(AsyncEngine, UnsupportedMethods):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
     `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.

@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, refuse_media_and_lora
-from quire.api.unsupported import Later
+from quire.api.unsupported import UnsupportedMethods
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
 from quire.engine import sleep, sleep_client
@@ -36,7 +36,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(Later):
+class LLM(UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:

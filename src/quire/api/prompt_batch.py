@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.config.vllm_flags import LORA
+from quire.config.unsupported import LORA
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.prompts import read_prompts

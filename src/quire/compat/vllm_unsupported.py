@@ -9,28 +9,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from quire.config.vllm_flags import LORA, SPECULATION
-from quire.errors import Unsupported
-
-POOLING = ("pooling", "serve a model that generates text; embedding and scoring come with pooling")
-TRANSFER = ("KV transfer between servers", "let each server prefill its own requests")
-OUTPUTS = (
-    "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
-    "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
-)  # fmt: skip
-LATER: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("PoolingParams", "PoolerConfig", *OUTPUTS), POOLING),
-    "LoRARequest": LORA,
-    "KVTransferConfig": TRANSFER,
-    "KVEventsConfig": TRANSFER,
-    "SpeculativeConfig": SPECULATION,
-    "VllmConfig": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
-    "LogitsProcessor": (
-        "vLLM's interface of logits processors",
-        "see `quire.worker.sampling.logits_processors` for ours",
-    ),
-}
-"""Name -> (feature, what to do instead). Creating an object raises Unsupported."""
+from quire.config.unsupported import DEVICES, NAMES, refuse
 
 IGNORED = ("CompilationConfig", "StructuredOutputsConfig", "AttentionConfig", "CUDAGraphMode")
 """Classes for settings that Quire ignores with a warning, or supports in part: objects keep their arguments."""
@@ -40,14 +19,13 @@ class _Later(type):
     """Makes access to class attributes fail with the same message as creating an object."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        feature, remedy = LATER[cls.__name__]
+        feature, remedy = NAMES[cls.__name__]
         raise AttributeError(
             f"{cls.__name__}.{name}: {cls.__name__} ({feature}) is not supported yet: {remedy}"
         )
 
     def __call__(cls, *values: Any, **keywords: Any) -> NoReturn:
-        feature, remedy = LATER[cls.__name__]
-        raise Unsupported(f"{cls.__name__} ({feature})", remedy)
+        refuse(cls.__name__, NAMES[cls.__name__])
 
 
 class Settings(SimpleNamespace):
@@ -61,13 +39,13 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 def initialize_ray_cluster(*values: Any, **keywords: Any) -> NoReturn:
     """Raises Unsupported: one device serves a model."""
-    raise Unsupported("initialize_ray_cluster (Ray)", "start one server a device")
+    refuse("initialize_ray_cluster", DEVICES)
 
 
 def __getattr__(name: str) -> Any:
     """Make a class on first access."""
-    if name in LATER:
-        feature, _ = LATER[name]
+    if name in NAMES:
+        feature, _ = NAMES[name]
         made: Any = _Later(name, (), {"__doc__": f"Comes with {feature}.", "__module__": __name__})
     elif name in IGNORED:
         made = type(name, (Settings,), {"__doc__": Settings.__doc__, "__module__": __name__})

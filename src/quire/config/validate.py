@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from quire.config import unsupported
 from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
@@ -17,19 +18,6 @@ from quire.logging import get_logger
 logger = get_logger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "hf")
-LATER_FORMATS = (
-    "bitsandbytes",
-    "gguf",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "tensorizer",
-    "sharded_state",
-    "fastsafetensors",
-    "instanttensor",
-    "ipc_cache",
-    "mistral",
-    "modelexpress",
-)
 
 
 def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
@@ -111,7 +99,7 @@ def _ranges(asked: EngineConfig) -> None:
 
 
 def _features(asked: EngineConfig) -> None:
-    model, parallel = asked.model, asked.parallel
+    parallel = asked.parallel
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         size = getattr(parallel, name)
         if size < 1:
@@ -120,33 +108,15 @@ def _features(asked: EngineConfig) -> None:
             raise Unsupported(
                 f"{name}={size}", "a server uses one device; start one server for each device"
             )
-    later = {
-        "enable_expert_parallel": (
-            parallel.enable_expert_parallel,
-            "a server uses one device; leave the flag out",
-        ),
-        "runner=pooling": (
-            model.runner == "pooling",
-            "serve a model that generates text",
-        ),
-        "enable_prompt_embeds": (model.enable_prompt_embeds, "send token ids instead"),
-        "tokenizer_mode=mistral": (
-            model.tokenizer_mode == "mistral",
-            "use auto and a checkpoint with tokenizer.json",
-        ),
-        "config_format=mistral": (
-            model.config_format == "mistral",
-            "use auto and a checkpoint with config.json",
-        ),
-    }
-    for feature, (wanted, remedy) in later.items():
-        if wanted:
-            raise Unsupported(feature, remedy)
+    for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():
+        if getattr(getattr(asked, section), name) == unsupported_value:
+            value = "" if unsupported_value is True else f"={unsupported_value}"
+            raise Unsupported(f"{name}{value}", remedy)
 
 
 def _formats(asked: EngineConfig) -> None:
     name = asked.load.load_format
-    if name in LATER_FORMATS:
+    if name in unsupported.LOAD_FORMATS:
         raise Unsupported(f"load_format={name}", f"choose from {', '.join(LOAD_FORMATS)}")
     if name not in LOAD_FORMATS:
         raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")

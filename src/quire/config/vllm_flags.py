@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.config.unsupported import LORA, SPECULATION
+
 Treatment = Literal["A", "W", "E"]
 
 
@@ -31,10 +33,6 @@ class VllmFlag:
     to: Callable[[Any], dict[str, Any]] | None = None
     """Returns the fields that it sets."""
 
-
-LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
-SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
-"""Features that other packages refuse too: (name, what to do instead)."""
 
 OLD: dict[str, VllmFlag] = {}
 SHORT = {

@@ -18,7 +18,7 @@ import msgspec
 
 from quire import env
 from quire.config.structured import StructuredOutputsOptions
-from quire.config.vllm_flags import LORA
+from quire.config.unsupported import LORA
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.generation_config import GenerationDefaults

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
+from quire.config.unsupported import PROMPT_KEYS
 from quire.errors import Unsupported, ValidationError
 
 
@@ -45,17 +46,6 @@ class EmbedsPrompt(TypedDict):
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 KNOWN = ("prompt", "prompt_token_ids", "cache_salt")
-LATER = {
-    "prompt_embeds": "give text or token ids",
-    "multi_modal_data": "this engine reads text only",
-    "multi_modal_uuids": "this engine reads text only",
-    "mm_processor_kwargs": "this engine reads text only",
-    "media_io_kwargs": "this engine reads text only",
-    "token_type_ids": "it belongs to pooling models",
-    "encoder_prompt": "encoder-decoder models come later",
-    "decoder_prompt": "encoder-decoder models come later",
-    "data": "it belongs to IO processor plugins",
-}
 MAX_SALT = 128
 
 
@@ -94,10 +84,10 @@ def read_prompt(given: Any) -> Prompt:
 
 
 def _read_mapping(given: Mapping[str, Any]) -> Prompt:
-    for name, remedy in LATER.items():
+    for name, remedy in PROMPT_KEYS.items():
         if given.get(name) is not None and given[name] != {}:
             raise Unsupported(f"{name} in a prompt", remedy)
-    if unknown := [str(key) for key in given if key not in KNOWN and key not in LATER]:
+    if unknown := [str(key) for key in given if key not in KNOWN and key not in PROMPT_KEYS]:
         raise ValidationError(
             f"a prompt has no key {', '.join(sorted(unknown))}; it may have {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Any
 
+from msgspec import Struct
 from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,13 +22,13 @@ from starlette.responses import Response
 from starlette.routing import Route, Router, get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.config import unsupported
 from quire.errors import EngineDeadError
-from quire.server import dev_routes, health, openapi, unsupported_routes
+from quire.server import dev_routes, health, openapi
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
-from quire.server.errors import ENDS, ApiError, error_response
+from quire.server.errors import ENDS, ApiError, error_response, invalid
 from quire.server.hosts import KnownHosts
-from quire.server.invocations import invocations
 from quire.server.middleware import (
     CLOSED_BY_CLIENT,
     TENANT,
@@ -39,12 +41,39 @@ from quire.server.openai import models, responses, tokenize
 from quire.server.openai.chat import chat
 from quire.server.openai.completions import completions
 from quire.server.page import routes as page
+from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
 from quire.server.state import ServerPhase, ServerState
 from quire.server.text_pool import CLIENT
 from quire.server.user_middleware import own_layers
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
+
+
+class InvocationBody(Struct):
+    """The fields that select the endpoint, which checks their values."""
+
+    messages: Any = None
+    prompt: Any = None
+
+
+async def invocations(request: Request) -> Response | EventStream:
+    """One path for all requests, as SageMaker calls it: `messages` make it a chat, `prompt` a completion."""
+    request._body = await read_raw(request)  # the endpoint reads it from here
+    body = await read(request, InvocationBody)
+    if body.messages is not None:
+        return await chat(request)
+    if body.prompt is not None:
+        return await completions(request)
+    raise invalid("`/invocations` needs `messages` (chat) or `prompt` (completion)", "messages")
+
+
+async def unsupported_route(request: Request) -> Response:
+    """Raises ApiError 501 that names the feature, so that the path does not look misspelt."""
+    features = unsupported.ROUTES | unsupported.DEV_ROUTES
+    feature, remedy = features[get_route_path(request.scope)]
+    raise ApiError(501, f"{feature} is not supported yet: {remedy}")
+
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/chat/completions", chat),
@@ -184,11 +213,10 @@ def build_app(state: ServerState) -> QuireApp:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
-    # These are not in the OpenAPI document.
+    missing = [*unsupported.ROUTES, *(unsupported.DEV_ROUTES if state.dev_mode else ())]
     rows = rows + [
-        ("GET POST", path, unsupported_routes.unsupported)
-        for path in unsupported_routes.paths(state.dev_mode)
-    ]
+        ("GET POST", path, unsupported_route) for path in missing
+    ]  # not in the OpenAPI document
     layers = [Middleware(RequestCountMiddleware, state=state, paths=[path for _, path, _ in rows])]
     if state.hosts is not None:
         layers.append(Middleware(KnownHosts, hosts=state.hosts, refusal=refusal))

@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.config.unsupported import REQUEST_FIELDS, RESPONSES_FIELDS
 from quire.server import schemas
 from quire.server.middleware import OPEN
-from quire.server.openai.responses import LATER as LATER_RESPONSES
-from quire.server.openai.sampling_params import LATER
 from quire.server.request_body import json_response
 
 Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
@@ -59,7 +58,7 @@ def components() -> dict[str, Any]:
         list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
     )
     for title, schema in found.items():
-        for name in LATER_RESPONSES if title == "ResponsesRequest" else LATER:
+        for name in RESPONSES_FIELDS if title == "ResponsesRequest" else REQUEST_FIELDS:
             schema.get("properties", {}).pop(name, None)
     return {**found, "Error": ERROR}
 

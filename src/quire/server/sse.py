@@ -10,14 +10,14 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ENDS, as_api_error, envelope
 
 T = TypeVar("T")
-New = TypeVar("New", covariant=True)
-Told = TypeVar("Told", contravariant=True)
+Produced = TypeVar("Produced", covariant=True)
+Encoded = TypeVar("Encoded", contravariant=True)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -95,7 +95,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         hang_up.close()
 
 
-class EventSource(Protocol[New]):
+class EventSource(Protocol[Produced]):
     """Produces what a stream sends."""
 
     ended: bool
@@ -103,16 +103,16 @@ class EventSource(Protocol[New]):
     async def open(self) -> None:
         """Start. Called once."""
 
-    async def next(self) -> Iterable[New]:
+    async def next(self) -> Iterable[Produced]:
         """The new items, as soon as there are any. May be cancelled, and called again."""
 
     def close(self) -> None: ...
 
 
-class EventEncoder(Protocol[Told]):
+class EventEncoder(Protocol[Encoded]):
     """Encodes items as frames."""
 
-    def add(self, delta: Told, /) -> Iterable[bytes]:
+    def add(self, item: Encoded, /) -> Iterable[bytes]:
         """The frames of an item."""
 
     def end(self) -> Iterable[bytes]:
@@ -129,12 +129,17 @@ class EventStream:
     def __init__(
         self,
         source: EventSource[Any],
-        teller: EventEncoder[Any],
+        encoder: EventEncoder[Any],
         receive: Receive,
         keep_alive: float = 0,
         failed: Callable[[BaseException], bytes] = failed,
     ):
-        self.source, self.teller, self.keep_alive, self.failed = source, teller, keep_alive, failed
+        self.source, self.encoder, self.keep_alive, self.failed = (
+            source,
+            encoder,
+            keep_alive,
+            failed,
+        )
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
         self._hang_up = DisconnectGuard(receive)
         self._first: bytes | None = None
@@ -201,9 +206,24 @@ class EventStream:
     async def _following(self) -> bytes:
         frames: list[bytes] = []
         while not (frames or self._ended):
-            for delta in await self.source.next():
-                frames += self.teller.add(delta)
+            for item in await self.source.next():
+                frames += self.encoder.add(item)
             if self.source.ended:
                 self._ended = True
-                frames += self.teller.end()
+                frames += self.encoder.end()
         return b"".join(frames)
+
+
+async def event_stream(
+    request: Request, source: EventSource[Any], encoder: EventEncoder[Any],
+    failed: Callable[[BaseException], bytes] = failed,
+) -> EventStream:  # fmt: skip
+    """A stream whose first frame is ready, or takes long.
+
+    Raises:
+        Exception: an error before the first frame; the client gets its status.
+    """
+    keep_alive = request.app.state.quire.config.server.sse_keep_alive_interval
+    stream = EventStream(source, encoder, request.receive, keep_alive, failed)
+    await stream.prepare()
+    return stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from quire.config.unsupported import PARSERS
 from quire.errors import ConfigError
 from quire.frontend.parsers.format_table import ReasoningFormat, ToolFormat
 from quire.frontend.parsers.reasoning import REASONING
@@ -31,12 +32,6 @@ REASONING_NAMES = {
     "openai": "openai_gptoss", "gpt_oss": "openai_gptoss", "harmony": "openai_gptoss",
     "magistral": "mistral", "qwen3_thinking": "qwen3", "mimo": "qwen3",
 }  # fmt: skip
-LATER = {
-    "hf": "auto reads the checkpoint's response_template",
-    "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
-}  # fmt: skip
-"""Names that vLLM accepts and Quire does not support yet -> what to use instead, if anything."""
-
 # `auto` takes the first format whose signs are all in the template; formats with the rarest signs come first.
 TOOL_ORDER = (
     "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
@@ -103,8 +98,8 @@ def _choose(
     name = asked if asked in known else others.get(asked, "")
     if not name:
         names = ", ".join(sorted({*known, *others}))
-        remedy = LATER.get(asked) or f"there are auto, none, {names}"
-        what = "is not supported yet" if asked in LATER else "is not known"
+        remedy = PARSERS.get(asked) or f"there are auto, none, {names}"
+        what = "is not supported yet" if asked in PARSERS else "is not known"
         raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
     why = f"{field}={asked!r}"
     return FormatChoice(name, why if name == asked else f"{why}, which writes as {name}")

@@ -32,9 +32,8 @@ from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_prompt, effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.request_body import json_response, prepared, read
-from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, MessagesRequest
-from quire.server.sse import EventStream, event, until_disconnect
+from quire.server.sse import EventStream, event, event_stream, until_disconnect
 from quire.server.state import ServerPhase, ServerState
 
 ERRORS = {
@@ -209,7 +208,7 @@ async def messages(request: Request) -> Response | EventStream:
     generation = await prepared(request, asked_of, request, body, engine, state)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
-        return await answer(
+        return await event_stream(
             request, generation, MessageEventEncoder(generation, model, details), failed
         )
     (delta,) = await until_disconnect(request.receive, generation.whole())

@@ -37,9 +37,8 @@ from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.prompts import check_messages, render, tokenize_options
 from quire.server.request_body import prepared, read
-from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, TokenizeRequest
-from quire.server.sse import DONE, EventStream, until_disconnect
+from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
 from quire.server.state import ServerState
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -282,7 +281,7 @@ async def chat(request: Request) -> Response | EventStream:
         frames = ChunkFrames(
             "chat.completion.chunk", generation.id, model, state.fingerprint, body, state
         )
-        return await answer(request, generation, ChatChunkEncoder(shaper, frames, details))
+        return await event_stream(request, generation, ChatChunkEncoder(shaper, frames, details))
     created = int(time.time())
     deltas = await until_disconnect(request.receive, generation.whole())
     told = generation.counts[0].prompt_logprobs

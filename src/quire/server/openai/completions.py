@@ -35,9 +35,8 @@ from quire.server.openai.chunks import (
 from quire.server.openai.sampling_params import beam_search_params, completion_params
 from quire.server.prompts import given_prompts, one_prompt
 from quire.server.request_body import prepared, read
-from quire.server.respond import answer
 from quire.server.schemas import CompletionRequest
-from quire.server.sse import DONE, EventStream, until_disconnect
+from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
 from quire.server.state import ServerState
 
 
@@ -187,7 +186,9 @@ async def completions(request: Request) -> Response | EventStream:
         frames = ChunkFrames(
             "text_completion", generation.id, model, state.fingerprint, body, state
         )
-        return await answer(request, generation, CompletionChunkEncoder(shaper, frames, details))
+        return await event_stream(
+            request, generation, CompletionChunkEncoder(shaper, frames, details)
+        )
     created = int(time.time())
     deltas = await until_disconnect(request.receive, generation.whole())
     large = generation.is_large(deltas)

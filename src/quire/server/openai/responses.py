@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.async_engine import AsyncEngine
+from quire.config.unsupported import RESPONSES_FIELDS
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
@@ -29,19 +30,8 @@ from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
 from quire.server.request_body import json_response, prepared, read
-from quire.server.respond import answer
 from quire.server.schemas import ChatRequest, ResponsesRequest
-from quire.server.sse import EventStream, event, until_disconnect
-
-LATER = {
-    "background": "leave it out, and wait for the response",
-    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
-    "conversation": "responses are not stored; send the whole conversation as `input`",
-    "prompt": "prompts are not stored; send the text as `input`",
-    "kv_transfer_params": "leave it out",
-    "previous_input_messages": "send the whole conversation as `input`",
-    "enable_response_messages": "leave it out",
-}
+from quire.server.sse import EventStream, event, event_stream, until_disconnect
 
 LOGPROBS = "message.output_text.logprobs"
 """The supported value of `include`; the others concern stored responses and tools that run on a server."""
@@ -51,9 +41,9 @@ INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
 
 
 # -- in -------------------------------------------------------------------------------------------
-def refuse_later(body: ResponsesRequest) -> None:
+def refuse_unsupported(body: ResponsesRequest) -> None:
     """Raises ApiError 400 that names the field."""
-    for name, remedy in LATER.items():
+    for name, remedy in RESPONSES_FIELDS.items():
         if getattr(body, name) not in (None, False):
             raise invalid(f"`{name}` is not supported yet: {remedy}", name)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
@@ -82,7 +72,7 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The equivalent chat request."""
-    refuse_later(body)
+    refuse_unsupported(body)
     return ChatRequest(
         messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
         stream=body.stream, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
@@ -229,7 +219,7 @@ async def responses(request: Request) -> Response | EventStream:
     as_ids = state.config.server.return_tokens_as_token_ids
     shaper = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:
-        return await answer(
+        return await event_stream(
             request, generation, ResponseEventEncoder(shaper, shaper.items()), shaper.failed
         )
     (delta,) = await until_disconnect(request.receive, generation.whole())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import env
+from quire.config.unsupported import REQUEST_FIELDS
 from quire.frontend.generation_config import GenerationDefaults
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.errors import ApiError, invalid
@@ -31,21 +32,6 @@ DRAWING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
 
-LATER: dict[str, str] = {
-    "kv_transfer_params": "KV transfer",
-    "ec_transfer_params": "encoder-cache transfer",
-    "suffix": "a suffix (fill in the middle)",
-    "prompt_embeds": "a prompt given as embeddings",
-    "media_io_kwargs": "media input",
-    "mm_processor_kwargs": "media input",
-    "mm_payload": "media input",
-    "watermarking": "watermarking",
-    "routed_experts_prompt_start": "returning the experts of a token",
-    "return_token_offsets": "returning the offsets of tokens in the text",
-    "functions": "the deprecated functions interface",
-    "function_call": "the deprecated functions interface",
-}
-
 NOT_WITH_BEAM_SEARCH = (
     "stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "prompt_logprobs", "logprob_token_ids", "repetition_detection",
@@ -55,9 +41,9 @@ NOT_WITH_BEAM_SEARCH = (
 """Fields that would change the search. Sampling fields (top_p, seed) are accepted and ignored: nothing is sampled."""
 
 
-def refuse_later(request: Sampling) -> None:
+def refuse_unsupported(request: Sampling) -> None:
     """Raises ApiError 400 for a field whose feature is missing: an answer that ignores it would be wrong."""
-    for name, feature in LATER.items():
+    for name, feature in REQUEST_FIELDS.items():
         if (given := getattr(request, name, None)) is not None and given is not False:
             raise invalid(f"`{name}`: {feature} is not supported yet; leave the field out", name)
 
@@ -68,7 +54,7 @@ def check(request: Sampling) -> None:
     Raises:
         ApiError: 400 that names the field.
     """
-    refuse_later(request)
+    refuse_unsupported(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("`stream_options` needs `stream: true`", "stream_options")
     most = (

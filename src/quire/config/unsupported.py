@@ -1,0 +1,161 @@
+"""What vLLM has and Quire does not support yet, and what to do instead: every table of it.
+
+Each package refuses its own names, with an error of its own form. Flags are in `vllm_flags.py`, quantization methods
+in `quantization.py`, beside those that work.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from quire.errors import Unsupported
+
+Feature = tuple[str, str]
+"""(name, what to do instead)."""
+
+LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
+SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
+POOLING = "pooling (embedding, classifying, scoring)", "serve a model that generates text"
+AUDIO = "audio", "send text"
+MEDIA = "media input", "send text"
+SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
+TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
+DEVICES = "several devices", "start one server for each device"
+WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
+PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
+
+_WEIGHT_CALLS = (
+    "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
+    "start_draft_weight_update", "finish_weight_update", "update_weight_version",
+)  # fmt: skip
+
+METHODS: dict[str, Feature] = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
+    **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
+    **dict.fromkeys(("start_profile", "stop_profile"), PROFILER),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), LORA),
+    **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),
+    "scale_elastic_ep": DEVICES,
+}
+"""Methods of LLM and AsyncLLM."""
+
+NAMES: dict[str, Feature] = {
+    **dict.fromkeys(
+        (
+            "PoolingParams", "PoolerConfig", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
+            "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        POOLING,
+    ),
+    "LoRARequest": LORA,
+    "KVTransferConfig": TRANSFER,
+    "KVEventsConfig": TRANSFER,
+    "SpeculativeConfig": SPECULATION,
+    "VllmConfig": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
+    "LogitsProcessor": (
+        "vLLM's interface of logits processors", "see `quire.worker.sampling.logits_processors` for ours",
+    ),
+}  # fmt: skip
+"""Public classes."""
+
+ROUTES: dict[str, Feature] = {
+    **dict.fromkeys(
+        (
+            "/v1/embeddings", "/v2/embed", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+            "/pooling", "/generative_scoring",
+        ),
+        POOLING,
+    ),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), LORA),
+    "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
+    "/v1/chat/completions/batch": ("several conversations in one request", "send one request for each, or use quire run-batch"),
+    "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),
+    **dict.fromkeys(
+        (
+            "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/chat/completions/render",
+            "/v1/completions/render", "/v1/responses/render", "/v1/messages/render", "/v1/chat/completions/derender",
+            "/v1/completions/derender",
+        ),
+        SCALE_OUT,
+    ),
+    **dict.fromkeys(
+        ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"), DEVICES,
+    ),
+    "/kv_event_sources": ("KV events", "watch /metrics"),
+    "/tokenizer_info": ("returning the tokenizer's configuration", "read tokenizer_config.json of the checkpoint"),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
+}  # fmt: skip
+"""Paths."""
+
+DEV_ROUTES: dict[str, Feature] = {
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), MEDIA),
+    **{f"/{name}": WEIGHTS for name in (*_WEIGHT_CALLS, "weight_info", "weight_checker")},
+}
+"""Paths of dev mode."""
+
+REQUEST_FIELDS: dict[str, str] = {
+    "kv_transfer_params": "KV transfer",
+    "ec_transfer_params": "encoder-cache transfer",
+    "suffix": "a suffix (fill in the middle)",
+    "prompt_embeds": "a prompt given as embeddings",
+    "media_io_kwargs": "media input",
+    "mm_processor_kwargs": "media input",
+    "mm_payload": "media input",
+    "watermarking": "watermarking",
+    "routed_experts_prompt_start": "returning the experts of a token",
+    "return_token_offsets": "returning the offsets of tokens in the text",
+    "functions": "the deprecated functions interface",
+    "function_call": "the deprecated functions interface",
+}
+"""Fields of completions and chat completions -> their feature."""
+
+RESPONSES_FIELDS: dict[str, str] = {
+    "background": "leave it out, and wait for the response",
+    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
+    "conversation": "responses are not stored; send the whole conversation as `input`",
+    "prompt": "prompts are not stored; send the text as `input`",
+    "kv_transfer_params": "leave it out",
+    "previous_input_messages": "send the whole conversation as `input`",
+    "enable_response_messages": "leave it out",
+}
+"""Fields of /v1/responses -> what to do instead."""
+
+PROMPT_KEYS: dict[str, str] = {
+    "prompt_embeds": "give text or token ids",
+    "multi_modal_data": "this engine reads text only",
+    "multi_modal_uuids": "this engine reads text only",
+    "mm_processor_kwargs": "this engine reads text only",
+    "media_io_kwargs": "this engine reads text only",
+    "token_type_ids": "it belongs to pooling models",
+    "encoder_prompt": "encoder-decoder models come later",
+    "decoder_prompt": "encoder-decoder models come later",
+    "data": "it belongs to IO processor plugins",
+}
+"""Keys of a prompt dict -> what to do instead."""
+
+PARSERS: dict[str, str] = {
+    "hf": "auto reads the checkpoint's response_template",
+    "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
+}  # fmt: skip
+"""Names of tool and reasoning parsers -> what to use instead, if anything."""
+
+LOAD_FORMATS = (
+    "bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "tensorizer", "sharded_state",
+    "fastsafetensors", "instanttensor", "ipc_cache", "mistral", "modelexpress",
+)  # fmt: skip
+
+SETTINGS: dict[tuple[str, str, object], str] = {
+    ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",
+    ("model", "runner", "pooling"): "serve a model that generates text",
+    ("model", "enable_prompt_embeds", True): "send token ids instead",
+    ("model", "tokenizer_mode", "mistral"): "use auto and a checkpoint with tokenizer.json",
+    ("model", "config_format", "mistral"): "use auto and a checkpoint with config.json",
+}
+"""(section, field, value) of a configuration -> what to do instead."""
+
+
+def refuse(what: str, feature: Feature) -> NoReturn:
+    """Raises Unsupported: `what`, which needs this feature."""
+    raise Unsupported(f"{what} ({feature[0]})", feature[1])
