@@ -9,6 +9,10 @@ class QuireError(Exception):
     """Base class of Quire's exceptions."""
 
 
+class InternalError(QuireError):
+    """The engine failed on a request. The text is for a program and for logs; a server does not send it to clients."""
+
+
 class ValidationError(QuireError, ValueError):
     """A request, or one of its parameters, is invalid. HTTP 400."""
 

@@ -146,7 +146,7 @@ def test_everybody_gets_an_answer_and_the_engine_comes_back(
         [why] = [line for line in logged if incident in line]
         assert word in why
         assert word not in got[id][-1].error
-        assert got[id][-1].error_kind == "internal"
+        assert got[id][-1].error_kind == "reported"
     for id in waiting:
         assert got[id][-1].finish == "length"
     assert client.supervisor.child.pid != before

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from types import SimpleNamespace
 
 import pytest
 from asgi import ask, browser, frames
 from scripted import ScriptedEngine, make_state
+
+from quire.engine.core import EngineCore
+from quire.errors import InternalError, QuireError
+from quire.protocol.request import Call
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -64,3 +70,25 @@ def test_what_ends_the_program_or_the_task_passes(kind: type[BaseException]):
 
     with pytest.raises(kind):
         asyncio.run(go())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_an_internal_error_stays_in_the_log(
+    stream: bool, caplog: pytest.LogCaptureFixture
+):
+    engine = ScriptedEngine(InternalError("KeyError: secret"))
+    answer = ask(engine, "POST", CHAT, {**HI, "stream": stream})
+    assert "secret" not in answer.text
+    (incident,) = re.findall(r"the server's log has the reason under (\w{8})", answer.text)
+    assert f"failure {incident}: InternalError: KeyError: secret" in caplog.text
+
+
+def test_an_engine_function_reports_only_errors_that_are_written_for_clients():
+    kinds = {InternalError("a"): "internal", KeyError("b"): "internal", QuireError("c"): "reported"}
+    for error, kind in kinds.items():
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        core = SimpleNamespace(functions={"f": fail}, caller=0)
+        assert EngineCore._answer(core, Call(1, "f", [])).error_kind == kind  # type: ignore[arg-type]

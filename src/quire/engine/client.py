@@ -17,12 +17,26 @@ from typing import Any, Protocol
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
 from quire.engine.shared_state import EngineState
-from quire.errors import EngineDeadError, QuireError, ValidationError
+from quire.errors import EngineDeadError, InternalError, QueueFull, QuireError, ValidationError
 from quire.logging import get_logger
-from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason, Reply
+from quire.protocol.output import (
+    EngineOutput,
+    EngineReady,
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    Reply,
+)
 from quire.protocol.request import Abort, Call, EngineRequest
 
 log = get_logger(__name__)
+
+ERRORS: dict[ErrorKind, type[QuireError]] = {
+    "invalid": ValidationError,
+    "overloaded": QueueFull,
+    "reported": QuireError,
+    "internal": InternalError,
+}
 
 
 class EngineClient(Protocol):
@@ -181,7 +195,7 @@ class InlineClient:
 def answer(reply: Reply) -> Any:
     """The value of a reply; raises its error if it has one."""
     if reply.error is not None:
-        raise (ValidationError if reply.error_kind == "invalid" else QuireError)(reply.error)
+        raise ERRORS[reply.error_kind](reply.error)
     return reply.value
 
 

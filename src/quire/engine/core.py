@@ -15,7 +15,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import QuireError, ValidationError
+from quire.errors import InternalError, QuireError, ValidationError
 from quire.logging import get_logger
 from quire.observe.step_observer import StepObservers
 from quire.protocol.output import EngineOutput, EngineStats, Reply
@@ -152,17 +152,17 @@ class EngineCore:
                 call.id,
                 error=f"the engine has no function {call.name!r}; it has {known}",
                 client=call.client,
+                error_kind="reported",
             )
         self.caller = call.client
         try:
             return Reply(call.id, function(*call.args), client=call.client)
         except ValidationError as error:
             return Reply(call.id, error=str(error), client=call.client, error_kind="invalid")
-        except QuireError as error:  # their messages are complete
-            log.error("engine function %s failed: %s", call.name, error)
-            return Reply(call.id, error=str(error), client=call.client)
         except Exception as error:
             log.exception("engine function %s failed", call.name)
+            if isinstance(error, QuireError) and not isinstance(error, InternalError):
+                return Reply(call.id, error=str(error), client=call.client, error_kind="reported")
             return Reply(call.id, error=f"{type(error).__name__}: {error}", client=call.client)
 
     def stats(self) -> EngineStats:

@@ -308,7 +308,7 @@ class ProcessClient:
                     self._end(id, "error", error, "overloaded")
 
     def _end(
-        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
+        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "reported"
     ) -> None:
         """End a request here, without the engine."""
         del self._unfinished[id]

@@ -22,7 +22,7 @@ from msgspec import Struct
 from quire import errors
 from quire.config.serialize import marked
 from quire.config.serialize import revived as revived_name
-from quire.errors import QuireError, Unsupported
+from quire.errors import InternalError, Unsupported
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.tensor_data import decode_tensor, encode_tensor
 
@@ -125,13 +125,13 @@ def _text(error: BaseException) -> str:
 
 def exception(told: CallFailed | WorkerEnded) -> Exception:
     """Rebuild the worker's exception: of its own type if that is Quire's or Python's, with the worker's traceback as a
-    note; else a QuireError that names the type."""
+    note; else an InternalError that names the type."""
     kind = getattr(errors, told.kind, None) or getattr(builtins, told.kind, None)
     simple = isinstance(kind, type) and issubclass(kind, Exception)
     if simple and not issubclass(kind, (Unsupported, UnicodeError, ExceptionGroup)):  # type: ignore[arg-type]
         error: Exception = kind(told.text)  # type: ignore[misc]
     else:
-        error = QuireError(f"{told.kind}: {told.text}")
+        error = InternalError(f"{told.kind}: {told.text}")
     if not isinstance(error, errors.ConfigError):  # ConfigError messages are complete, for the user
         error.add_note(f"In the worker's process:\n{told.detail}")
     return error

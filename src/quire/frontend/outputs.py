@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from quire.errors import QueueFull, QuireError, ValidationError
+from quire.engine.client import ERRORS
+from quire.errors import QuireError
 from quire.frontend.logprobs import Positions
 from quire.protocol.output import ErrorKind, FinishReason
 
@@ -120,13 +121,6 @@ def _join(old: CompletionOutput, new: CompletionOutput) -> None:
     old.cumulative_logprob = new.cumulative_logprob
     old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     old.error, old.error_kind = new.error, new.error_kind
-
-
-ERRORS: dict[ErrorKind, type[QuireError]] = {
-    "invalid": ValidationError,
-    "overloaded": QueueFull,
-    "internal": QuireError,
-}
 
 
 def error_of(output: RequestOutput) -> QuireError | None:

@@ -19,6 +19,7 @@ from quire.errors import (
     Conflict,
     EngineDeadError,
     EngineDelayed,
+    InternalError,
     QueueFull,
     QuireError,
     StartupError,
@@ -104,6 +105,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return unavailable(f"the engine could not be started; {logged(error)}")
         case TimeoutError():
             return ApiError(408, str(error) or "the request exceeded its time limit")
+        case InternalError():
+            return ApiError(500, f"the engine failed on this request; {logged(error)}")
         case QuireError():
             return ApiError(500, str(error))
         case RecursionError():

@@ -21,9 +21,10 @@ from typing import Any
 import msgspec
 
 from quire.api.async_engine import AsyncEngine, OutputStream
+from quire.engine.client import ERRORS
 from quire.errors import QueueFull, Unsupported, ValidationError
 from quire.frontend.beam_search import BeamStream
-from quire.frontend.outputs import ERRORS, RequestOutput
+from quire.frontend.outputs import RequestOutput
 from quire.frontend.parsers.stream_parser import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
@@ -392,9 +393,7 @@ def output_deltas(
     found = []
     for one in output.outputs:
         if one.finish_reason == "error":
-            kind = ERRORS[getattr(one, "error_kind", "internal")]
-            why = getattr(one, "error", None) or "see the server's log"
-            raise kind(f"the engine failed on this request: {why}")
+            raise ERRORS[one.error_kind](f"request {output.request_id}: {one.error}")
         count.output_tokens[one.index] += len(one.token_ids)
         place = which * n + one.index
         found.append(
