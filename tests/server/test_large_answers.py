@@ -19,6 +19,8 @@ from quire.frontend.logprobs import PackedLogprobs, PromptLogprobs, positions
 from quire.protocol.output import Logprobs
 from quire.server import generation
 from quire.server.large_answers import LargeAnswer, LongList, encoded_parts
+from quire.server.openai import logprobs as shapes
+from quire.server.openai import responses
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -135,6 +137,29 @@ def test_the_event_loop_makes_no_large_answer():
     spent, size = asyncio.run(go())
     assert size > 2 << 20
     assert spent < 0.3
+
+
+def test_a_large_response_is_made_while_it_is_sent(monkeypatch: pytest.MonkeyPatch):
+    """(All its log-probabilities were objects at once.)"""
+    made: list[Any] = []
+    made_before: list[int] = []
+    rows, send = shapes.chat_rows, responses.json_answer
+
+    def counted_rows(*given: Any) -> Iterator[Any]:
+        for row in rows(*given):
+            made.append(row)
+            yield row
+
+    def counted_send(*given: Any) -> Any:
+        made_before.append(len(made))
+        return send(*given)
+
+    monkeypatch.setattr(shapes, "chat_rows", counted_rows)
+    monkeypatch.setattr(responses, "json_answer", counted_send)
+    body = {"input": "a", "top_logprobs": 20, "max_output_tokens": 4000}
+    answer = ask(Long(), "POST", "/v1/responses", body)
+    assert len(answer.json()["output"][0]["content"][0]["logprobs"]) == 4000
+    assert made_before == [0]
 
 
 def test_what_is_not_taken_is_not_made():

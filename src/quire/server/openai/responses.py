@@ -9,10 +9,10 @@ nothing: each request contains its whole conversation.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,12 +24,12 @@ from quire.config.unsupported import RESPONSES_FIELDS
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation, OutputDelta
 from quire.server.health import state_of
-from quire.server.large_answers import LargeAnswer
+from quire.server.large_answers import json_answer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
-from quire.server.request_body import json_response, prepared, read
+from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, ResponsesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect
 
@@ -151,23 +151,25 @@ class ResponseBuilder:
         }
 
     def items(self) -> ResponseItems:
-        return ResponseItems(self.generation.id.removeprefix("resp_"), self.event, self.logprobs)
+        return ResponseItems(self.item_id, self.event, self.logprobs)
 
-    def logprobs(self, delta: OutputDelta) -> list[dict[str, Any]]:
+    @property
+    def item_id(self) -> str:
+        return self.generation.id.removeprefix("resp_")
+
+    def logprobs(self, delta: OutputDelta, large: bool = False) -> Any:
+        """A list; for a large answer one that is encoded while it is sent."""
         if delta.logprobs is None or not wants_logprobs(self.body):
             return []
         top = self.body.top_logprobs or 0
-        found: list[dict[str, Any]] = shapes.chat(delta.tokens, delta.logprobs, top, self.name)[
-            "content"
-        ]
-        return found
+        return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)["content"]
 
     def ended(self, delta: OutputDelta, output: list[dict[str, Any]]) -> dict[str, Any]:
         why = INCOMPLETE.get(delta.finish_reason or "")
         return self.response(status_of(delta), output, why=why)
 
-    def whole(self, delta: OutputDelta) -> dict[str, Any]:
-        items = self.items()
+    def whole(self, delta: OutputDelta, large: bool) -> dict[str, Any]:
+        items = ResponseItems(self.item_id, no_event, partial(self.logprobs, large=large))
         for _ in chain(items.add(delta), items.end(status_of(delta))):
             pass
         return self.ended(delta, items.done)
@@ -180,6 +182,11 @@ class ResponseBuilder:
         known = as_api_error(error)
         told = {"code": "server_error", "message": clean(known.message)}
         return self.event("failed", response=self.response("failed", [], told))
+
+
+def no_event(kind: str, **fields: Any) -> bytes:
+    """For an answer that is not streamed."""
+    return b""
 
 
 @dataclass(slots=True)
@@ -223,12 +230,8 @@ async def responses(request: Request) -> Response | EventStream:
             request, generation, ResponseEventEncoder(shaper, shaper.items()), shaper.failed
         )
     (delta,) = await until_disconnect(request.receive, generation.whole())
-    if not generation.is_large([delta]):
-        return json_response(shaper.whole(delta))
-    loop = asyncio.get_running_loop()
-    return LargeAnswer(
-        await loop.run_in_executor(state.answering, shaper.whole, delta), state.answering
-    )
+    large = generation.is_large([delta])
+    return json_answer(shaper.whole(delta, large), large, state.answering)
 
 
 def status_of(delta: OutputDelta) -> str:

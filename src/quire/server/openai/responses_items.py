@@ -113,8 +113,13 @@ def choice_of(asked: Any) -> Any:
 
 
 # -- out ------------------------------------------------------------------------------------------
-def part_of(text: str, logprobs: list[JSON]) -> JSON:
+def part_of(text: str, logprobs: Any) -> JSON:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def joined(before: Any, later: Any) -> Any:
+    """Both lists in one; a LongList is never joined with another list that has entries."""
+    return [*before, *later] if before and later else before or later
 
 
 def thought_of(text: str) -> JSON:
@@ -128,20 +133,20 @@ class ResponseItems:
     id: str
     """Suffix of the items' ids."""
     event: Callable[..., bytes]
-    logprobs: Callable[[OutputDelta], list[JSON]]
-    """Log-probabilities of a delta's tokens."""
+    logprobs: Callable[[OutputDelta], Any]
+    """Log-probabilities of a delta's tokens: a list, or a LongList if there is a single delta."""
     done: list[JSON] = field(default_factory=list)
     _new: OutputPiece | None = None
     _parts: list[str] = field(default_factory=list)
     _id: str = ""
-    _told: list[JSON] = field(default_factory=list)
+    _logprobs: Any = ()
     """Log-probabilities of the current item's text."""
-    _held: list[JSON] = field(default_factory=list)
+    _waiting: Any = ()
     """Log-probabilities of tokens whose text has not come yet."""
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
         """The events of a delta."""
-        self._held += self.logprobs(delta)
+        self._waiting = joined(self._waiting, self.logprobs(delta))
         for new in news(delta):
             if self._new is None or (new.kind, new.index) != (self._new.kind, self._new.index):
                 yield from self.close("completed")
@@ -150,7 +155,7 @@ class ResponseItems:
                 self._parts.append(new.text)
                 yield self._delta(new)
         if delta.reasoning and not delta.text:
-            self._held = []  # they belong to the reasoning
+            self._waiting = ()  # they belong to the reasoning
 
     def end(self, status: str) -> Iterator[bytes]:
         """Close the last item. An answer has at least one item."""
@@ -165,19 +170,19 @@ class ResponseItems:
         return {**self._place(), "item_id": self._id, "content_index": 0}
 
     def _open(self, new: OutputPiece) -> Iterator[bytes]:
-        self._new, self._parts, self._told = new, [], []
+        self._new, self._parts, self._logprobs = new, [], ()
         kind = {"thinking": "rs", "text": "msg", "call": "fc"}[new.kind]
         again = sum(item["id"].startswith(f"{kind}_") for item in self.done)
         self._id = f"{kind}_{self.id}" + (f"_{again}" if again else "")
         yield self.event("output_item.added", **self._place(), item=self._item("in_progress", None))
         if new.kind != "call":
-            part = part_of("", []) if new.kind == "text" else thought_of("")
+            part = part_of("", ()) if new.kind == "text" else thought_of("")
             yield self.event("content_part.added", **self._inside(), part=part)
 
     def _item(self, status: str, text: str | None) -> JSON:
         new, id_ = self._new, self._id
         if new is None or new.kind == "text":
-            content = [] if text is None else [part_of(text, self._told)]
+            content = [] if text is None else [part_of(text, self._logprobs)]
             return {"id": id_, "type": "message", "role": "assistant", "status": status, "content": content}  # fmt: skip
         if new.kind == "thinking":
             thoughts = [] if text is None else [thought_of(text)]
@@ -189,9 +194,11 @@ class ResponseItems:
 
     def _delta(self, new: OutputPiece) -> bytes:
         if new.kind == "text":
-            told, self._held = self._held, []
-            self._told += told
-            return self.event("output_text.delta", **self._inside(), delta=new.text, logprobs=told)
+            logprobs, self._waiting = self._waiting, ()
+            self._logprobs = joined(self._logprobs, logprobs)
+            return self.event(
+                "output_text.delta", **self._inside(), delta=new.text, logprobs=logprobs
+            )
         if new.kind == "thinking":
             return self.event("reasoning_text.delta", **self._inside(), delta=new.text)
         place = {**self._place(), "item_id": self._id}
@@ -202,12 +209,16 @@ class ResponseItems:
             return
         text, kind = "".join(self._parts), self._new.kind
         if kind == "text":
-            self._told += self._held
-        self._held = []
+            self._logprobs = joined(self._logprobs, self._waiting)
+        self._waiting = ()
         item = self._item(status, text)
         if kind == "text":
-            yield self.event("output_text.done", **self._inside(), text=text, logprobs=self._told)
-            yield self.event("content_part.done", **self._inside(), part=part_of(text, self._told))
+            yield self.event(
+                "output_text.done", **self._inside(), text=text, logprobs=self._logprobs
+            )
+            yield self.event(
+                "content_part.done", **self._inside(), part=part_of(text, self._logprobs)
+            )
         elif kind == "thinking":
             yield self.event("reasoning_text.done", **self._inside(), text=text)
             yield self.event("content_part.done", **self._inside(), part=thought_of(text))
