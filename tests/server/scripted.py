@@ -161,6 +161,8 @@ class ScriptedEngine(AsyncEngine):
                     else [self.position(token, params.logprobs) for token in ids],
                     finish_reason=self.finish if ended else None,
                     stop_reason=None,
+                    error="boom" if self.finish == "error" else None,
+                    error_kind="internal",
                 )
             )
         told = None
