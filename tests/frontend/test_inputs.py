@@ -14,9 +14,9 @@ import small_tokenizers
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.generation_config import GenerationDefaults, generation_defaults
-from quire.frontend.input_processor import AcceptedRequest, InputProcessor
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
 from quire.frontend.parallel_sampling import best, fan_out, mix
-from quire.frontend.prompts import read_prompts
+from quire.frontend.prompts import Prompt, read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.request import ToEngine
 from quire.protocol.sampling_params import SamplingParams
@@ -105,13 +105,48 @@ def test_later_prompts_are_refused_by_name(inputs: InputProcessor, name: str):
 def test_several_prompts_in_any_mixture():
     found = read_prompts(["a", [1, 2], {"prompt": "b"}, {"prompt_token_ids": [3]}])
     assert [(one.text, one.tokens) for one in found] == [
-        ("a", None), (None, [1, 2]), ("b", None), (None, [3]),
+        ("a", []), (None, [1, 2]), ("b", []), (None, [3]),
     ]  # fmt: skip
     assert [one.tokens for one in read_prompts([1, 2])] == [[1, 2]]
     assert [one.tokens for one in read_prompts([[1], [2]])] == [[1], [2]]
     assert read_prompts([]) == []
     with pytest.raises(ValidationError, match="prompt 1: "):
         read_prompts(["a", 3.5])
+
+
+def test_an_empty_list_of_ids_is_an_empty_prompt_also_beside_a_text(inputs: InputProcessor):
+    with pytest.raises(ValidationError, match="prompt is empty"):
+        accept(inputs, {"prompt": "the", "prompt_token_ids": []})
+
+
+def test_a_prompt_is_tokenized_and_checked_once(inputs: InputProcessor):
+    """The server asks for the tokens first; `accept` takes them as they are."""
+    long, too_long = Prompt("the " * 30), [1] * MAX_LEN
+    first = inputs.tokenize(Prompt("the"))
+    assert (first.is_checked, first.text) == (True, "the")
+    assert inputs.tokenize(first) is first
+    assert accept(inputs, first).tokens is first.tokens
+    with pytest.raises(ValidationError, match="maximum context length") as refused:
+        inputs.tokenize(Prompt(None, too_long))
+    assert refused.value.parameter == "input_tokens"
+    counted = inputs.tokenize(Prompt(None, too_long), TokenizeOptions(fits_model=False))
+    assert (counted.tokens, counted.is_checked) == (too_long, False)
+    with pytest.raises(ValidationError, match="maximum context length"):
+        accept(inputs, counted)
+    cut = inputs.tokenize(long, TokenizeOptions(truncate=2))
+    assert (len(cut.tokens), cut.text) == (2, None)
+    with pytest.raises(ValidationError, match="prompt has -1") as refused:
+        inputs.tokenize(Prompt(None, [-1]), TokenizeOptions(parameter="prompt"))
+    assert refused.value.parameter == "prompt"
+
+
+def test_a_text_of_too_many_bytes_is_not_tokenized(inputs: InputProcessor):
+    inputs.max_text_bytes = 1000
+    options = TokenizeOptions(truncate=5, fits_model=False)
+    assert inputs.tokenize(Prompt("a" * 1000), options).tokens
+    for text in ("a" * 1001, "é" * 501):
+        with pytest.raises(ValidationError, match="bytes of UTF-8; at most 1000"):
+            inputs.tokenize(Prompt(text), options)
 
 
 def test_the_salt_reaches_the_engine(inputs: InputProcessor):

@@ -231,8 +231,13 @@ def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:
     config = EngineConfig.from_keywords(**keywords)
     state = ServerState(config, ServerMetrics("toy", process=False))
     if engine is not None:
-        engine.in_thread, engine.formats = state.texts.run_sized, ModelFormats.of(config.server)
-        state.engine, state.phase = engine, ServerPhase.READY
-        state.fingerprint, state.created = "scripted", CREATED
+        serve(state, engine)
         state.metrics.attach(engine.stats, engine.max_model_len, {"block_size": 16})
     return state
+
+
+def serve(state: ServerState, engine: ScriptedEngine) -> None:
+    """As ServerState.attach, without metrics."""
+    engine.in_thread, engine.formats = state.texts.run_sized, ModelFormats.of(state.config.server)
+    state.fingerprint, state.created = "scripted", CREATED
+    state.engine, state.phase = engine, ServerPhase.READY

@@ -20,7 +20,7 @@ from asgi import browser
 from scripted import make_state
 from scripted_core import make_tokenizer, told_engine
 
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerState
 
 SAID = "Hé 🙂!"
 PATIENCE_S = 200  # who waits longer hangs
@@ -80,7 +80,8 @@ def fuzz(folder: Path, seed: int, count: int) -> Counter[int]:
     async def go() -> Counter[int]:
         engine, client = told_engine(folder, SAID)
         state = make_state(None)
-        state.engine, state.phase, state.dev_mode = engine, ServerPhase.READY, True
+        state.attach(engine)
+        state.dev_mode = True
         async with browser(state) as http:
             run = Fuzz(state, http, seed)
             await run.good()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from asgi import ask
-from scripted import ScriptedEngine, make_state
+from scripted import ScriptedEngine, make_state, serve
 
 from quire.errors import ConfigError, QueueFull
 from quire.frontend.outputs import RequestMetrics
@@ -155,7 +155,7 @@ def test_completions_that_were_read_for_calls_are_counted():
         engine = ScriptedEngine(text)
         if state is None:
             state = make_state(engine, tool_call_parser="hermes")
-        state.engine = engine
+        serve(state, engine)
         assert ask(None, "POST", CHAT, body | {"stream": stream}, state=state).status_code == 200
     assert ask(None, "POST", CHAT, HI, state=state).status_code == 200  # it has no tools
     text = state.metrics.render().decode()

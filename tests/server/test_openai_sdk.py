@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import ScriptedEngine, make_state
+from scripted import ScriptedEngine, make_state, serve
 
 from quire.errors import EngineDeadError, QueueFull, ValidationError
 from quire.server.app import build_app
@@ -228,7 +228,7 @@ def test_it_tries_again_when_it_is_told_to():
     async def work(client: Any) -> None:
         async def later() -> None:
             await asyncio.sleep(0.2)
-            state.engine, state.phase = ScriptedEngine(), ServerPhase.READY
+            serve(state, ScriptedEngine())
 
         ready = asyncio.ensure_future(later())
         again = client.with_options(max_retries=3)

@@ -130,7 +130,7 @@ def test_a_dead_engine_ends_every_stream(folder: Path):
 class Delayed(ScriptedEngine):
     """One that failed too often."""
 
-    def check_health(self) -> None:
+    def check(self) -> None:
         raise EngineDelayed("0badcafe")
 
     def serving(self) -> bool:

@@ -20,7 +20,6 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.server import text_pool
 from quire.server.app import build_app
 from quire.server.errors import ApiError
-from quire.server.state import ServerPhase
 from quire.server.text_pool import CLIENT, LONG_JOB, TextPool, run_alone
 
 PATIENCE_S = 60
@@ -221,7 +220,7 @@ def test_many_long_texts_of_one_client_do_not_hold_up_another(
     async def go() -> None:
         engine, below = told_engine(tmp_path, "x", 4)
         state = make_state(None)
-        state.engine, state.phase = engine, ServerPhase.READY
+        state.attach(engine)
         app = build_app(state)
         long = b'{"prompt":"%s"}' % (b"word " * 40_000)
         greedy = [asyncio.ensure_future(send(app, "/tokenize", long, "10.0.0.1")) for _ in range(12)]  # fmt: skip
@@ -252,7 +251,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Path, monkeypatch: py
     async def go(path: str, body: bytes) -> tuple[int, bytes]:
         engine, below = told_engine(tmp_path, "x", 4)
         state = make_state(None)
-        state.engine, state.phase = engine, ServerPhase.READY
+        state.attach(engine)
         monkeypatch.setattr(Tokenizer, "encode", noted)
         try:
             return await send(build_app(state), path, body)
