@@ -82,7 +82,7 @@ def test_every_form_of_a_prompt(
         (3, "must be a string"),
         (None, "must be a string"),
         (["a", "b"], "must be a string"),
-        ([-1], "-1, which is no token"),
+        ([-1], "-1, which is not a token id"),
         ([100_000], "ids go from 0 to"),
         ([1] * MAX_LEN, "maximum context length is 40 tokens: the prompt has 40"),
         ("x" * 100_000, "100000 characters cannot fit"),
