@@ -133,7 +133,7 @@ class Delayed(ScriptedEngine):
     def check(self) -> None:
         raise EngineDelayed("0badcafe")
 
-    def serving(self) -> bool:
+    def is_ready(self) -> bool:
         return False
 
     async def open(self, *args: Any, **more: Any) -> Any:
