@@ -21,7 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from quire.compat.vllm_unsupported import IGNORED, OUTPUTS
+from quire.compat.vllm_unsupported import IGNORED
+from quire.config.unsupported import NAMES
 
 ROOT = "quire"
 STANDS_IN = "quire.compat.vllm_shim"
@@ -41,7 +42,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "vllm.pooling_params": {"PoolingParams": "quire:PoolingParams"},
     "vllm.outputs": {
-        name: f"quire:{name}" for name in ("RequestOutput", "CompletionOutput", *OUTPUTS)
+        name: f"quire:{name}"
+        for name in (
+            "RequestOutput",
+            "CompletionOutput",
+            *(name for name in NAMES if name.endswith("Output")),
+        )
     },
     "vllm.beam_search": {
         "BeamSearchOutput": "quire:BeamSearchOutput",

@@ -39,7 +39,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 def initialize_ray_cluster(*values: Any, **keywords: Any) -> NoReturn:
     """Raises Unsupported: one device serves a model."""
-    refuse("initialize_ray_cluster", DEVICES)
+    refuse("initialize_ray_cluster", ("Ray", DEVICES[1]))
 
 
 def __getattr__(name: str) -> Any:
