@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from quire.compat.vllm_unsupported import IGNORED
-from quire.config.unsupported import NAMES
+from quire.config import unsupported
 
 ROOT = "quire"
 STANDS_IN = "quire.compat.vllm_shim"
@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         for name in (
             "RequestOutput",
             "CompletionOutput",
-            *(name for name in NAMES if name.endswith("Output")),
+            *(name for name in unsupported.NAMES if name.endswith("Output")),
         )
     },
     "vllm.beam_search": {
