@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import subprocess
 import sys
@@ -148,6 +150,39 @@ def test_the_slow_tokenizer(tmp_path: Path):
     parts.append(detokenizer.take(True))
     assert "".join(parts) == "naïve 🎉"
     assert not any("\ufffd" in part for part in parts)
+
+
+OWN_TOKENIZER = """
+import pathlib
+from transformers import PreTrainedTokenizerFast
+pathlib.Path({mark!r}).touch()
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "slow"])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tokenizers_own_code_runs_only_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, trusted: bool
+):
+    folder, mark = Path(small_tokenizers.save_byte_level(tmp_path / "own")), tmp_path / "imported"
+    (folder / "own.py").write_text(OWN_TOKENIZER.format(mark=str(mark)))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {
+        "auto_map": {
+            "AutoTokenizer": [None if mode == "auto" else "own.OwnTokenizer", "own.OwnTokenizer"]
+        }
+    }
+    file.write_text(json.dumps(config))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.syspath_prepend(str(tmp_path / "m"))
+    if trusted or mode == "auto":
+        assert load(str(folder), mode=mode, trust_remote_code=trusted).encode("ab")
+    else:
+        with contextlib.suppress(ModelNotFound):
+            load(str(folder), mode=mode)
+    assert mark.exists() is trusted
 
 
 def test_names_that_only_transformers_has(tmp_path: Path):

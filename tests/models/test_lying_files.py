@@ -88,6 +88,7 @@ GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         (GOOD | {"data_offsets": [0]}, "data_offsets of x"),
         (GOOD | {"data_offsets": [-8, 16]}, "data_offsets of x"),
         (GOOD | {"data_offsets": [0, 10**9]}, "cut short"),
+        (GOOD | {"data_offsets": [16, 0]}, "data_offsets of x are 16 and 0, in the wrong order"),
         ([], "is no whole safetensors file"),
     ],
 )
@@ -97,6 +98,38 @@ def test_a_lying_header_is_one_sentence(folder: Path, entry, says: str, capsys):
         header(file)
     main([str(folder)])
     assert "Traceback" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("offsets", [[0, 16], [8, 24], [15, 31], [4, 12]])
+def test_tensors_that_share_bytes_are_refused(folder: Path, offsets: list[int]):
+    entries = {"x": GOOD, "y": GOOD | {"data_offsets": offsets}}
+    with pytest.raises(ConfigError, match=r"the data of [xy] overlaps that of [xy]"):
+        header(safetensors(folder, json.dumps(entries)))
+
+
+def test_adjacent_and_empty_tensors_are_read(folder: Path):
+    empty = GOOD | {"shape": [0], "data_offsets": [8, 8]}
+    entries = {"y": GOOD | {"data_offsets": [16, 32]}, "empty": empty, "x": GOOD}
+    assert header(safetensors(folder, json.dumps(entries))) == entries
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path):
+    """The hub stores files in blobs/ and links to them from snapshots/<commit>/."""
+    cache = folder / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(path for path in sorted(folder.iterdir()) if path.is_file()):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    assert read_config(str(snapshot))
+    kind, files = weight_files(str(snapshot))
+    assert kind == "safetensors"
+    assert all(file.is_symlink() and header(file) for file in files)
+    for file in files:
+        file.resolve().unlink()  # an unfinished download: a link without its blob
+    with pytest.raises(ConfigError, match="no weights"):
+        weight_files(str(snapshot))
 
 
 def test_a_header_nested_too_deeply_is_one_sentence(folder: Path):

@@ -279,3 +279,34 @@ def test_a_spare_process_serves_one_grammar_and_a_killed_one_none() -> None:
     process = fork_server.fork()
     assert process is not killed
     assert process.check(Form(regex="a"), "llguidance", False, 1.0) is None
+
+
+def doubling(depth: int) -> dict[str, Any]:
+    """A schema of size 2^depth, if every reference is expanded."""
+    parts = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(depth)}
+    return {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{depth}": {"type": "null"}}}
+
+
+EXPANDING: dict[str, tuple[dict[str, Any], str | None]] = {
+    "$ref, 2^25": (doubling(25), None),
+    "allOf of anyOf, 2^20": (
+        {"allOf": [{"anyOf": [{"minimum": n}, {"maximum": -n}]} for n in range(20)]},
+        "too large",
+    ),
+    "a file": ({"$ref": "file:///etc/passwd"}, "does not fetch"),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_references_and_products_stay_within_their_limits(reader: Reader, name: str) -> None:
+    """Each ends soon, in a process with limits: it is refused, or its references are never expanded."""
+    schema, refusal = EXPANDING[name]
+    memory, began = _resident(), time.process_time()
+    if refusal is not None:
+        with pytest.raises(ValidationError, match=refusal):
+            ConstraintChecker().checked(Form(json=schema))
+    else:
+        constraint = ConstraintChecker().checked(Form(json=schema))
+        assert reader.compiler.submit(constraint).result(60).bytes < 64 << 20
+    assert time.process_time() - began < 2
+    assert _resident() - memory < 64 << 20

@@ -92,7 +92,9 @@ def _indexed(root: Path, index: str) -> list[Path]:
 def _single_safetensors(root: Path) -> list[Path]:
     if (root / "model.safetensors").is_file():
         return [root / "model.safetensors"]
-    files = [f for f in sorted(root.glob("*.safetensors")) if not f.name.startswith(NOT_WEIGHTS)]
+    # A link of the hub's cache without its blob is an unfinished download.
+    found = [file for file in sorted(root.glob("*.safetensors")) if file.is_file()]
+    files = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
     # Mistral's repositories have the same weights a second time, under other names.
     return [f for f in files if not f.name.startswith("consolidated")] or files
 
@@ -116,6 +118,7 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
         found.pop("__metadata__", None)
         for name, tensor in found.items():
             _check_entry(name, tensor)
+        _check_overlaps(found)
         last = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
     except RecursionError:
         raise ConfigError(
@@ -142,6 +145,21 @@ def _check_entry(name: str, tensor: dict[str, Any]) -> None:
             )
     if len(offsets) != 2:
         raise ValueError(f"the data_offsets of {name} are {len(offsets)} numbers, and must be two")
+
+
+def _check_overlaps(found: dict[str, dict[str, Any]]) -> None:
+    """Raises ValueError: tensors share bytes, or a tensor ends before it begins."""
+    end, before = 0, ""
+    for name, tensor in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = tensor["data_offsets"]
+        if stop < start:
+            raise ValueError(
+                f"the data_offsets of {name} are {start} and {stop}, in the wrong order"
+            )
+        if start < end and stop > start:
+            raise ValueError(f"the data of {name} overlaps that of {before}")
+        if stop > start:
+            end, before = stop, name
 
 
 Stored = tuple[str, str, Sequence[int]]
