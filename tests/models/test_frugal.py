@@ -14,7 +14,7 @@ from torch import nn
 
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
-from quire.models import load_memory
+from quire.platforms import memory
 from quire.quantization import apply, int8
 
 PAGES = 64
@@ -31,8 +31,8 @@ def mapped(tmp_path):
 def resident(path: Path) -> int:
     """Bytes of the file's mapping that the process holds."""
     total, inside = 0, False
-    for line in load_memory.SMAPS.read_text().splitlines():
-        if load_memory.AREA.fullmatch(line):
+    for line in memory.SMAPS.read_text().splitlines():
+        if memory.AREA.fullmatch(line):
             inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):
             total += int(line.split()[1]) * 1024
@@ -43,7 +43,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
     path, tensor = mapped
     whole = float(tensor.double().sum())
     assert resident(path) == PAGES * 4096
-    assert load_memory.release_file_pages([path], [tensor]) == PAGES * 4096
+    assert memory.release_file_pages([path], [tensor]) == PAGES * 4096
     assert resident(path) == 0
     assert float(tensor.double().sum()) == whole
 
@@ -51,7 +51,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
 def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
     path, tensor = mapped
     tensor[5] = -1.0
-    assert load_memory.release_file_pages([path], [tensor]) == 0
+    assert memory.release_file_pages([path], [tensor]) == 0
     assert float(tensor[5]) == -1.0
 
 
@@ -60,7 +60,7 @@ def test_other_files_are_left_alone(mapped, tmp_path):
     assert float(tensor[0]) == 0.0
     held = resident(path)
     assert held > 0
-    assert load_memory.release_file_pages([tmp_path / "another"], [tensor]) == 0
+    assert memory.release_file_pages([tmp_path / "another"], [tensor]) == 0
     assert resident(path) == held
 
 
@@ -71,8 +71,8 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     copy = tmp_path / "smaps"
     gone = torch.from_file(str(path), shared=False, size=PAGES * 1024)
     place, size = gone.data_ptr(), PAGES * 4096
-    copy.write_text(load_memory.SMAPS.read_text())
-    monkeypatch.setattr(load_memory, "SMAPS", copy)
+    copy.write_text(memory.SMAPS.read_text())
+    monkeypatch.setattr(memory, "SMAPS", copy)
     del gone
     libc = ctypes.CDLL(None)
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     if libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != place:
         pytest.skip("another thread was quicker")
     ctypes.memset(place, 7, size)
-    load_memory.release_file_pages([path], [])
+    memory.release_file_pages([path], [])
     assert ctypes.string_at(place, size) == b"\7" * size
     libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
 
@@ -143,7 +143,7 @@ def test_large_blocks_come_back_to_the_system():
     torch.ones(
         4 << 20
     )  # let go at once: from here on, by itself, the heap would take blocks of this size
-    with load_memory.separate_blocks():
+    with memory.separate_blocks():
         before = held()
         blocks = [torch.ones(3 << 18) for _ in range(40)]  # 3 MiB each
         del blocks[::2]

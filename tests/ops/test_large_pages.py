@@ -1,4 +1,4 @@
-"""Regions of large pages: tensors in them are apart, lie as asked, and take their memory with them when they go."""
+"""HugePageRegions of large pages: tensors in them are apart, lie as asked, and take their memory with them when they go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.ops.cpu.huge_pages import LINE, PAGE, REGION, Regions
+from quire.platforms.memory import ALIGNMENT, HUGE_PAGE, REGION_BYTES, HugePageRegions
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is torch's own")
 
@@ -25,8 +25,8 @@ def mapping_of(address: int) -> str | None:
 
 
 def test_tensors_do_not_overlap_and_hold_what_is_written():
-    sizes = [1, 3 << 19, REGION // 2 + 5, 7, REGION + 1, 0, 12]
-    regions = Regions()
+    sizes = [1, 3 << 19, REGION_BYTES // 2 + 5, 7, REGION_BYTES + 1, 0, 12]
+    regions = HugePageRegions()
     made = [regions.empty(size, torch.int8) for size in sizes]
     for number, tensor in enumerate(made):
         tensor.fill_(number)
@@ -37,7 +37,7 @@ def test_tensors_do_not_overlap_and_hold_what_is_written():
 
 
 def test_shapes_and_formats_are_those_of_torch():
-    tensor = Regions().empty((3, 5, 7), torch.bfloat16)
+    tensor = HugePageRegions().empty((3, 5, 7), torch.bfloat16)
     like = torch.empty(3, 5, 7, dtype=torch.bfloat16)
     assert tensor.shape == like.shape
     assert tensor.stride() == like.stride()
@@ -46,10 +46,10 @@ def test_shapes_and_formats_are_those_of_torch():
 
 @linux
 def test_large_pages_are_asked_for_and_a_region_begins_with_one():
-    regions = Regions()
+    regions = HugePageRegions()
     first, second = regions.empty(100, torch.uint8), regions.empty(100, torch.uint8)
-    assert first.data_ptr() % PAGE == 0
-    assert second.data_ptr() == first.data_ptr() + LINE
+    assert first.data_ptr() % HUGE_PAGE == 0
+    assert second.data_ptr() == first.data_ptr() + ALIGNMENT
     flags = re.search(r"VmFlags:(.*)", mapping_of(first.data_ptr()) or "")
     assert flags is not None
     assert "hg" in flags[1].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
@@ -57,8 +57,8 @@ def test_large_pages_are_asked_for_and_a_region_begins_with_one():
 
 @linux
 def test_a_region_goes_with_its_last_tensor():
-    regions = Regions()
-    first, second = (regions.empty(PAGE, torch.uint8) for _ in range(2))
+    regions = HugePageRegions()
+    first, second = (regions.empty(HUGE_PAGE, torch.uint8) for _ in range(2))
     address = second.data_ptr()
     del first
     gc.collect()

@@ -63,22 +63,22 @@ def test_pages_come_before_the_blocks_are_used():
     hook = begun(tensor, step)
     until(tensor, step)
     assert resident(tensor, 400 * EACH, BLOCKS * EACH) < 0.1  # what nobody is near stays away
-    hook.before(plan(0, 1, 5))
-    assert hook.asked == step + 1  # still far ahead
-    hook.before(plan(0, 1, 300))
+    hook.before(plan(0, 1, 5), None)
+    assert hook.prefaulted == step + 1  # still far ahead
+    hook.before(plan(0, 1, 300), None)
     until(tensor, 340)
-    assert hook.asked == 341
-    hook.before(plan(more=BLOCKS - 1))
+    assert hook.prefaulted == 341
+    hook.before(plan(more=BLOCKS - 1), None)
     until(tensor, BLOCKS)
-    hook.before(plan(more=3))
-    assert hook.asked == BLOCKS
+    hook.before(plan(more=3), None)
+    assert hook.prefaulted == BLOCKS
 
 
 def test_what_was_written_stays():
     tensor = fresh()
     tensor[::EACH] = 7
     hook = begun(tensor, BLOCKS)
-    hook.before(plan(more=BLOCKS - 1))
+    hook.before(plan(more=BLOCKS - 1), None)
     until(tensor, BLOCKS)
     assert tensor[::EACH].eq(7).all()
     assert int(tensor.count_nonzero()) == BLOCKS
@@ -87,7 +87,7 @@ def test_what_was_written_stays():
 def test_without_a_cache_it_does_nothing():
     hook = KVPagePrefaulter(1, 8)
     hook.begin([])
-    hook.before(plan(0, 1))
+    hook.before(plan(0, 1), None)
 
 
 def test_another_cache_begins_anew_and_the_old_one_is_let_go():
@@ -95,7 +95,7 @@ def test_another_cache_begins_anew_and_the_old_one_is_let_go():
     hook = begun(first, 40)
     until(first, 40)
     hook.begin([])
-    hook.before(plan(0, 1, 300))
+    hook.before(plan(0, 1, 300), None)
     assert not hook.parts
     hook.begin([(second,)])
     until(second, 40)

@@ -39,10 +39,10 @@ from quire.models.base import CausalLM, LanguageModel
 from quire.models.checkpoint_files import tensors, weight_files
 from quire.models.dummy_weights import random_tensors
 from quire.models.hf_config import WRAPPED, TextConfig
-from quire.models.load_memory import release_file_pages, separate_blocks
 from quire.models.offload import Offload
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
+from quire.platforms.memory import release_file_pages, separate_blocks
 from quire.quantization.apply import (
     pack_model,
     prepared_weights,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.weights import PANEL, PreparedWeight
-from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
+from quire.platforms.memory import empty_in_huge_pages
 
 
 class PackedBf16Weight(PreparedWeight):
@@ -21,7 +21,7 @@ class PackedBf16Weight(PreparedWeight):
     def __init__(self, kernels: Kernels, weight_OI: Tensor, gated: bool = False):
         outs, ins = weight_OI.shape
         super().__init__(outs, ins, gated, kernels)
-        self.data = huge_pages.empty(self.padded * self.ins, torch.bfloat16)
+        self.data = empty_in_huge_pages(self.padded * self.ins, torch.bfloat16)
         weight_OI = weight_OI.contiguous()
         kernels.pack(
             weight_OI.data_ptr(), self.data.data_ptr(), self.padded, self.outs, self.ins, gated

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.layers.weights import PANEL, PreparedWeight
-from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
+from quire.platforms.memory import empty_in_huge_pages
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int8 import Int8Weight, quantize
 
@@ -128,7 +128,7 @@ class Int4Weight(PreparedWeight):
         whole = self._in_panels(q_OI).view(-1, 2, 16, self.ins // 4, 4)
         low, high = whole[:, 0], whole[:, 1]
         packed = (low | high << 4).permute(0, 2, 1, 3)
-        return huge_pages.empty(tuple(packed.shape), torch.uint8).copy_(packed)
+        return empty_in_huge_pages(tuple(packed.shape), torch.uint8).copy_(packed)
 
     def _by_panel(self, value_OG: Tensor) -> Tensor:
         return self._in_panels(value_OG).transpose(1, 2).contiguous()

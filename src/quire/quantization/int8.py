@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.layers.weights import PreparedWeight
-from quire.ops.cpu import huge_pages
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.reference import silu_and_mul
+from quire.platforms.memory import empty_in_huge_pages
 
 STEP = 64
 MOST = 127
@@ -68,7 +68,7 @@ class Int8Weight(PreparedWeight):
             self.q_OI, self.scale_O = q_OI, scale_O
             return
         q_OI = q_OI.contiguous()
-        self.data = huge_pages.empty(self.padded * ins, torch.int8)
+        self.data = empty_in_huge_pages(self.padded * ins, torch.int8)
         kernels.pack_int8(q_OI.data_ptr(), self.data.data_ptr(), self.padded, outs, ins, gated)
         missing = (0, self.padded - outs)
         self.scale_O = F.pad(scale_O, missing).contiguous()

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch
 from quire.ops.triton.gather_inputs import gather, scatter, slots
+from quire.platforms.memory import lazy_zeros
 from quire.protocol.plan import StepPlan
 from quire.worker.input_batch import InputBatchBuilder
-from quire.worker.lazy_memory import lazy_zeros
 from quire.worker.request_rows import RequestRows
 from quire.worker.staging_buffer import LINE, StagingBuffer
 

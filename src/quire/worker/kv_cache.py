@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
-from quire.worker.lazy_memory import lazy_zeros
+from quire.platforms.memory import lazy_zeros
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend

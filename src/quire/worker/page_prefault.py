@@ -8,8 +8,6 @@ block pool hands out blocks in the order of their ids until each was used once; 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 import threading
@@ -20,12 +18,12 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from quire.forward_context import ForwardBatch
+from quire.platforms import memory
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
-POPULATE_WRITE = 23  # madvise, since Linux 5.14: allocate pages as if written to
-SLICE = 4 << 20  # bytes per call of madvise
-MOST = 256 << 20  # bytes to stay ahead, at most
+SLICE = 4 << 20  # bytes to prefault at a time
+MAX_AHEAD = 256 << 20  # bytes to stay ahead, at most
 NICENESS = 10
 
 
@@ -42,7 +40,8 @@ class KVPagePrefaulter(Hook):
     def __init__(self, num_blocks: int, step: int):
         self.num_blocks, self.step = num_blocks, step
         self.parts: list[Tensor] = []
-        self.ahead = self.asked = 0  # blocks below `asked` are prefaulted, or queued for it
+        self.ahead = 0
+        self.prefaulted = 0  # blocks below this one are prefaulted, or queued for it
         self._jobs: SimpleQueue[tuple[list[Tensor], int, int]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -50,30 +49,30 @@ class KVPagePrefaulter(Hook):
         """Start over with this cache, as `allocate_cache` returned it; none of its pages is allocated yet."""
         parts = [part for storage in storages for part in storage]
         on_host = all(part.device.type == "cpu" for part in parts) and sys.platform == "linux"
-        self.parts, self.asked = parts if on_host else [], 0
+        self.parts, self.prefaulted = parts if on_host else [], 0
         if not self.parts:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
             self._thread.start()
-        self.ahead = min(self.step, MOST // self._each(self.parts))
+        self.ahead = min(self.step, MAX_AHEAD // self._each(self.parts))
         self._ask(self.ahead)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         return True  # it reads the plan only
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        if not self.parts or self.asked >= self.num_blocks:
+        if not self.parts or self.prefaulted >= self.num_blocks:
             return
         columns = [column for new in plan.entered for column in new.blocks]
         columns += [column for item in plan.work for column in item.new_blocks]
         used = max((max(column) for column in columns if column), default=0)
-        if used + self.ahead // 2 >= self.asked:
+        if used + self.ahead // 2 >= self.prefaulted:
             self._ask(used + self.ahead)
 
     def _ask(self, until: int) -> None:
-        start, self.asked = self.asked, min(until + 1, self.num_blocks)
-        self._jobs.put((self.parts, start, self.asked))
+        start, self.prefaulted = self.prefaulted, min(until + 1, self.num_blocks)
+        self._jobs.put((self.parts, start, self.prefaulted))
 
     def _each(self, parts: Sequence[Tensor]) -> int:
         """Bytes of a block, over all parts."""
@@ -82,22 +81,16 @@ class KVPagePrefaulter(Hook):
     def _work(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         while True:
-            parts, start, until = (
-                self._jobs.get()
-            )  # the reference keeps the memory alive while this job runs
+            # The reference keeps the memory alive while this job runs.
+            parts, start, until = self._jobs.get()
             few = max(1, SLICE // self._each(parts))
             for block in range(start, until, few):
                 for part in parts:
-                    size = part.nbytes // self.num_blocks
-                    first = part.data_ptr() + block * size
-                    last = part.data_ptr() + min(until, block + few) * size
-                    first, last = (
-                        first // mmap.PAGESIZE * mmap.PAGESIZE,
-                        -(-last // mmap.PAGESIZE) * mmap.PAGESIZE,
-                    )
-                    if madvise(first, last - first, POPULATE_WRITE):
-                        return  # an older kernel, or no memory left: pages are allocated when they are touched
+                    size, start_of = part.nbytes // self.num_blocks, part.data_ptr()
+                    end = min(until, block + few)
+                    try:
+                        memory.prefault(start_of + block * size, start_of + end * size)
+                    except OSError:
+                        return  # pages are then allocated when they are touched
             del parts

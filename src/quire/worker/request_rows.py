@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.platforms.memory import lazy_zeros
 from quire.protocol.plan import EnteredRow, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.lazy_memory import lazy_zeros
 
 MOST = 2**31 - 1
 

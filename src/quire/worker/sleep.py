@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from quire.errors import QuireError
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
+from quire.platforms.memory import give_back
 from quire.quantization.apply import move
-from quire.worker.lazy_memory import give_back
 from quire.worker.worker import Worker
 
 log = get_logger(__name__)
