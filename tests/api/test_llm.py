@@ -167,8 +167,8 @@ def test_logprobs_are_those_of_the_model(llm: LLM):
         (["a", "b"], {"sampling_params": [GREEDY]}, "sampling_params has 1 entries for 2 prompts"),
         (["a", "b"], {"priority": [1, 2, 3]}, "priority has 3 entries for 2"),
         (["a"], {"sampling_params": {"n": 1}}, "sampling_params must be"),
-        (["a"], {"tokenization_kwargs": {"x": 1}}, "tokenization_kwargs has no x"),
-        (["a", {"text": "b"}], {}, "prompt 1: .*no key text"),
+        (["a"], {"tokenization_kwargs": {"x": 1}}, "tokenization_kwargs: unknown key x"),
+        (["a", {"text": "b"}], {}, "prompt 1: .*unknown key text"),
         ("x" * 199 + "y", {"sampling_params": SamplingParams(min_tokens=9)}, "maximum context"),
     ],
 )
@@ -203,7 +203,7 @@ def test_lora_and_media_are_refused(llm: LLM):
 def test_unknown_keywords_are_type_errors():
     with pytest.raises(TypeError, match="did you mean max_num_seqs"):
         LLM("quire-tiny", max_num_seq=4)
-    with pytest.raises(TypeError, match="api_server_count is a flag of the server only"):
+    with pytest.raises(TypeError, match="api_server_count is an option of the server only"):
         LLM("quire-tiny", api_server_count=2)
 
 
@@ -266,7 +266,7 @@ def test_enqueue_and_wait(llm: LLM):
     assert between[0].prompt == "x"
     assert outputs[0].outputs[0].token_ids == plain(llm, outputs[0].prompt_token_ids, 6)
     assert llm.wait_for_completion(use_tqdm=False) == []
-    with pytest.raises(ValidationError, match="was not enqueued, or"):
+    with pytest.raises(ValidationError, match="was never enqueued, or"):
         llm.wait_for_completion(first)
 
 

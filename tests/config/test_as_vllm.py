@@ -56,7 +56,7 @@ def agreed(said: str) -> None:
     lines = said.splitlines()
     assert lines[:2] == ["True True True", "True 3 ['--x']"]
     assert lines[2].startswith("cannot import name 'Nonsense' from 'vllm' (")
-    assert lines[3] == "vllm.nonsense: Quire stands in for vllm here and has no such module"
+    assert lines[3] == "vllm.nonsense: Quire replaces vllm here and has no such module"
     assert lines[4].startswith("cannot import name 'Nonsense' from 'vllm.config' (")
     assert lines[5].startswith("LoRARequest (LoRA) is not supported yet: serve a checkpoint with")
     assert len(lines) == 6
@@ -127,15 +127,13 @@ def real_vllm(folder: Path) -> Path:
 
 def test_we_do_not_hide_vllm(tmp_path, program):
     said = run("-m", "quire.compat", program, path=(real_vllm(tmp_path / "site"),), check=False)
-    assert (
-        "ImportError: vllm is installed here: uninstall it, or import quire by its own name" in said
-    )
+    assert "ImportError: vllm is installed: uninstall it, or import quire instead of vllm" in said
 
 
 def test_two_of_them_are_a_riddle(tmp_path):
     both = (DISTRIBUTION / "src", real_vllm(tmp_path / "site"))
     said = run("-c", "import vllm", path=both, check=False)
-    assert "ImportError: vllm 0.11.0 and quire-as-vllm are both installed here" in said
+    assert "ImportError: vllm 0.11.0 and quire-as-vllm are both installed" in said
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ WITHIN_PYTHON = {
 def test_a_slow_template_is_stopped(trick: str):
 
     def render() -> None:
-        with pytest.raises(TemplateTooSlow, match=r"takes longer than 0\.1 s"):
+        with pytest.raises(TemplateTooSlow, match=r"needs more than 0\.1 s"):
             ChatTemplate(SLOW[trick]).render(CHAT, seconds=0.1)
 
     assert seconds(render) < 20  # none of them would end within a minute
@@ -83,7 +83,9 @@ def test_a_slow_template_is_stopped(trick: str):
 def test_a_template_that_makes_too_much_is_stopped(trick: str):
 
     def render() -> None:
-        with pytest.raises(ValidationError, match=r"more than|without end|Range too big") as caught:
+        with pytest.raises(
+            ValidationError, match=r"more than|recursion is too deep|Range too big"
+        ) as caught:
             ChatTemplate(LARGE[trick]).render(CHAT, seconds=60)
         assert not isinstance(caught.value, TemplateTooSlow)
 

@@ -254,7 +254,7 @@ def test_messages_of_no_form_are_refused(ours: Tokenizer, messages: list[Any], w
 
 def test_without_a_template_the_error_says_what_to_do(tmp_path: Path):
     bare = load(small_tokenizers.save_byte_level(tmp_path, chat_template=None))
-    with pytest.raises(ValidationError, match="no chat template: start with chat_template"):
+    with pytest.raises(ValidationError, match="no chat template; set chat_template"):
         chat.render(bare, CHATS[0])
 
 

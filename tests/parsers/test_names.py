@@ -111,9 +111,9 @@ def test_others_are_refused_by_name():
     for name in PARSERS:
         with pytest.raises(ConfigError, match=f"tool_call_parser='{name}' is not supported yet"):
             known.choose_tools(name, "")
-    with pytest.raises(ConfigError, match=r"tool_call_parser='hf' .* auto reads the checkpoint's"):
+    with pytest.raises(ConfigError, match=r"tool_call_parser='hf' .* auto uses the checkpoint's"):
         known.choose_tools("hf", "")
-    with pytest.raises(ConfigError, match="reasoning_parser='qwen33' is not known; there are"):
+    with pytest.raises(ConfigError, match="reasoning_parser='qwen33' is unknown; choose from"):
         known.choose_reasoning("qwen33", "")
 
 

@@ -76,7 +76,7 @@ def test_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_formats.py").write_text("def register(registry):\n    registry.nothing()\n")
     del sys.modules["my_formats"]
     with pytest.raises(
-        ConfigError, match=r"the plugin my_formats:register of quire\.parsers fails"
+        ConfigError, match=r"the plugin my_formats:register of quire\.parsers failed"
     ):
         registry()
     del sys.modules["my_formats"]
@@ -87,10 +87,10 @@ def test_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     [
         ("x = 1", "no function register"),
         ("1 / 0", "ZeroDivisionError"),
-        ("class P: pass", "a format is a table here, not a class"),
+        ("class P: pass", "formats are tables, not classes"),
         ("def register(r): r.add()", "AttributeError"),
         ("import no_such_module", "no_such_module"),
-        (CLASS, r"written for vLLM: a format is a table here.*docs/tools\.md"),
+        (CLASS, r"written for vLLM: formats are tables.*docs/tools\.md"),
     ],
 )
 def test_plugins_that_are_none(text: str, says: str, tmp_path: Path):
@@ -101,5 +101,5 @@ def test_plugins_that_are_none(text: str, says: str, tmp_path: Path):
 
 
 def test_a_plugin_that_is_not_there(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no Python file"):
+    with pytest.raises(ConfigError, match="not a Python file"):
         registry([str(tmp_path / "missing.py")])

@@ -122,5 +122,5 @@ def test_a_grammar_begins_when_thoughts_have_ended():
         assert re.fullmatch(PARROT.regex or "", tokenizer.decode(tokens[5:-1]))
         front = RequestManager(one.client)
         front.inputs.reasoning = lambda: None
-        with pytest.raises(ValidationError, match="marks of thoughts are known"):
+        with pytest.raises(ValidationError, match="reasoning markers are known"):
             front.accept("a", params, id="x")

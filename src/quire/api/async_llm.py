@@ -99,7 +99,7 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
             EngineDeadError: the engine has stopped.
         """
         if data_parallel_rank:
-            raise Unsupported("data_parallel_rank", "there is one engine")
+            raise Unsupported("data_parallel_rank", "an AsyncLLM has one engine")
         if hasattr(prompt, "__aiter__"):
             raise Unsupported("a prompt that is streamed in", "give all of it")
         new_output = asyncio.Event()
@@ -181,7 +181,7 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
             self.check_alive()
             if asyncio.get_running_loop().time() >= end:
                 raise TimeoutError(
-                    f"{len(self.front.live)} requests still run after {drain_timeout} s"
+                    f"{len(self.front.live)} requests are still running after {drain_timeout} s"
                 )
             await asyncio.sleep(0.01)
 

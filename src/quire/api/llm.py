@@ -163,7 +163,7 @@ class LLM(UnsupportedMethods):
             for id in ids:
                 if id not in self._kept and id not in self.front.live:
                     raise ValidationError(
-                        f"request {id!r} was not enqueued, or its output was fetched already",
+                        f"request {id!r} was never enqueued, or its output was already fetched",
                         parameter="request_ids", value=id,
                     )  # fmt: skip
             return self._wait(ids, use_tqdm)
@@ -241,7 +241,7 @@ class LLM(UnsupportedMethods):
         open_ones = {id for id in ids if id not in self._kept}
         if open_ones and self._asleep:
             raise QuireError(
-                "the engine sleeps, so these requests would never end: call wake_up() first"
+                "the engine is asleep, so these requests would never finish; call wake_up() first"
             )
         with progress(use_tqdm, len(ids)) as bar:
             bar.update(len(ids) - len(open_ones))
@@ -332,7 +332,7 @@ class LLM(UnsupportedMethods):
         """
         if not isinstance(method, str):
             raise Unsupported(
-                "collective_rpc of a function", "give a method's name, or use apply_model(function)"
+                "collective_rpc of a function", "pass a method's name, or use apply_model(function)"
             )
         return list(self.client.call("collective_rpc", method, list(args), dict(kwargs or {})))
 

@@ -82,7 +82,7 @@ def refuse_media_and_lora(media: Any, lora: Any) -> None:
     if lora is not None and (not isinstance(lora, (list, tuple)) or any(lora)):
         raise Unsupported("lora_request", LORA[1])
     if media:
-        raise Unsupported("mm_processor_kwargs", "this engine reads text only")
+        raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
 
 
 def spread(name: str, given: Any, count: int) -> Sequence[Any]:
@@ -95,7 +95,7 @@ def spread(name: str, given: Any, count: int) -> Sequence[Any]:
         return [given] * count
     if len(given) != count:
         raise ValidationError(
-            f"{name} has {len(given)} entries for {count} prompts: give one for all, or one for each",
+            f"{name} has {len(given)} entries for {count} prompts; pass one for all prompts, or one for each",
             parameter=name, value=len(given),
         )  # fmt: skip
     return given

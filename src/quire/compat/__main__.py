@@ -22,7 +22,7 @@ def main() -> int:
         runpy.run_path(words[0], run_name="__main__")
         return 0
     if len(words) < 2:
-        print("python -m quire.compat -m MODULE: which module?", file=sys.stderr)
+        print("python -m quire.compat -m MODULE: the name of a module is missing", file=sys.stderr)
         return 2
     sys.argv = words[1:]
     runpy.run_module(words[1], run_name="__main__", alter_sys=True)

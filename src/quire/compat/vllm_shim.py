@@ -139,7 +139,7 @@ def install_as_vllm() -> None:
         return
     spec = importlib.util.find_spec("vllm") if "vllm" not in sys.modules else None
     if "vllm" in sys.modules or (spec is not None and not _is_ours(spec.origin)):
-        raise ImportError("vllm is installed here: uninstall it, or import quire by its own name")
+        raise ImportError("vllm is installed: uninstall it, or import quire instead of vllm")
     sys.meta_path.insert(0, _Finder())
 
 
@@ -155,7 +155,7 @@ def stand_in() -> None:
         version = ""
     if version:
         raise ImportError(
-            f"vllm {version} and quire-as-vllm are both installed here: uninstall both, then install the one you want"
+            f"vllm {version} and quire-as-vllm are both installed: uninstall both, then install the one you want"
         )
     if not _installed():
         sys.meta_path.insert(0, _Finder())
@@ -189,12 +189,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
             return importlib.machinery.ModuleSpec(name, self, is_package=name not in RUN)
         if name.startswith("vllm."):
             raise ModuleNotFoundError(
-                f"{name}: Quire stands in for vllm here and has no such module", name=name
+                f"{name}: Quire replaces vllm here and has no such module", name=name
             )
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Module(spec.name, f"{spec.name}, played by Quire")
+        return _Module(spec.name, f"{spec.name}, provided by Quire")
 
     def exec_module(self, module: ModuleType) -> None:
         """Names are resolved on access; `__file__` appears in the error "cannot import name"."""
@@ -213,7 +213,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         )
 
     def get_code(self, name: str) -> CodeType:
-        return compile(self.get_source(name), f"<{name}, played by Quire>", "exec")
+        return compile(self.get_source(name), f"<{name}, provided by Quire>", "exec")
 
 
 class _Module(ModuleType):
@@ -235,7 +235,7 @@ class _Module(ModuleType):
                 raise AttributeError(name)
         except AttributeError:
             raise AttributeError(
-                f"{here}.{name}: Quire stands in for vllm here and has no such name"
+                f"{here}.{name}: Quire replaces vllm here and has no such name"
             ) from None
         setattr(self, name, value)
         return value

@@ -69,8 +69,7 @@ def render(
         template = _own(options.template, options.template_may_be_path)
     if template is None:
         raise ValidationError(
-            "this model has no chat template: start with chat_template=..., or use generate (completions)"
-            " with a prompt of your own",
+            "this model has no chat template; set chat_template=..., or use generate (completions) with a prompt",
             parameter="chat_template",
         )  # fmt: skip
     return rendered(template, messages, options, tokenizer.special_tokens_map)
@@ -143,7 +142,7 @@ def _text(part: Any, where: str) -> str:
         if kind in TEXT_PARTS and isinstance(part.get(key), str):
             return str(part[key])
         if any(name in kind for name in MEDIA_PARTS):
-            raise Unsupported(f"{where} of type {kind}", "this engine reads text only")
+            raise Unsupported(f"{where} of type {kind}", "the engine accepts text only")
     raise ValidationError(
         f'{where} must be a string or {{"type": "text", "text": ...}}', parameter="messages"
     )

@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
+        raise ConfigError(f"{path} does not contain a JSON object")
     return found
 
 
@@ -88,7 +88,8 @@ def generation_defaults(
     folder = Path(path) if source in ("auto", *NONE_OF_IT) else Path(source)
     if not folder.is_dir():
         raise ConfigError(
-            f"generation_config={source!r} is not a directory; use auto, vllm, or a directory with generation_config.json"
+            f"generation_config={source!r} is not a directory; use auto, vllm, or a directory with"
+            " generation_config.json"
         )
     file = read_json(folder / "generation_config.json")
     ends = _ids(file.get("eos_token_id"))
@@ -104,8 +105,8 @@ def generation_defaults(
         SamplingParams(**sampling)
     except ValueError as error:
         raise ConfigError(
-            f"the default sampling parameters from generation_config are not valid: {error};"
-            " use generation_config='vllm' to do without them, or override_generation_config to change them"
+            f"the default sampling parameters from generation_config are not valid: {error}; use"
+            " generation_config='vllm' to ignore them, or override_generation_config to change them"
         ) from error
     if sampling:
         log.info("default sampling parameters from generation_config: %s", sampling)

@@ -98,7 +98,7 @@ class TokenizeOptions:
         if given:
             known = "add_special_tokens, truncate_prompt_tokens, truncation_side, truncation, max_length"
             raise ValidationError(
-                f"tokenization_kwargs has no {', '.join(sorted(given))}; it may have {known}",
+                f"tokenization_kwargs: unknown key {', '.join(sorted(given))}; the keys are {known}",
                 parameter="tokenization_kwargs", value=given,
             )  # fmt: skip
         return options
@@ -278,14 +278,14 @@ class InputProcessor:
         self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
         if self.tokenizer is None and params.stop:
             raise ValidationError(
-                "stop needs a tokenizer, and skip_tokenizer_init=True left it out: use stop_token_ids",
+                "stop needs a tokenizer, but skip_tokenizer_init=True is set; use stop_token_ids",
                 parameter="stop", value=params.stop,
             )  # fmt: skip
         room = self.max_model_len - num_prompt
         if params.min_tokens > room:
             raise ValidationError(
-                f"min_tokens={params.min_tokens} does not fit: the context of {self.max_model_len} tokens"
-                f" has room for {room} after the prompt's {num_prompt}",
+                f"min_tokens={params.min_tokens} is too large: the context of {self.max_model_len} tokens has room"
+                f" for {room} after the prompt's {num_prompt}",
                 parameter="min_tokens", value=params.min_tokens,
             )  # fmt: skip
         skip = params.skip_reading_prefix_cache
@@ -308,8 +308,8 @@ class InputProcessor:
             return None
         if not self.eos_token_ids:
             raise ValidationError(
-                "structured_outputs needs an end-of-text token, and this model names none: give one as"
-                " eos_token_id in its generation_config.json",
+                "structured_outputs needs an end-of-text token, but this model has none; set eos_token_id in its"
+                " generation_config.json",
                 parameter="structured_outputs",
             )
         ours = ("disable_any_whitespace", "disable_additional_properties")
@@ -324,8 +324,8 @@ class InputProcessor:
         wanted = self.vocab_size if asked == -1 else asked
         if limited and self.max_logprobs != -1 and wanted > self.max_logprobs:
             raise ValidationError(
-                f"{name}={asked} is more than this engine's max_logprobs of {self.max_logprobs};"
-                " ask for fewer, or start the engine with a larger max_logprobs (-1: no limit)",
+                f"{name}={asked} is more than the engine's max_logprobs of {self.max_logprobs}; request fewer, or"
+                " start the engine with a larger max_logprobs (-1: no limit)",
                 parameter=name, value=asked,
             )  # fmt: skip
         return min(wanted, self.vocab_size)
@@ -336,7 +336,7 @@ class InputProcessor:
             return []
         if self.tokenizer is None:
             raise ValidationError(
-                "bad_words needs a tokenizer, and skip_tokenizer_init=True left it out: use logit_bias",
+                "bad_words needs a tokenizer, but skip_tokenizer_init=True is set; use logit_bias",
                 parameter="bad_words", value=words,
             )  # fmt: skip
         before = self._words  # the prompts of one request have the same words
@@ -347,8 +347,7 @@ class InputProcessor:
         found = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
         if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # every step checks all of them
             raise ValidationError(
-                f"bad_words makes {len(found)} token sequences; at most {most} are allowed:"
-                " give fewer words",
+                f"bad_words makes {len(found)} token sequences; the limit is {most}: pass fewer words",
                 parameter="bad_words", value=len(found),
             )  # fmt: skip
         self._words = (list(words), found)

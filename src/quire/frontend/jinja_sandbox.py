@@ -49,7 +49,7 @@ def tick() -> None:
 
 def bounded(size: int) -> None:
     if size > MOST_TEXT:
-        raise TemplateTooLarge(f"it makes a text of more than {MOST_TEXT} characters")
+        raise TemplateTooLarge(f"it creates a string of more than {MOST_TEXT} characters")
 
 
 def concat(pieces: Iterable[str]) -> str:
@@ -89,7 +89,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+            raise jinja2.exceptions.SecurityError(f"a namespace must not contain {name!r}")
         super().__setitem__(name, value)
 
 
@@ -143,7 +143,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             many = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()  # fmt: skip
             if many > MOST_BITS:
-                raise TemplateTooLarge(f"it makes a number of more than {MOST_BITS} bits")
+                raise TemplateTooLarge(f"it computes a number of more than {MOST_BITS} bits")
         elif operator == "*":
             count, value = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(count, int) and isinstance(value, (str, list, tuple)):
@@ -207,22 +207,22 @@ def render_template(source: str, variables: Mapping[str, Any], seconds: float = 
             return template.render(variables)
     except TimeoutError:
         raise TemplateTooSlow(
-            f"the chat template takes longer than {seconds:g} s on this conversation",
+            f"the chat template needs more than {seconds:g} s for this conversation",
             parameter="chat_template",
         ) from None
     except (TemplateTooLarge, RecursionError, MemoryError) as error:
         why = str(error) or type(error).__name__
         if isinstance(error, RecursionError):
-            why = "it calls itself without end"
+            why = "its recursion is too deep"
         raise ValidationError(
-            f"the chat template is stopped on this conversation: {why}", parameter="chat_template"
+            f"the chat template was stopped on this conversation: {why}", parameter="chat_template"
         ) from error
     except jinja2.TemplateError as error:
         raise ValidationError(
-            f"the chat template refuses the conversation: {error}", parameter="messages"
+            f"the chat template rejects the conversation: {error}", parameter="messages"
         ) from error
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
         raise ValidationError(
-            f"the chat template fails on this conversation ({type(error).__name__}: {error})",
+            f"the chat template failed on this conversation ({type(error).__name__}: {error})",
             parameter="messages",
         ) from error

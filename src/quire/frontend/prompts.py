@@ -89,7 +89,7 @@ def _read_mapping(given: Mapping[str, Any]) -> Prompt:
             raise Unsupported(f"{name} in a prompt", remedy)
     if unknown := [str(key) for key in given if key not in KNOWN and key not in PROMPT_KEYS]:
         raise ValidationError(
-            f"a prompt has no key {', '.join(sorted(unknown))}; it may have {', '.join(KNOWN)}",
+            f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,
         )  # fmt: skip
     text, tokens, salt = (given.get(name) for name in KNOWN)

@@ -141,7 +141,7 @@ class RequestManager:
         """
         if accepted.id in self.live:
             raise ValidationError(
-                f"request_id {accepted.id!r} is that of a request which still runs; choose another",
+                f"request_id {accepted.id!r} belongs to a running request; choose another",
                 parameter="request_id", value=accepted.id,
             )  # fmt: skip
         # If the engine still knows a child's id, or another request's child has it, the engine gets a different one.

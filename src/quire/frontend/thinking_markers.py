@@ -30,7 +30,7 @@ def thinking_markers(
     """
     if reasoning is None or tokenizer is None or not reasoning.ends:
         raise ValidationError(
-            f"{FIELD} needs a model whose marks of thoughts are known: start the engine with reasoning_parser=NAME",
+            f"{FIELD} needs a model whose reasoning markers are known; start the engine with reasoning_parser=NAME",
             parameter=FIELD, value=budget,
         )  # fmt: skip
     starts = [_tokens(mark, tokenizer, budget) for mark in reasoning.starts]
@@ -47,8 +47,8 @@ def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:
     ids = tokenizer.encode(mark, add_special_tokens=False)
     if not ids or not tokenizer.is_added(ids[0]):
         raise ValidationError(
-            f"{FIELD}: this model marks its thoughts by the text {mark!r}, which is no token of its own; bound"
-            " the whole output with max_tokens",
+            f"{FIELD}: the reasoning marker {mark!r} of this model is not a single token; limit the whole output with"
+            " max_tokens",
             parameter=FIELD, value=budget,
         )  # fmt: skip
     return ids

@@ -268,7 +268,7 @@ class Tokenizer:
         template = ChatTemplate(chat_template) if chat_template is not None else self.template
         if template is None:
             raise ConfigError(
-                f"{self.name_or_path} has no chat template; give one as chat_template"
+                f"{self.name_or_path} has no chat template; pass one as chat_template"
             )
         text = template.render(
             conversation, tools=tools, documents=documents,
@@ -405,6 +405,6 @@ def load_with_transformers(folder: str, trust_remote_code: bool, fast: bool) -> 
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise ModelNotFound(
-            f"no tokenizer in {folder}: {str(error).splitlines()[0] if str(error) else type(error).__name__};"
-            " name another with tokenizer=..., or use skip_tokenizer_init=True for token ids only"
+            f"no tokenizer in {folder}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; set"
+            " another with tokenizer=..., or use token ids only with skip_tokenizer_init=True"
         ) from error

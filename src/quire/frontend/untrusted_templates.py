@@ -35,9 +35,7 @@ MOST_MEMORY = 512 << 20
 MOST_ANSWER = 8 * MOST_TEXT  # bytes; a character takes six at most
 GRACE_S = 2.0  # added to the template's time limit: the process may have to start
 AT_ONCE = 2
-NO_ANSWER = (
-    "the template of this request takes more than its {} or needs more than its {} MiB of memory"
-)
+NO_ANSWER = "the template of this request exceeds its limit of {}, or its limit of {} MiB of memory"
 
 
 class UntrustedTemplateRenderer:

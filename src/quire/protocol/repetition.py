@@ -57,6 +57,7 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
         known = cls.__struct_fields__
         if unknown := [name for name in given if name not in known]:
             raise ValidationError(
-                f"{NAME} has no {unknown[0]!r}; it has {', '.join(known)}", parameter=NAME, value=unknown[0],
+                f"{NAME} has no field {unknown[0]!r}; the fields are {', '.join(known)}", parameter=NAME,
+                value=unknown[0],
             )  # fmt: skip
         return cls(**given)

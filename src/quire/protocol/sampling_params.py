@@ -142,7 +142,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         "watermarking": "leave it out",
         "routed_experts_prompt_start": "leave it out",
         "trace_decode_token_ids": "read token_ids of the outputs",
-        "logits_processors": "give logits processors to the engine: LLM(logits_processors=[...])",
+        "logits_processors": "pass logits processors to the engine: LLM(logits_processors=[...])",
         "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(beam_width=...))",
         "length_penalty": "it belongs to beam search: BeamSearchParams(length_penalty=...)",
         "early_stopping": "it belongs to beam search: LLM.beam_search",
@@ -166,7 +166,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise ValidationError(
-                    "guided_decoding is the older name of structured_outputs; give only the newer one",
+                    "guided_decoding is the old name of structured_outputs; give only structured_outputs",
                     parameter="guided_decoding",
                 )
             log.warning_every(
@@ -221,7 +221,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < LOWEST_TEMPERATURE:
             log.warning_every(
-                "temperature", 60.0, "temperature %g is raised to %g; use 0 for greedy",
+                "temperature", 60.0, "temperature %g was raised to %g; use 0 for greedy sampling",
                 self.temperature, LOWEST_TEMPERATURE,
             )  # fmt: skip
             self.temperature = LOWEST_TEMPERATURE
@@ -254,7 +254,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             self.logprob_token_ids = read.token_ids("logprob_token_ids", self.logprob_token_ids)
             if len(self.logprob_token_ids) > (most := env.get("MAX_LIST_ENTRIES")):
                 raise ValidationError(
-                    f"logprob_token_ids may have at most {most} entries, not {len(self.logprob_token_ids)}",
+                    f"logprob_token_ids has {len(self.logprob_token_ids)} entries; the limit is {most}",
                     parameter="logprob_token_ids", value=len(self.logprob_token_ids),
                 )  # fmt: skip
         if self.allowed_token_ids is not None:
@@ -283,13 +283,13 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             )  # fmt: skip
         if self.stop and not self.detokenize:
             raise ValidationError(
-                "stop needs detokenize=True, because it is searched in the text; use stop_token_ids",
+                "stop needs detokenize=True, because stop strings are searched in the text; use stop_token_ids",
                 parameter="stop", value=self.stop,
             )  # fmt: skip
         ids, k = self.logprob_token_ids, self.logprobs
         if ids and k is not None and k != len(ids):
             raise ValidationError(
-                f"logprobs={k} with logprob_token_ids must be their number, {len(ids)}; leave one out",
+                f"logprobs={k} must equal the number of logprob_token_ids, {len(ids)}; leave one of them out",
                 parameter="logprobs", value=k,
             )  # fmt: skip
 

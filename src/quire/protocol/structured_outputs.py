@@ -81,18 +81,18 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
                 continue
             if name == "json" and isinstance(value, bool):
                 continue
-            raise read.wrong(f"{FIELD}.{name}", value, "a JSON object, or the text of one")
+            raise read.wrong(f"{FIELD}.{name}", value, "a JSON object, or a string with one")
 
     def _read_choice(self) -> None:
         if self.choice is None:
             return
         given: Any = self.choice
         if isinstance(given, str) or not all(isinstance(c, str) for c in given):
-            raise read.wrong(f"{FIELD}.choice", self.choice, "a list of texts")
+            raise read.wrong(f"{FIELD}.choice", self.choice, "a list of strings")
         self.choice = list(self.choice)
         if not self.choice or not all(self.choice):
             raise ValidationError(
-                f"{FIELD}.choice must have at least one text, and none that is empty",
+                f"{FIELD}.choice must have at least one string, and no empty string",
                 parameter=FIELD, value=self.choice,
             )  # fmt: skip
 
@@ -112,7 +112,7 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
         known = [name for name in cls.__struct_fields__ if name not in OURS]
         if unknown := sorted(set(fields) - set(known)):
             raise ValidationError(
-                f"{FIELD} has no field {', '.join(unknown)}; it may have {', '.join(known)}",
+                f"{FIELD} has no field {', '.join(unknown)}; the fields are {', '.join(known)}",
                 parameter=FIELD, value=unknown,
             )  # fmt: skip
         return cls(**fields)
@@ -139,7 +139,7 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
                 for one in text if isinstance(text, list) else [text]:
                     str(one).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            why = "it has half of a character" if isinstance(error, UnicodeError) else str(error)
+            why = "it contains a lone surrogate" if isinstance(error, UnicodeError) else str(error)
             raise ValidationError(
                 f"{self.said}: {self.kind} cannot be written as JSON in UTF-8: {why}",
                 parameter=self.said,

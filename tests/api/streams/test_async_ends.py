@@ -27,7 +27,7 @@ def test_a_wrong_request_hurts_nobody(llm: AsyncLLM):
         good = asyncio.create_task(outputs(llm, "good", GREEDY, "good"))
         with pytest.raises(ValidationError):
             await outputs(llm, [99999], GREEDY, "bad")
-        with pytest.raises(Unsupported, match="streamed in"):
+        with pytest.raises(Unsupported, match="streamed prompt"):
             await outputs(llm, aiter(llm.generate("x", GREEDY, "z")), GREEDY, "bad")
         with pytest.raises(Unsupported, match="data_parallel_rank"):
             await outputs(llm, "x", GREEDY, "bad", data_parallel_rank=1)

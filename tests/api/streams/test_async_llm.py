@@ -180,7 +180,7 @@ def test_an_id_that_runs_is_refused(slow: AsyncLLM):
     async def main() -> None:
         stream = slow.generate("x", greedy(max_tokens=190), "same")
         await anext(stream)
-        with pytest.raises(ValidationError, match="'same' is that of a request which still runs"):
+        with pytest.raises(ValidationError, match="'same' belongs to a running request"):
             await outputs(slow, "y", GREEDY, "same")
         assert not (await anext(stream)).outputs[0].error  # the first one is not hurt
         await stream.aclose()

@@ -96,7 +96,7 @@ class CallObject:
             self._reader = ValueReader("json", only)
             return at
         else:
-            raise MalformedValue(f"{char!r} where {want} was due")
+            raise MalformedValue(f"{char!r} where {want} was expected")
         return at + 1
 
     def _group(self) -> str:
@@ -109,9 +109,9 @@ class CallObject:
                 self._reader, self._want = None, "colon"
                 group = self._group() or self._key
                 if group in self._seen:
-                    raise MalformedValue(f"{self._key[:40]!r} stands there twice")
+                    raise MalformedValue(f"{self._key[:40]!r} occurs twice")
                 if self.sink.known_only and self._key not in KNOWN:
-                    raise MalformedValue(f"{self._key[:40]!r} is no part of a call")
+                    raise MalformedValue(f"{self._key[:40]!r} is not a key of a call")
                 self._seen.add(group)
             return
         group = self._group()
@@ -194,7 +194,7 @@ class PythonCall:
         if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
             word = found[0]
             if len(word) > MOST_WORD:
-                raise MalformedValue("too long a name")
+                raise MalformedValue("the name is too long")
             if found.end() == len(text):
                 return -1
             self._word = word
@@ -208,7 +208,7 @@ class PythonCall:
         want, word = self._want, self._word
         if char == "(" and want == "(":
             if word[0].isdigit():
-                raise MalformedValue(f"{word[:40]!r} is no name")
+                raise MalformedValue(f"{word[:40]!r} is not a name")
             self.sink.begin(word)
             self.sink.arguments("{")
             self._want = "key or end"
@@ -222,5 +222,5 @@ class PythonCall:
             self.sink.arguments("}")
             self.done = True
         else:
-            raise MalformedValue(f"{char!r} in a call, where {want} was due")
+            raise MalformedValue(f"{char!r} in a call, where {want} was expected")
         return at + 1

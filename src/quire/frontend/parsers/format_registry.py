@@ -94,7 +94,7 @@ def _choose(
                 return FormatChoice(
                     name, "the checkpoint's template has " + " and ".join(map(repr, texts))
                 )
-        return FormatChoice("", "the checkpoint's template shows no format that is known")
+        return FormatChoice("", "the checkpoint's template shows no known format")
     name = asked if asked in known else others.get(asked, "")
     if not name:
         names = ", ".join(sorted({*known, *others}))
@@ -102,4 +102,4 @@ def _choose(
         what = "is not supported yet" if asked in PARSERS else "is not known"
         raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
     why = f"{field}={asked!r}"
-    return FormatChoice(name, why if name == asked else f"{why}, which writes as {name}")
+    return FormatChoice(name, why if name == asked else f"{why}, which uses the format {name}")

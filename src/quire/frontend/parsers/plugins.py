@@ -15,8 +15,8 @@ from quire.frontend.parsers.format_registry import FormatRegistry
 
 GROUP = "quire.parsers"
 REMEDY = (
-    "a format is a table here, not a class: write register(registry) with registry.add_tools(NAME, FORMAT) or"
-    " registry.add_reasoning(NAME, REASONING); docs/tools.md has one"
+    "formats are tables, not classes: define register(registry) with registry.add_tools(NAME, FORMAT) or"
+    " registry.add_reasoning(NAME, REASONING); docs/tools.md has an example"
 )
 
 
@@ -31,7 +31,7 @@ def registry(files: Iterable[str] = ()) -> FormatRegistry:
         try:
             point.load()(made)
         except Exception as error:
-            raise ConfigError(f"the plugin {point.value} of {GROUP} fails: {error!r}") from error
+            raise ConfigError(f"the plugin {point.value} of {GROUP} failed: {error!r}") from error
     for file in dict.fromkeys(files):
         _from_file(file, made)
     return made
@@ -41,7 +41,7 @@ def _from_file(file: str, made: FormatRegistry) -> None:
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location(f"quire_parsers_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"the parser plugin {file!r} is no Python file")
+        raise ConfigError(f"the parser plugin {file!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def _from_file(file: str, made: FormatRegistry) -> None:
         raise
     except ImportError as error:
         if not (error.name or "").startswith("vllm"):
-            raise ConfigError(f"the parser plugin {file!r} fails: {error!r}") from error
+            raise ConfigError(f"the parser plugin {file!r} failed: {error!r}") from error
         raise ConfigError(f"the parser plugin {file!r} is written for vLLM: {REMEDY}") from error
     except Exception as error:
-        raise ConfigError(f"the parser plugin {file!r} fails: {error!r}") from error
+        raise ConfigError(f"the parser plugin {file!r} failed: {error!r}") from error

@@ -229,9 +229,9 @@ class StreamParser:
         """Set the name of the call. Raises MalformedValue."""
         name = name.strip()
         if not name or len(name) > MOST_WORD or any(char.isspace() for char in name):
-            raise MalformedValue(f"{name[:40]!r} is no tool's name")
+            raise MalformedValue(f"{name[:40]!r} is not the name of a tool")
         if self.known_only and name not in self.tools:
-            raise MalformedValue(f"there is no tool {name[:40]!r}")
+            raise MalformedValue(f"unknown tool {name[:40]!r}")
         self._name = name
 
     def arguments(self, text: str) -> None:
@@ -286,7 +286,7 @@ class StreamParser:
             self._follow(found[0], marks.go[found[0]])
             return True
         if not self._state.other:
-            raise MalformedValue(f"{text[at]!r} where one of {list(marks.go)} was due")
+            raise MalformedValue(f"{text[at]!r} where one of {list(marks.go)} was expected")
         self._to(Transition(self._state.other))
         return True
 
@@ -297,7 +297,7 @@ class StreamParser:
         stop = found.start() if found is not None else len(text) - marks.held(text, at)
         if self._length + stop - at > MOST_WORD:
             self._take(MOST_WORD - self._length)
-            raise MalformedValue(f"a {self._state.kind} that does not end")
+            raise MalformedValue(f"a {self._state.kind} without an end")
         self._length += stop - at
         self._word.append(text[at:stop])
         self._take(stop - at)
@@ -315,7 +315,7 @@ class StreamParser:
 
     def _routed(self, head: str, state: ParserState, target: Transition) -> Transition:
         if not state.spaced and len(head.split()) > 1:
-            raise MalformedValue(f"{head[:40]!r} where one word was due")
+            raise MalformedValue(f"{head[:40]!r} where one word was expected")
         for needle, to in state.routes:
             at = head.find(needle)
             if at < 0:

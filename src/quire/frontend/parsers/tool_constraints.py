@@ -48,7 +48,7 @@ def calls_only(
     """A structural tag: optional reasoning, then one or more tool calls."""
     calls = _calls(format, tools, parallel, "parameter")
     if calls is None:
-        raise ValueError("the format cannot be said")
+        raise ValueError("the grammar cannot express the format")
     return _whole([*_thoughts(reasoning, opened), *calls])
 
 

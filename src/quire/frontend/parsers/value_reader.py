@@ -33,7 +33,7 @@ class ValueDialect:
     """Allows keys and words without quotes."""
     tuples: bool = False
     trailing: bool = False
-    """Allows a comma before the end of a list or an object."""
+    """Allows trailing comma of a list or an object."""
 
 
 JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
@@ -121,7 +121,7 @@ class ValueReader:
     def _value(self, text: str, at: int) -> int:
         char = text[at]
         if self.only and not self._closers and char not in self.only:
-            raise MalformedValue(f"{char!r} where {self.only!r} was due")
+            raise MalformedValue(f"{char!r} where {self.only!r} was expected")
         if char == "]" and self._closers and self._closers[-1] == "]":
             return self._close(at, "]")
         if char == ")" and self._closers and self._closers[-1] == ")":
@@ -150,7 +150,7 @@ class ValueReader:
             self._separate()
             self._want = "word"
             return at
-        raise MalformedValue(f"{text[at]!r} where a {self._want} was due")
+        raise MalformedValue(f"{text[at]!r} where a {self._want} was expected")
 
     _string_is_key = False
 
@@ -161,7 +161,7 @@ class ValueReader:
 
     def _close(self, at: int, closer: str) -> int:
         if self._comma and not self.dialect.trailing:
-            raise MalformedValue("a comma before the end")
+            raise MalformedValue("trailing comma")
         self._comma = False
         self._closers.pop()
         self.out.append("}" if closer == "}" else "]")
@@ -187,14 +187,14 @@ class ValueReader:
         if at + len(word) == len(text) and len(word) <= MOST_WORD:
             return -1
         if len(word) > MOST_WORD:
-            raise MalformedValue("too long a key")
+            raise MalformedValue("the key is too long")
         self.out.append(quoted(word))
         self._want = "colon"
         return at + len(word)
 
     def _colon(self, text: str, at: int) -> int:
         if text[at] != ":":
-            raise MalformedValue(f"{text[at]!r} where ':' was due")
+            raise MalformedValue(f"{text[at]!r} where ':' was expected")
         self.out.append(": ")
         self._want = "value"
         return at + 1
@@ -204,7 +204,7 @@ class ValueReader:
         if char == self._closers[-1]:
             return self._close(at, char)
         if char != ",":
-            raise MalformedValue(f"{char!r} where ',' or {self._closers[-1]!r} was due")
+            raise MalformedValue(f"{char!r} where ',' or {self._closers[-1]!r} was expected")
         self._comma = True
         self._want = "key" if self._closers[-1] == "}" else "value"
         return at + 1
@@ -219,7 +219,7 @@ class ValueReader:
         if known is None and len(word) <= MOST_WORD:
             known = word if NUMBER.fullmatch(word) else quoted(word) if self.dialect.bare else None
         if known is None:
-            raise MalformedValue(f"{word[:40]!r} is no value")
+            raise MalformedValue(f"{word[:40]!r} is not a value")
         self.out.append(known)
         self._ended()
         return at + len(word)
@@ -274,12 +274,12 @@ class ValueReader:
                 return -1
             value = int(digits, 16)
             if value > 0x10FFFF:
-                raise MalformedValue(f"there is no character {digits}")
+                raise MalformedValue(f"invalid character {digits}")
             self.out.append(f"\\u{digits}" if char == "u" else json.dumps(chr(value))[1:-1])
             return at + 2 + size
         if json_:
             if char not in JSON_ESCAPES:
-                raise MalformedValue(f"\\{char} is no escape of JSON")
+                raise MalformedValue(f"\\{char} is not a JSON escape")
             self.out.append("\\" + char)
         else:
             self.out.append(inside(PYTHON_ESCAPES.get(char, "\\" + char)))
@@ -295,5 +295,5 @@ def complete_value(text: str, dialect: str = "json", only: str = "") -> str:
     reader = ValueReader(dialect, only)
     at = reader.feed(text + " ", 0)  # the space ends a number
     if not reader.done or text[at:].strip():
-        raise MalformedValue("it is not one value")
+        raise MalformedValue("more than one value")
     return reader.take()
